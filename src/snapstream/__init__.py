@@ -1,0 +1,44 @@
+"""LLM inference with a KV cache of fixed size per sequence (SnapStream, arXiv 2511.03092)."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MemoryPlanError,
+    RequestError,
+    SnapStreamError,
+)
+
+if TYPE_CHECKING:
+    from snapstream.engine import LLM, RequestOutput
+
+try:
+    __version__ = version("snapstream")
+except PackageNotFoundError:  # a source tree that was not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "LLM",
+    "CacheBudget",
+    "CheckpointError",
+    "ConfigurationError",
+    "EngineConfig",
+    "MemoryPlanError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SnapStreamError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load the engine, and with it torch and transformers, only when it is asked for."""
+    if name in ("LLM", "RequestOutput"):
+        from snapstream import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'snapstream' has no attribute {name!r}")

@@ -1,0 +1,24 @@
+"""The method, as pure functions on plain tensors: layout of a compressed cache, votes, compression.
+
+Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query tokens, ``L`` prompt length (padded),
+``H`` query heads, ``N`` KV heads, ``G = H / N``, ``D`` head size, ``C`` cache entries, ``S`` sinks, ``R`` recent,
+``K`` top-K, ``W`` observation window.
+"""
+
+from snapstream.compression.compress import CompressedKV, compress, select_entries
+from snapstream.compression.layout import PlanTensors, PromptPlan, next_slot, plan_prompt, plan_tensors
+from snapstream.compression.scoring import observation_votes, pool_votes, random_votes
+
+__all__ = [
+    "CompressedKV",
+    "PlanTensors",
+    "PromptPlan",
+    "compress",
+    "next_slot",
+    "observation_votes",
+    "plan_prompt",
+    "plan_tensors",
+    "pool_votes",
+    "random_votes",
+    "select_entries",
+]

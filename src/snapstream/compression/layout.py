@@ -1,0 +1,77 @@
+"""Where entries live in a compressed cache: three integers and the arithmetic between them.
+
+Keys are rotated before they are cached, so the order of entries means nothing to attention, and this layout needs no
+mask, only a length::
+
+    [ sink | pinned top-K | ring of recent tokens ]
+      0..S   S..base        base..limit
+
+Entries below ``base`` never change after prefill. ``count`` is the number of tokens ever stored; valid entries are the
+prefix ``[0, min(count, limit))``. Recent tokens are stored in order, so the ring starts with its oldest entry at
+``base`` and the first overwrite hits the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapstream.config import CacheBudget
+
+
+class PromptPlan(NamedTuple):
+    """The layout of one sequence when its prefill ends.
+
+    Attributes:
+        length: Prompt tokens, 1 or more.
+        candidate_end: End of the evictable range ``[S, candidate_end)``; empty if not above ``S``.
+        base: First entry of the ring.
+        count: Entries in use, ``min(length, limit)``.
+        limit: End of the ring, so the most entries ever in use.
+    """
+
+    length: int
+    candidate_end: int
+    base: int
+    count: int
+    limit: int
+
+    @property
+    def dropped(self) -> int:
+        """Prompt tokens that compression leaves out."""
+        return self.length - self.count
+
+
+class PlanTensors(NamedTuple):
+    """:class:`PromptPlan` for ``B`` sequences, as int64 tensors of shape ``[B]``."""
+
+    length: Tensor
+    candidate_end: Tensor
+    base: Tensor
+    count: Tensor
+    limit: Tensor
+
+
+def plan_prompt(length: int, budget: CacheBudget) -> PromptPlan:
+    """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
+    pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
+    base = budget.sink + pinned
+    limit = budget.capacity if budget.ring == "elastic" else base + budget.recent
+    return PromptPlan(length, max(length - budget.recent, 0), base, min(length, limit), limit)
+
+
+def plan_tensors(plans: Sequence[PromptPlan], device: torch.device | str = "cpu") -> PlanTensors:
+    """Stack plans of several sequences into tensors of shape ``[B]``."""
+    return PlanTensors(*(torch.tensor(column, dtype=torch.int64, device=device) for column in zip(*plans, strict=True)))
+
+
+def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
+    """Entry that the next token of each sequence takes; all arguments and the result are int64 ``[B]``.
+
+    The cache fills up to ``limit``; from then on the ring ``[base, limit)`` turns. (Equation 4 of the paper; its offset
+    is read as ``base``.)
+    """
+    return torch.where(count < limit, count, base + (count - base) % (limit - base).clamp(min=1))

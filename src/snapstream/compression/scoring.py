@@ -1,0 +1,151 @@
+"""Which prompt tokens matter: votes of the observation window (SnapKV), with fixed shapes.
+
+The last ``W`` queries of the prompt attend to the candidate keys, ``A = softmax(Q_obs K^T * scale)``; a candidate's vote
+is the sum of its column of ``A`` over the window, averaged over the query heads that share the KV head, then pooled
+along the sequence (paper, equation 3 and listing 6).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.compression.layout import PlanTensors
+from snapstream.config import Normalize, Pooling
+
+KEY_CHUNK = 4096
+"""Keys scored at a time. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
+
+
+def observation_votes(
+    queries: Tensor,
+    keys: Tensor,
+    plan: PlanTensors,
+    *,
+    sink: int,
+    scale: float,
+    normalize: Normalize = "all",
+    key_chunk: int = KEY_CHUNK,
+) -> Tensor:
+    """Sum the attention that the observation window pays to each candidate.
+
+    Args:
+        queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
+            ``length - 1``. For a prompt shorter than ``W`` the leading rows are padding and do not vote.
+        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; entries at ``length`` and beyond are ignored.
+        plan: Layout of each sequence.
+        sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
+        scale: Factor on the logits, usually ``D ** -0.5``.
+        normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
+        key_chunk: Keys scored at a time; bounds memory, does not change the result beyond rounding.
+
+    Returns:
+        Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for what is no candidate.
+    """
+    B, H, W, D = queries.shape
+    N, L = keys.shape[1], keys.shape[2]
+    grouped = queries.view(B, N, H // N * W, D)
+    rows = torch.arange(W, device=keys.device)
+    query_position = plan.length[:, None] - W + rows  # [B, W]
+    voter = (query_position >= 0)[:, None, None, :, None]
+
+    def logits(start: int) -> tuple[Tensor, Tensor]:
+        """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
+        chunk = keys[:, :, start : start + key_chunk]
+        # Products of half-precision inputs are exact in float32; only then is nothing lost before the sum.
+        values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
+        values = values.view(B, N, H // N, W, chunk.shape[2])
+        position = torch.arange(start, start + chunk.shape[2], device=keys.device)
+        if normalize == "all":
+            member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
+        else:
+            member = _candidates(position, plan, sink)[:, None]
+        return values, member[:, None, None]
+
+    starts = range(0, L, key_chunk)
+    # Two passes (normaliser first, then the votes) cost a second product of W rows and save holding all logits.
+    normalizer = torch.full((B, N, H // N, W), float("-inf"), device=keys.device)
+    for start in starts:
+        values, member = logits(start)
+        chunk_sum = values.masked_fill(~member, float("-inf")).logsumexp(-1)
+        normalizer = torch.logaddexp(normalizer, chunk_sum)
+    normalizer = normalizer.masked_fill(normalizer == float("-inf"), 0.0)
+    chunks = []
+    for start in starts:
+        values, member = logits(start)
+        position = torch.arange(start, start + values.shape[-1], device=keys.device)
+        counted = member & voter & _candidates(position, plan, sink)[:, None, None, None]
+        attention = torch.exp(values - normalizer[..., None]).masked_fill(~counted, 0.0)
+        chunks.append(attention.sum(3).mean(2))
+    return torch.cat(chunks, -1)
+
+
+def random_votes(plan: PlanTensors, heads: int, length: int, *, sink: int, seed: Tensor) -> Tensor:
+    """Uniform votes for the ``random`` baseline, repeatable on any device.
+
+    Args:
+        plan: Layout of each sequence.
+        heads: KV heads (``N``), each with a choice of its own.
+        length: Padded prompt length (``L``).
+        sink: Sinks (``S``).
+        seed: int64 scalar; give each layer another one.
+
+    Returns:
+        Votes ``[B, N, L]``, float32 in (0, 1]; 0 for what is no candidate.
+    """
+    device = plan.length.device
+    position = torch.arange(length, device=device)
+    head = torch.arange(heads, device=device)[:, None]
+    uniform = counter_uniform(seed + head * 1_000_003, position)
+    return torch.where(_candidates(position, plan, sink)[:, None], uniform, 0.0)
+
+
+def pool_votes(votes: Tensor, plan: PlanTensors, *, sink: int, pooling: Pooling, kernel: int) -> Tensor:
+    """Smooth votes along the sequence and mark what is no candidate.
+
+    Stride 1, same length, zeros beyond the ends of the candidate range; the average always divides by ``kernel``.
+
+    Args:
+        votes: ``[B, N, L]``, 0 outside the candidates.
+        plan: Layout of each sequence.
+        sink: Sinks (``S``).
+        pooling: ``avg`` or ``max``.
+        kernel: Odd width.
+
+    Returns:
+        Scores ``[B, N, L]``; -1 for what is no candidate.
+    """
+    if kernel > 1:
+        pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+        votes = pool(votes, kernel, stride=1, padding=kernel // 2)
+    position = torch.arange(votes.shape[-1], device=votes.device)
+    return votes.masked_fill(~_candidates(position, plan, sink)[:, None], -1.0)
+
+
+def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1] from a seed and a counter: the same on every device, in every batch.
+
+    A counter-based generator (the finaliser of MurmurHash3, twice), so a draw depends on nothing but its arguments.
+
+    Args:
+        seed: int64, broadcastable with ``counter``.
+        counter: int64.
+
+    Returns:
+        float32 of the broadcast shape.
+    """
+    bits = _mix(_mix(seed & 0xFFFFFFFF) ^ (counter * 0x9E3779B1 & 0xFFFFFFFF) ^ (seed >> 32 & 0xFFFFFFFF))
+    return ((bits >> 8) + 1).float() * 2.0**-24
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int64 tensors that hold 32-bit values."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _candidates(position: Tensor, plan: PlanTensors, sink: int) -> Tensor:
+    """Whether each position of ``[P]`` may be evicted, ``[B, P]``."""
+    return (position >= sink) & (position < plan.candidate_end[:, None])

@@ -1,0 +1,317 @@
+"""What a user can set: the cache budget, the engine and the sampling of one request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from snapstream.errors import ConfigurationError, RequestError
+
+Pooling = Literal["avg", "max"]
+Normalize = Literal["all", "candidates"]
+Ring = Literal["elastic", "paper"]
+Selection = Literal["votes", "random"]
+Preset = Literal["full", "streaming", "sage-kv", "snapstream", "random"]
+
+MIN_CAPACITY = 16
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """How many KV entries one sequence may hold, and how they are chosen.
+
+    A cache has ``sink + recent + top_k`` entries per layer and KV head. Most users want
+    :meth:`of`, which derives every field from one number.
+
+    Attributes:
+        sink: First tokens of the prompt, always kept (``S``).
+        recent: Last tokens of the prompt that are kept, and the least length of the ring of recent tokens (``R``).
+        top_k: Prompt tokens between sinks and recent ones that are kept by vote (``K``).
+        window: Last prompt tokens whose queries vote (``W``, the paper's ``L_obs``); at most ``recent``, so that
+            every voter sees every candidate.
+        pooling: How votes are smoothed along the sequence, so that neighbours of a winner are kept with it.
+        kernel: Odd width of that smoothing; 1 switches it off.
+        normalize: ``all``: the voters' softmax runs over the whole prompt (listing 6 of the paper, SnapKV's code);
+            ``candidates``: over the evictable tokens only (equation 3).
+        ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
+            full; ``paper``: the ring always has ``recent`` entries.
+        selection: ``votes``, or ``random`` as a baseline at equal budget.
+        seed: Seed of ``random`` selection; unused otherwise.
+    """
+
+    sink: int
+    recent: int
+    top_k: int
+    window: int = 32
+    pooling: Pooling = "avg"
+    kernel: int = 7
+    normalize: Normalize = "all"
+    ring: Ring = "elastic"
+    selection: Selection = "votes"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigurationError: A field, or a combination, that cannot work; the message says what to change.
+        """
+        for name in ("sink", "recent", "top_k", "window", "kernel", "seed"):
+            _require_integer(f"cache budget: {name}", getattr(self, name))
+        for name in ("sink", "top_k"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
+        for name, allowed in (("pooling", Pooling), ("normalize", Normalize), ("ring", Ring), ("selection", Selection)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigurationError(
+                    f"cache budget: {name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(allowed))}"
+                )
+        if self.window < 1:
+            raise ConfigurationError(f"cache budget: window is {self.window}; at least one token must vote")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigurationError(f"cache budget: kernel is {self.kernel}; use an odd number, or 1 for no pooling")
+        if self.window > self.recent:
+            raise ConfigurationError(
+                f"cache budget: window ({self.window}) is larger than recent ({self.recent}); "
+                f"raise recent to at least {self.window} or lower the window"
+            )
+        if self.capacity < MIN_CAPACITY:
+            raise ConfigurationError(
+                f"cache budget: {self.capacity} entries (sink {self.sink} + recent {self.recent} + top_k {self.top_k}) "
+                f"are too few to be useful; give at least {MIN_CAPACITY}"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """Entries per layer and KV head (``C``)."""
+        return self.sink + self.recent + self.top_k
+
+    @classmethod
+    def of(cls, capacity: int) -> CacheBudget:
+        """SnapStream with sensible settings for a cache of ``capacity`` entries.
+
+        Four sinks, a quarter of the cache for recent tokens, the rest for voted ones; 32 voters (fewer in a very
+        small cache).
+        """
+        return cls.preset("snapstream", capacity)
+
+    @classmethod
+    def preset(cls, name: Preset, capacity: int) -> CacheBudget:
+        """A named policy with ``capacity`` entries.
+
+        Args:
+            name: ``full`` (nothing is dropped while the sequence fits ``capacity``), ``streaming`` (StreamingLLM:
+                sinks and recent tokens only), ``sage-kv`` (only the last token votes), ``snapstream``, or ``random``
+                (a random choice in place of the voted one).
+            capacity: Entries per layer and KV head.
+
+        Raises:
+            ConfigurationError: An unknown name or too small a capacity.
+        """
+        if name not in get_args(Preset):
+            raise ConfigurationError(f"unknown policy {name!r}; allowed: {', '.join(get_args(Preset))}")
+        _require_integer("cache budget", capacity)
+        if capacity < MIN_CAPACITY:
+            raise ConfigurationError(
+                f"cache budget: {capacity} entries are too few to be useful; give at least {MIN_CAPACITY}"
+            )
+        sink = 4
+        if name in ("full", "streaming"):
+            return cls(sink=sink, recent=capacity - sink, top_k=0, window=1)
+        recent = max(capacity // 4, min(32, capacity // 2))
+        budget = cls(sink=sink, recent=recent, top_k=capacity - sink - recent, window=min(32, recent))
+        if name == "sage-kv":
+            return replace(budget, window=1)
+        return replace(budget, selection="random") if name == "random" else budget
+
+    @classmethod
+    def parse(cls, value: CacheBudget | int | str | Mapping[str, Any]) -> CacheBudget:
+        """Read a budget from a number, a JSON object (text or mapping), or a budget.
+
+        Raises:
+            ConfigurationError: Not one of these, or unknown fields, which are named.
+        """
+        if isinstance(value, CacheBudget):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError:
+                raise ConfigurationError(
+                    f"cache budget: {value!r} is neither a number of entries nor a JSON object"
+                ) from None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls.of(value)
+        if not isinstance(value, Mapping):
+            raise ConfigurationError(f"cache budget: {value!r} is neither a number of entries nor a JSON object")
+        given = dict(value)
+        known = {field.name for field in fields(cls)}
+        capacity, policy = given.pop("capacity", None), given.pop("policy", "snapstream")
+        unknown = sorted(set(given) - known)
+        if unknown:
+            allowed = ", ".join(sorted(known | {"capacity", "policy"}))
+            raise ConfigurationError(f"cache budget: unknown field {', '.join(unknown)}; allowed: {allowed}")
+        if capacity is not None:
+            return replace(cls.preset(policy, capacity), **given)
+        missing = sorted({"sink", "recent", "top_k"} - set(given))
+        if missing:
+            raise ConfigurationError(f"cache budget: {', '.join(missing)} missing; give them, or give capacity")
+        return cls(**given)
+
+    def resized(self, capacity: int) -> CacheBudget:
+        """The same policy with ``capacity`` entries: the ring keeps its share, and at least the window.
+
+        Raises:
+            ConfigurationError: The capacity cannot hold the sinks and the window.
+        """
+        if capacity == self.capacity:
+            return self
+        least = max(self.sink + self.window, MIN_CAPACITY)
+        if capacity < least:
+            raise ConfigurationError(
+                f"cache budget: {capacity} entries cannot hold {self.sink} sinks and a window of {self.window}; "
+                f"give at least {least}"
+            )
+        if self.top_k == 0:
+            return replace(self, recent=capacity - self.sink)
+        recent = max(self.window, min(capacity - self.sink, self.recent * capacity // self.capacity))
+        return replace(self, recent=recent, top_k=capacity - self.sink - recent)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields as plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when to stop.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy: always the most likely token.
+        top_k: Sample among the ``top_k`` most likely tokens; 0 means all.
+        top_p: Sample among the fewest tokens whose probabilities reach ``top_p``.
+        min_p: Drop tokens less likely than ``min_p`` times the most likely one.
+        seed: Makes sampling repeatable, whatever else is in the batch; ``None`` draws a seed.
+        presence_penalty: Subtracted from the logit of every token generated before.
+        frequency_penalty: Subtracted once per earlier occurrence among the generated tokens.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
+        stop: Strings that end the output; they are not part of it.
+        stop_token_ids: Tokens that end the output, besides the model's own.
+        ignore_eos: Go on past the model's end-of-sequence token.
+        kv_budget: Cache entries for this request, at most the engine's; ``None`` means the engine's.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    stop: tuple[str, ...] | str = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    kv_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            RequestError: A value that is not allowed.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks: list[tuple[str, bool, str]] = [
+            ("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
+            ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
+            ("top_k", _is_integer(self.top_k) and self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "between -2 and 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "between -2 and 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+            ("seed", self.seed is None or _is_integer(self.seed), "a whole number, or none"),
+            ("logprobs", self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "0 or more"),
+            ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
+            ("stop_token_ids", all(_is_integer(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more"),
+            ("kv_budget", self.kv_budget is None or _is_integer(self.kv_budget), "a whole number of cache entries"),
+        ]
+        for name, valid, allowed in checks:
+            if not valid:
+                raise RequestError(f"sampling: {name} is {getattr(self, name)!r}; it must be {allowed}")
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the next token is just the largest logit: nothing to draw, penalise or report."""
+        no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
+        return self.temperature == 0 and no_penalty and self.logprobs is None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the built-in engine runs.
+
+    Attributes:
+        max_model_len: Longest prompt plus output of one request, in tokens; the staging cache of prefill has this
+            length. ``None`` means what the model was trained for.
+        slots: Sequences decoded at a time.
+        prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
+        decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
+        enforce_eager: Do not compile the graphs; slower, starts at once.
+        max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
+        memory_fraction: Share of the device's free memory the engine may plan with.
+    """
+
+    max_model_len: int | None = None
+    slots: int = 4
+    prefill_chunk: int = 512
+    decode_steps: int = 4
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    enforce_eager: bool = False
+    max_logprobs: int = 20
+    memory_fraction: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check every field that needs no model.
+
+        Raises:
+            ConfigurationError: A value that is not allowed.
+        """
+        for name in ("slots", "prefill_chunk", "decode_steps", "max_logprobs"):
+            _require_integer(f"engine: {name}", getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.max_model_len is not None:
+            _require_integer("engine: max_model_len", self.max_model_len)
+            if self.max_model_len < MIN_CAPACITY:
+                raise ConfigurationError(
+                    f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
+                )
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigurationError(
+                f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_integer(what: str, value: object) -> None:
+    if not _is_integer(value):
+        raise ConfigurationError(f"{what} is {value!r}; it must be a whole number")

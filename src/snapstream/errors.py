@@ -1,0 +1,21 @@
+"""The errors a user can meet. Each message says what was given, what is allowed and what to do."""
+
+
+class SnapStreamError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigurationError(SnapStreamError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class CheckpointError(SnapStreamError):
+    """A model directory that is missing, incomplete, corrupt or of an unsupported kind."""
+
+
+class RequestError(SnapStreamError, ValueError):
+    """One request that cannot be served; others are not affected."""
+
+
+class MemoryPlanError(SnapStreamError):
+    """The engine as configured does not fit the memory of the device."""

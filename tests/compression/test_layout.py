@@ -1,0 +1,71 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapstream.compression import next_slot, plan_prompt, plan_tensors
+from snapstream.config import CacheBudget
+from tests.reference import naive_compress
+
+
+@st.composite
+def budgets(draw):
+    window = draw(st.integers(1, 6))
+    return CacheBudget(
+        sink=draw(st.integers(0, 5)),
+        recent=window + draw(st.integers(0, 12)) + 15,
+        top_k=draw(st.integers(0, 20)),
+        window=window,
+        pooling=draw(st.sampled_from(["avg", "max"])),
+        kernel=draw(st.sampled_from([1, 3, 5])),
+        normalize=draw(st.sampled_from(["all", "candidates"])),
+        ring=draw(st.sampled_from(["elastic", "paper"])),
+    )
+
+
+
+@given(budgets(), st.integers(1, 90), st.integers(1, 150))
+def test_ring_holds_what_the_naive_cache_holds(budget, length, decoded):
+    """Any length below, at and above every boundary; decodes that wrap the ring several times."""
+    scores = {p: float((p * 37) % 11) for p in range(budget.sink, length - budget.recent)}
+    naive = naive_compress(None, torch.zeros(length, 1), budget, scores)
+    plan = plan_prompt(length, budget)
+    assert plan.count == len(naive.tokens())
+    assert plan.count == min(length, plan.limit)
+    entries = {i: token for i, token in enumerate(naive.tokens())}
+    _, base, count, limit = plan.length, plan.base, plan.count, plan.limit
+    pinned_before = {i: entries[i] for i in range(min(base, count))}
+    for position in range(length, length + decoded):
+        slot = int(next_slot(torch.tensor([count]), torch.tensor([base]), torch.tensor([limit])))
+        assert 0 <= slot < budget.capacity
+        entries[slot] = position
+        count += 1
+        naive.append(position)
+        assert sorted(entries) == list(range(min(count, limit)))  # valid entries are always a prefix
+        assert sorted(entries.values()) == naive.tokens()
+    assert {i: entries[i] for i in pinned_before} == pinned_before
+
+
+@pytest.mark.parametrize("ring", ["elastic", "paper"])
+def test_nothing_is_lost_before_capacity_only_if_elastic(ring):
+    budget = CacheBudget(sink=4, recent=16, top_k=12, window=8, ring=ring)
+    plan = plan_prompt(10, budget)
+    assert plan.limit == (32 if ring == "elastic" else 20)
+
+
+def test_boundaries_by_hand():
+    budget = CacheBudget(sink=4, recent=16, top_k=12, window=8)
+    assert plan_prompt(1, budget)[2:] == (4, 1, 32)
+    assert plan_prompt(20, budget)[2:] == (4, 20, 32)
+    assert plan_prompt(21, budget)[2:] == (5, 21, 32)
+    assert plan_prompt(32, budget)[2:] == (16, 32, 32)
+    assert plan_prompt(33, budget)[2:] == (16, 32, 32)
+    assert plan_prompt(33, budget).dropped == 1
+
+
+def test_plan_tensors_stack():
+    budget = CacheBudget.of(64)
+    plans = [plan_prompt(n, budget) for n in (1, 64, 500)]
+    stacked = plan_tensors(plans)
+    assert stacked.count.tolist() == [1, 64, 64]
+    assert stacked.length.dtype == torch.int64
