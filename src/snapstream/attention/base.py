@@ -1,0 +1,50 @@
+"""What an attention backend has to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class AttentionBackend(ABC):
+    """Attention of a prefill chunk and of a decode step; pure functions of fixed shape."""
+
+    reads_all_keys_in_prefill: bool
+    """Whether prefill reads the whole staging cache it is given, so that the caller should give no more than needed."""
+
+    @staticmethod
+    @abstractmethod
+    def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why the backend cannot run with these, or ``None`` if it can."""
+
+    @abstractmethod
+    def prefill(self, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+        """Attend causally from one chunk of a prompt to everything before it and to itself.
+
+        Args:
+            query: Rotated queries of tokens ``start .. start + T``, ``[T, H, D]``.
+            keys: Staging cache, ``[N, L, D]``, which already holds the chunk's keys at ``start .. start + T``.
+            values: ``[N, L, D]``.
+            start: int64 scalar tensor.
+            scale: Factor on the logits.
+
+        Returns:
+            ``[T, H, D]``.
+        """
+
+    @abstractmethod
+    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+        """Attend from one token per slot to the first ``valid`` entries of its cache; KV heads are not expanded.
+
+        Args:
+            query: ``[B, H, D]``.
+            keys: ``[B, N, C, D]``.
+            values: ``[B, N, C, D]``.
+            valid: int64 ``[B]``; a free slot has 0, and its result means nothing.
+            scale: Factor on the logits.
+
+        Returns:
+            ``[B, H, D]``.
+        """

@@ -1,0 +1,118 @@
+"""Builds and loads ``cpu.cpp``: decode attention and few-row matrix products that run at the speed of memory.
+
+Compiled for this machine at first use (well under a minute) and kept in torch's extension cache. Without a C++
+compiler everything still works, on slower stock operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+MULTIPLE = 32
+"""Sizes the kernels read in one go: inner sizes must be multiples of it."""
+SKINNY_ROWS = 6
+"""Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
+
+
+def compiler_available() -> bool:
+    """Whether a C++ compiler for kernels and compiled graphs can be found."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def _headers_available() -> bool:
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+
+
+@functools.cache
+def available() -> bool:
+    """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
+    if not compiler_available() or not sys.platform.startswith("linux"):
+        logger.warning(
+            "No C++ compiler found: decoding on the CPU falls back to slower stock kernels. Install g++ to change that."
+        )
+        return False
+    from torch.utils import cpp_extension
+
+    # The name carries source and torch version: a new one of either is built anew, beside the old.
+    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
+    try:
+        cpp_extension.load(
+            name=f"snapstream_cpu_{digest}",
+            sources=[str(SOURCE)],
+            extra_cflags=["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"],
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
+        return False
+    _register_shapes()
+    return True
+
+
+def _register_shapes() -> None:
+    """Tell the tracer of compiled graphs what the operations return."""
+
+    @torch.library.register_fake("snapstream_cpu::skinny_linear")
+    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    @torch.library.register_fake("snapstream_cpu::decode_attention")
+    def _attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+        return query.new_empty(query.shape)
+
+
+def supports_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`skinny_linear` can and should compute ``x @ weight.T``."""
+    return (
+        x.device.type == "cpu"
+        and x.shape[0] <= SKINNY_ROWS
+        and x.shape[1] % MULTIPLE == 0
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.dtype == weight.dtype
+        and available()
+    )
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for few rows, reading the weight once; sums in float32.
+
+    Args:
+        x: ``[M, K]``, float32 or bfloat16, ``K`` a multiple of 32.
+        weight: ``[N, K]``, contiguous, of the same type.
+        bias: ``[N]`` or ``None``.
+
+    Returns:
+        ``[M, N]``. Row ``m`` depends on row ``m`` of ``x`` alone, to the bit.
+    """
+    result: Tensor = torch.ops.snapstream_cpu.skinny_linear(x, weight, bias)
+    return result
+
+
+def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+    """Attend from one token per sequence to the first ``valid`` entries of its cache, without expanding KV heads.
+
+    Args:
+        query: ``[B, H, D]``, float32 or bfloat16, ``D`` a multiple of 32.
+        keys: ``[B, N, C, D]``, contiguous.
+        values: ``[B, N, C, D]``, contiguous.
+        valid: int64 ``[B]``; 0 gives zeros and reads nothing.
+        scale: Factor on the logits.
+
+    Returns:
+        ``[B, H, D]``. Row ``b`` depends on sequence ``b`` alone, to the bit.
+    """
+    result: Tensor = torch.ops.snapstream_cpu.decode_attention(query, keys, values, valid, scale)
+    return result

@@ -1,0 +1,7 @@
+"""Models: a Hugging Face checkpoint in, logits out. They know neither caches nor requests."""
+
+from snapstream.models.llama import Attend, LlamaModel
+from snapstream.models.spec import SUPPORTED_ARCHITECTURES, ModelSpec
+from snapstream.models.weights import load_model, resolve_checkpoint
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "Attend", "LlamaModel", "ModelSpec", "load_model", "resolve_checkpoint"]

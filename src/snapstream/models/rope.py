@@ -1,0 +1,43 @@
+"""Rotary position embedding, with the parameters and scalings of ``transformers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rope_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine for a configuration."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    with torch.device("cpu"):
+        embedding = LlamaRotaryEmbedding(config)
+    return embedding.inv_freq.float(), float(embedding.attention_scaling)
+
+
+def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for each position.
+
+    Computed from the true position each time, in float32: a table up to the longest position would be one more thing
+    to size.
+
+    Args:
+        positions: int64 ``[T]``.
+        frequencies: ``[D / 2]``.
+        scaling: Factor on both.
+        dtype: Type of the result.
+
+    Returns:
+        Two tensors ``[T, 1, D]``; the axis of size 1 is for heads.
+    """
+    angles = positions[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), -1)[:, None]
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate ``[T, heads, D]`` by the angles of :func:`rope_table`; halves are paired, as in ``transformers``."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine

@@ -1,0 +1,64 @@
+"""Tiny random checkpoints of every supported family, saved by transformers itself."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,  # large enough that greedy choices are not near ties
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3-gqa": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+}
+
+
+def make_model(family: str, seed: int = 0, **changes):
+    model_class, config_class, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(SMALL | settings | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # biases and norms start at 0 and 1, where a mistake would not show
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def save_checkpoint(directory: Path, family: str = "llama3-gqa", **kwargs):
+    """Save a tiny checkpoint; returns the transformers model."""
+    shard = kwargs.pop("max_shard_size", "5GB")
+    dtype = kwargs.pop("dtype", torch.float32)
+    model = make_model(family, **kwargs).to(dtype)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return model

@@ -1,0 +1,69 @@
+"""Logits against transformers, for every family, prefilled in chunks and decoded step by step."""
+
+import pytest
+import torch
+
+from snapstream.attention import SdpaAttention
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import FAMILIES, save_checkpoint
+
+
+class DenseCache:
+    """An ordinary cache, one sequence, for driving the model without the engine."""
+
+    def __init__(self, spec, length):
+        shape = (spec.kv_heads, length, spec.head_dim)
+        self.keys = [torch.zeros(shape) for _ in range(spec.layers)]
+        self.values = [torch.zeros(shape) for _ in range(spec.layers)]
+        self.start = 0
+        self.scale = spec.head_dim**-0.5
+
+    def attend(self, layer, query, key, value):
+        end = self.start + query.shape[0]
+        self.keys[layer][:, self.start : end] = key.transpose(0, 1)
+        self.values[layer][:, self.start : end] = value.transpose(0, 1)
+        start = torch.tensor(self.start)
+        return SdpaAttention().prefill(query, self.keys[layer], self.values[layer], start, self.scale)
+
+    def run(self, model, tokens):
+        positions = torch.arange(self.start, self.start + len(tokens))
+        logits = model.logits(model(tokens, positions, self.attend))
+        self.start += len(tokens)
+        return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, tmp_path):
+    peer = save_checkpoint(tmp_path, family)
+    spec = load_spec(tmp_path)
+    model = load_model(tmp_path, spec, torch.float32, torch.device("cpu"))
+    tokens = torch.randint(0, 96, (700,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = peer(tokens[None]).logits[0]
+        cache = DenseCache(spec, 700)
+        parts = [cache.run(model, tokens[a:b]) for a, b in ((0, 200), (200, 201), (201, 690))]
+        parts += [cache.run(model, tokens[i : i + 1]) for i in range(690, 700)]
+    torch.testing.assert_close(torch.cat(parts), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loads_and_agrees(dtype, tmp_path):
+    peer = save_checkpoint(tmp_path, "qwen2", initializer_range=0.1, dtype=dtype)
+    spec = load_spec(tmp_path)
+    assert spec.dtype == dtype
+    model = load_model(tmp_path, spec, dtype, torch.device("cpu"))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.frequencies.dtype == torch.float32
+    tokens = torch.arange(5, 60)
+
+    class Cache(DenseCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.keys = [k.to(dtype) for k in self.keys]
+            self.values = [v.to(dtype) for v in self.values]
+
+    with torch.no_grad():
+        want = peer(tokens[None]).logits[0].float()
+        got = Cache(spec, 60).run(model, tokens)
+    error = (got - want).abs().max() / want.abs().max()
+    assert error < 0.03

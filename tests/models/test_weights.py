@@ -1,0 +1,132 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from snapstream.errors import CheckpointError
+from snapstream.models.weights import load_model, load_spec, parameter_bytes, resolve_checkpoint
+from tests.checkpoints import save_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def load(path):
+    return load_model(path, load_spec(path), torch.float32, CPU)
+
+
+def rewrite(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_sharded_equals_single(tmp_path):
+    save_checkpoint(tmp_path / "one", "qwen3")
+    save_checkpoint(tmp_path / "many", "qwen3", max_shard_size="40KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = load(tmp_path / "one"), load(tmp_path / "many")
+    for (name, a), (_, b) in zip(one.named_parameters(), many.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_parameter_bytes_without_loading(tmp_path):
+    peer = save_checkpoint(tmp_path, "llama3-gqa")
+    assert parameter_bytes(load_spec(tmp_path), torch.bfloat16) == 2 * peer.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda t: t.update(surprise=torch.zeros(1)), "unexpected: surprise"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"wrong shape: model\.norm\.weight is \[3\], expected \[64\]",
+        ),
+    ],
+)
+def test_mismatched_tensors_are_named(tmp_path, change, message):
+    save_checkpoint(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_harmless_extras_are_ignored(tmp_path):
+    save_checkpoint(tmp_path)  # tied
+    rewrite(
+        tmp_path,
+        lambda t: t.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(96, 64)}
+        ),
+    )
+    model = load(tmp_path)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.abs().sum() > 0
+
+
+def test_corrupt_weights(tmp_path):
+    save_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="could not be read"):
+        load(tmp_path)
+    file.write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        load(tmp_path)
+
+
+def test_no_safetensors(tmp_path):
+    save_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="safetensors only"):
+        load(tmp_path)
+
+
+def test_missing_shard(tmp_path):
+    save_checkpoint(tmp_path, "qwen3", max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"missing: {shard.name}"):
+        load(tmp_path)
+
+
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "supported: LlamaForCausalLM, MistralForCausalLM"),
+        ({"model_type": "a-new-one", "architectures": ["NewForCausalLM"]}, "NewForCausalLM"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+    ],
+)
+def test_unsupported_models(tmp_path, changes, message):
+    save_checkpoint(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_spec(tmp_path)
+
+
+def test_sliding_window_is_refused(tmp_path):
+    save_checkpoint(tmp_path, "mistral", sliding_window=128)
+    with pytest.raises(CheckpointError, match="sliding-window attention \\(128 of 4096"):
+        load_spec(tmp_path)
+
+
+def test_broken_config(tmp_path):
+    save_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_spec(tmp_path)
+
+
+def test_missing_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+        resolve_checkpoint(str(tmp_path / "nothing"))
