@@ -92,7 +92,7 @@ def random_votes(plan: PlanTensors, heads: int, length: int, *, sink: int, seed:
         seed: int64 scalar; give each layer another one.
 
     Returns:
-        Votes ``[B, N, L]``, float32 in (0, 1]; 0 for what is no candidate.
+        Votes ``[B, N, L]``, float32 in (0, 1); 0 for what is no candidate.
     """
     device = plan.length.device
     position = torch.arange(length, device=device)
@@ -124,7 +124,7 @@ def pool_votes(votes: Tensor, plan: PlanTensors, *, sink: int, pooling: Pooling,
 
 
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1] from a seed and a counter: the same on every device, in every batch.
+    """Uniform numbers in (0, 1) from a seed and a counter: the same on every device, in every batch.
 
     A counter-based generator (the finaliser of MurmurHash3, twice), so a draw depends on nothing but its arguments.
 
@@ -136,7 +136,7 @@ def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
         float32 of the broadcast shape.
     """
     bits = _mix(_mix(seed & 0xFFFFFFFF) ^ (counter * 0x9E3779B1 & 0xFFFFFFFF) ^ (seed >> 32 & 0xFFFFFFFF))
-    return ((bits >> 8) + 1).float() * 2.0**-24
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _mix(x: Tensor) -> Tensor:

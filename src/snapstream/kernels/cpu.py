@@ -74,16 +74,10 @@ def _register_shapes() -> None:
         return query.new_empty(query.shape)
 
 
-def supports_linear(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`skinny_linear` can and should compute ``x @ weight.T``."""
-    return (
-        x.device.type == "cpu"
-        and x.shape[0] <= SKINNY_ROWS
-        and x.shape[1] % MULTIPLE == 0
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and x.dtype == weight.dtype
-        and available()
-    )
+def rows_for_skinny_linear(weight: Tensor) -> int:
+    """Most rows of ``x`` for which to use :func:`skinny_linear` with this weight; 0 if it cannot be used."""
+    fits = weight.shape[1] % MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
+    return SKINNY_ROWS if weight.device.type == "cpu" and fits and available() else 0
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

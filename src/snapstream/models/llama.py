@@ -22,11 +22,17 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """A linear layer that reads its weight once where there are few rows (see :mod:`snapstream.kernels.cpu`)."""
+    """A linear layer that reads its weight once where there are few rows (see :mod:`snapstream.kernels.cpu`).
+
+    Attributes:
+        skinny_rows: Most rows for which it does; set once the weight is in place.
+    """
+
+    skinny_rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, K]`` to ``[T, out]``."""
-        if cpu_kernels.supports_linear(x, self.weight):
+        if x.shape[0] <= self.skinny_rows:
             return cpu_kernels.skinny_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

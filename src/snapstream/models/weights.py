@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from snapstream.errors import CheckpointError
-from snapstream.models.llama import LlamaModel
+from snapstream.kernels.cpu import rows_for_skinny_linear
+from snapstream.models.llama import LlamaModel, Linear
 from snapstream.models.spec import ModelSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -108,6 +109,9 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     except (SafetensorError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{checkpoint}: weights could not be read: {reason}") from error
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.skinny_rows = rows_for_skinny_linear(module.weight)
     return model.requires_grad_(False).eval()
 
 

@@ -1,0 +1,129 @@
+"""Decode: every slot in one graph, inside caches of fixed size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapstream.attention import AttentionBackend
+from snapstream.compression import next_slot
+from snapstream.engine.graphs import StaticGraph
+from snapstream.engine.prefill import CompressedSequence
+from snapstream.engine.sampler import Sampled, SamplingState, sample, sample_greedy
+from snapstream.models import LlamaModel
+
+
+class Decode:
+    """Owns the slots: their caches ``[B, N, C, D]`` per layer and their state ``[B]``, on the device.
+
+    The whole state of a sequence is ``(base, count, limit)`` and its position; see
+    :mod:`snapstream.compression.layout`.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        backend: AttentionBackend,
+        *,
+        capacity: int,
+        slots: int,
+        max_logprobs: int,
+        eager: bool,
+    ) -> None:
+        spec = model.spec
+        parameter = model.embedding.weight
+        device = parameter.device
+        self.model, self.backend, self.slots = model, backend, slots
+        self.scale = spec.head_dim**-0.5
+
+        def caches() -> list[Tensor]:
+            shape = (slots, spec.kv_heads, capacity, spec.head_dim)
+            return [torch.zeros(shape, dtype=parameter.dtype, device=device) for _ in range(spec.layers)]
+
+        def column() -> Tensor:
+            return torch.zeros(slots, dtype=torch.int64, device=device)
+
+        self.keys, self.values = caches(), caches()
+        self.token, self.position = column(), column()
+        self.base, self.count, self.limit = column(), column(), column()
+        self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
+        self._rows = torch.arange(slots, device=device)[:, None]
+        self._heads = torch.arange(spec.kv_heads, device=device)[None]
+        self.greedy_graph = StaticGraph(self._greedy_step, device, eager=eager)
+        self.sampling_graph = StaticGraph(self._sampling_step, device, eager=eager)
+
+    def warm_up(self) -> None:
+        """Compile both graphs; all slots are free before and after."""
+        self.greedy_graph.warm_up()
+        self.sampling_graph.warm_up()
+
+    @torch.inference_mode()
+    def insert(self, slot: int, sequence: CompressedSequence, token: int, sampling: SamplingState) -> None:
+        """Put a prefilled sequence into a free slot.
+
+        Args:
+            slot: Which.
+            sequence: What prefill produced.
+            token: Its first generated token, which the next step reads.
+            sampling: State whose row 0 is the request's.
+        """
+        for mine, theirs in zip((*self.keys, *self.values), (*sequence.keys, *sequence.values), strict=True):
+            mine[slot].copy_(theirs)
+        self.token[slot] = token
+        self.position[slot] = sequence.position
+        self.base[slot] = sequence.plan.base
+        self.count[slot] = sequence.plan.count
+        self.limit[slot] = sequence.plan.limit
+        self.sampling.copy_row(slot, sampling, 0)
+        self.active[slot] = True
+
+    @torch.inference_mode()
+    def release(self, slot: int) -> None:
+        """Free a slot. Nothing is cleared: an inactive slot has no valid entries."""
+        self.active[slot] = False
+        self.count[slot] = 0
+
+    def launch(self, steps: int, *, greedy: bool) -> list[Sampled]:
+        """Decode ``steps`` tokens in every active slot, without the host looking in between.
+
+        Args:
+            steps: How many.
+            greedy: All active requests want the most likely token and nothing else.
+
+        Returns:
+            Per step, tensors that are the caller's. With ``greedy`` only the tokens mean something.
+        """
+        graph = self.greedy_graph if greedy else self.sampling_graph
+        return [Sampled(*(tensor.clone() for tensor in graph())) for _ in range(steps)]
+
+    def _greedy_step(self) -> Sampled:
+        tokens = sample_greedy(self._logits())
+        self._advance(tokens)
+        nothing = self.sampling.temperature
+        return Sampled(tokens, nothing, tokens, nothing)
+
+    def _sampling_step(self) -> Sampled:
+        logits = self._logits()
+        sampled = sample(logits, self.sampling, self.position + 1, self.active)
+        self._advance(sampled.tokens)
+        return sampled
+
+    def _logits(self) -> Tensor:
+        """Store each slot's token in its cache and attend to everything valid, the token included."""
+        slot = next_slot(self.count, self.base, self.limit)[:, None]
+        valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.keys[layer].index_put_((self._rows, self._heads, slot), key)
+            self.values[layer].index_put_((self._rows, self._heads, slot), value)
+            return self.backend.decode(query, self.keys[layer], self.values[layer], valid, self.scale)
+
+        hidden = self.model(self.token, self.position, attend)
+        return self.model.logits(hidden)
+
+    def _advance(self, tokens: Tensor) -> None:
+        step = self.active.to(torch.int64)
+        self.token.copy_(torch.where(self.active, tokens, self.token))
+        self.count.add_(step)
+        self.position.add_(step)

@@ -1,0 +1,447 @@
+"""The engine: requests in, tokens out; one prefill chunk and one decode launch at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from snapstream.attention import choose_backend
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine.decode import Decode
+from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.request import CacheUse, Detokenizer, FinishReason, Request, RequestOutput, TokenLogprobs
+from snapstream.engine.sampler import Sampled, SamplingState, sample
+from snapstream.engine.scheduler import Scheduler
+from snapstream.errors import CheckpointError, ConfigurationError, RequestError
+from snapstream.kernels.cpu import compiler_available
+from snapstream.models import load_model, resolve_checkpoint
+from snapstream.models.weights import load_spec
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model with a fixed number of slots, each with a cache of fixed size.
+
+    Use :meth:`generate` for a list of prompts; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
+
+    Example:
+        >>> llm = LLM("path/to/model", budget=4096, slots=8)  # doctest: +SKIP
+        >>> llm.generate("A very long text ...")[0].text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        budget: CacheBudget | int | None = None,
+        config: EngineConfig | None = None,
+        report_plan: Callable[[MemoryPlan], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Plan memory, load the model and compile the graphs.
+
+        Args:
+            model: Directory of a Hugging Face checkpoint, or a hub id.
+            budget: Cache of one sequence, a :class:`CacheBudget` or its number of entries; ``None`` is a full cache of
+                ``max_model_len`` entries.
+            config: Engine settings.
+            report_plan: Called with the memory plan before anything is loaded; by default the plan is logged.
+            **settings: Fields of :class:`EngineConfig`, instead of ``config``: ``max_model_len``, ``slots``,
+                ``prefill_chunk``, ``dtype``, ``device``, ...
+
+        Raises:
+            ConfigurationError: Settings that cannot work together.
+            CheckpointError: A checkpoint that is missing, corrupt or unsupported.
+            MemoryPlanError: It does not fit; says which setting would.
+        """
+        if config is not None and settings:
+            raise ConfigurationError(f"give config or single settings, not both ({', '.join(sorted(settings))})")
+        if config is None:
+            unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
+            if unknown:
+                allowed = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+                raise ConfigurationError(f"unknown engine setting {', '.join(unknown)}; allowed: {allowed}")
+            config = EngineConfig(**settings)
+        checkpoint = resolve_checkpoint(model)
+        spec = load_spec(checkpoint)
+        self.config, self.spec = config, spec
+        self.device = choose_device(config.device)
+        dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
+        self.budget = choose_budget(budget, self.max_model_len)
+        backend = choose_backend(config.attention, self.device, dtype, spec.head_dim)
+        self.plan = plan_memory(
+            spec,
+            config,
+            self.budget,
+            max_model_len=self.max_model_len,
+            dtype=dtype,
+            available=available_memory(self.device, config.memory_fraction),
+        )
+        (report_plan or _log_plan)(self.plan)
+        self.plan.check()
+        self.tokenizer = load_tokenizer(str(checkpoint))
+        eager = config.enforce_eager or not _can_compile(self.device)
+        loaded = load_model(checkpoint, spec, dtype, self.device)
+        self.prefill = Prefill(
+            loaded, backend, self.budget, max_model_len=self.max_model_len, chunk=config.prefill_chunk, eager=eager
+        )
+        self.decode = Decode(
+            loaded,
+            backend,
+            capacity=self.budget.capacity,
+            slots=config.slots,
+            max_logprobs=config.max_logprobs,
+            eager=eager,
+        )
+        self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
+        self.scheduler = Scheduler(config.slots)
+        self._requests: dict[str, Request] = {}
+        self._names = (f"request-{number}" for number in itertools.count())
+        if not eager:
+            self.prefill.warm_up()
+            self.decode.warm_up()
+
+    # -- for users --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, batched as slots come free.
+
+        Args:
+            prompts: Text, or token ids, or a list of either.
+            params: One for all, or one per prompt; greedy with 128 tokens by default.
+
+        Returns:
+            The final output of each prompt, in order.
+
+        Raises:
+            RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
+        """
+        many = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
+        names: list[str] = []
+        try:
+            for prompt, one in zip(many, each, strict=True):
+                names.append(self.add_request(prompt, one))
+            finished: dict[str, RequestOutput] = {}
+            while len(finished) < len(names):
+                finished.update((o.request_id, o) for o in self.step() if o.finished and o.request_id in names)
+        finally:  # an error or an interrupt leaves nothing running
+            for name in names:
+                self.abort(name)
+        return [finished[name] for name in names]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
+        name = self.add_request(prompt, params)
+        try:
+            while name in self._requests:
+                yield from (output for output in self.step() if output.request_id == name)
+        finally:
+            self.abort(name)
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Generate the next turn of a conversation, laid out by the model's chat template.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> str:
+        """Lay a conversation out with the model's chat template.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
+        import jinja2
+
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template; give a plain prompt instead")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (ValueError, TypeError, KeyError, jinja2.TemplateError) as error:
+            raise RequestError(f"the chat template rejects these messages: {error}") from error
+        return str(text)
+
+    # -- for a server -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to sample; greedy by default.
+            request_id: A name of the caller's, not in use; made up if not given.
+
+        Returns:
+            The request's name.
+
+        Raises:
+            RequestError: Says what cannot be served; no other request is affected.
+        """
+        params = params or SamplingParams()
+        name = request_id if request_id is not None else next(self._names)
+        if name in self._requests:
+            raise RequestError(f"request id {name!r} is in use")
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+            wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < self.spec.vocab_size]
+            if wrong:
+                raise RequestError(f"token {wrong[0]!r} is not in the vocabulary of {self.spec.vocab_size}")
+        if not tokens:
+            raise RequestError("the prompt has no tokens; give at least one")
+        if len(tokens) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} at most "
+                f"{self.max_model_len - 1} fit. Shorten it or raise max_model_len"
+            )
+        if (params.logprobs or 0) > self._first_token.max_logprobs:
+            raise RequestError(
+                f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs}, see the engine's max_logprobs"
+            )
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
+        self._requests[name] = request = Request(
+            request_id=name,
+            prompt=tokens,
+            params=params,
+            seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
+            budget=self._request_budget(params.kv_budget),
+            stop_ids=frozenset(stop_ids),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(tokens)),
+            detokenizer=Detokenizer(self.tokenizer),
+        )
+        self.scheduler.add(request)
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is and free its slot; unknown or finished ones are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        return self.scheduler.busy
+
+    def step(self) -> list[RequestOutput]:
+        """Run at most one prefill chunk, then one decode launch.
+
+        Returns:
+            The output so far of every request that got new tokens.
+        """
+        touched: dict[str, Request] = {}
+        prefilling = self.scheduler.next_prefill()
+        if prefilling is not None and self._prefill_chunk(prefilling):
+            touched[prefilling.request_id] = prefilling
+        running = self.scheduler.running
+        if running:
+            self._decode_launch(running)
+            touched.update((request.request_id, request) for request in running)
+        outputs = [self._output(request) for request in touched.values()]
+        for request in touched.values():
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason)
+        return outputs
+
+    def prefill_progress(self, request_id: str) -> tuple[int, int]:
+        """Prompt tokens of a running request that have been read, and how many there are.
+
+        Raises:
+            RequestError: No such request.
+        """
+        if request_id not in self._requests:
+            raise RequestError(f"no request {request_id!r} is running")
+        request = self._requests[request_id]
+        return request.prefilled, len(request.prompt)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _prefill_chunk(self, request: Request) -> bool:
+        """Read one chunk of a prompt; at its end compress it, draw its first token and start decoding."""
+        start, length = request.prefilled, len(request.prompt)
+        tokens = request.prompt[start : start + self.config.prefill_chunk]
+        logits = self.prefill.run_chunk(tokens, start)
+        request.prefilled += len(tokens)
+        if request.prefilled < length:
+            return False
+        sequence = self.prefill.finish(length, request.budget, logits)
+        request.plan = sequence.plan
+        with torch.inference_mode():
+            prompt = torch.tensor(request.prompt, device=self.device)
+            self._first_token.assign(0, request.params, request.seed, prompt)
+            position = torch.tensor([length], device=self.device)
+            active = torch.ones(1, dtype=torch.bool, device=self.device)
+            sampled = sample(sequence.logits, self._first_token, position, active)
+        token = int(sampled.tokens[0])
+        request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
+        slot = self.scheduler.start_decode(request)
+        if request.finish_reason is None:
+            self.decode.insert(slot, sequence, token, self._first_token)
+        return True
+
+    def _decode_launch(self, running: list[Request]) -> None:
+        going = [request for request in running if request.finish_reason is None]
+        if not going:
+            return
+        greedy = all(request.params.plain_greedy for request in going)
+        # No more steps than the request that needs most can use.
+        steps = min(self.config.decode_steps, max(r.max_tokens - len(r.tokens) for r in going))
+        results = self.decode.launch(steps, greedy=greedy)
+        tokens = torch.stack([step.tokens for step in results]).tolist()
+        details = None if greedy else [Sampled(*(tensor.cpu() for tensor in step)) for step in results]
+        for request in going:
+            slot = request.slot
+            assert slot is not None
+            for index in range(steps):
+                if request.finish_reason is not None:
+                    break  # what was decoded past a stop is thrown away
+                wanted = request.params.logprobs
+                report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
+                request.append(tokens[index][slot], report)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        slot = self.scheduler.finish(request)
+        if slot is not None:
+            self.decode.release(slot)
+        del self._requests[request.request_id]
+
+    def _output(self, request: Request) -> RequestOutput:
+        new_text = request.take_new_text()
+        return RequestOutput(
+            request_id=request.request_id,
+            text=request.text[: request.reported],
+            new_text=new_text,
+            token_ids=tuple(request.tokens),
+            finished=request.finish_reason is not None,
+            finish_reason=request.finish_reason,
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            cache=self._cache_use(request),
+        )
+
+    def _cache_use(self, request: Request) -> CacheUse | None:
+        plan = request.plan
+        if plan is None:
+            return None
+        sink = min(self.budget.sink, plan.length)
+        return CacheUse(
+            prompt_tokens=plan.length,
+            sink=sink,
+            pinned=min(plan.base, plan.count) - sink,
+            recent=max(plan.count - plan.base, 0),
+            dropped=plan.dropped,
+            limit=plan.limit,
+            bytes_held=plan.limit * self.plan.bytes_per_token,
+            bytes_full=(plan.length + len(request.tokens)) * self.plan.bytes_per_token,
+        )
+
+    def _request_budget(self, entries: int | None) -> CacheBudget:
+        if entries is None:
+            return self.budget
+        if entries > self.budget.capacity:
+            raise RequestError(f"kv_budget is {entries}; the engine's is {self.budget.capacity}, give at most that")
+        try:
+            return self.budget.resized(entries)
+        except ConfigurationError as error:
+            raise RequestError(f"kv_budget: {error}") from error
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigurationError: Not a device of this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+    return torch.device(name)
+
+
+def choose_max_model_len(wanted: int | None, trained: int) -> int:
+    """Longest sequence of the engine.
+
+    Raises:
+        ConfigurationError: Longer than the model was made for.
+    """
+    if wanted is not None and wanted > trained:
+        raise ConfigurationError(f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that")
+    return wanted or trained
+
+
+def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
+    """Cache of one slot; never more entries than a sequence can have tokens."""
+    if budget is None:
+        return CacheBudget.preset("full", max_model_len)
+    parsed = CacheBudget.parse(budget)
+    return parsed if parsed.capacity <= max_model_len else parsed.resized(max_model_len)
+
+
+def load_tokenizer(checkpoint: str) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        CheckpointError: None, or one that has no fast implementation.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {reason}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
+    # A prompt may be longer than what the tokenizer's own configuration expects; the engine checks lengths itself.
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def _can_compile(device: torch.device) -> bool:
+    if device.type != "cpu" or compiler_available():
+        return True
+    logger.warning("No C++ compiler found: the graphs are not compiled (as with enforce_eager). Install g++ for speed.")
+    return False
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def _log_plan(plan: MemoryPlan) -> None:
+    logger.info("memory plan: %s", plan)
+
+
+def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
+    if wanted is None:
+        return None
+    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
+    return TokenLogprobs(int(sampled.tokens[row]), float(sampled.logprob[row]), dict(zip(ids, values, strict=True)))

@@ -1,0 +1,156 @@
+"""What the engine will hold, computed before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from snapstream.config import MIN_CAPACITY, CacheBudget, EngineConfig
+from snapstream.engine.prefill import staging_length
+from snapstream.errors import MemoryPlanError
+from snapstream.models.spec import ModelSpec
+from snapstream.models.weights import parameter_bytes
+
+_ITEM = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose. Peak of a prefill is the total; without ``staging`` and ``workspace`` it is the steady state.
+
+    Attributes:
+        weights: Model parameters.
+        slots: Compressed caches of all slots.
+        staging: The dense cache of the one prompt being read, the window's queries, and one compressed sequence on
+            its way to a slot.
+        workspace: Largest temporaries of a prefill chunk, of the votes and of sampling.
+        metadata: Per-slot state, sampling parameters and token counts.
+        full_slots: What the slots would take with a full cache of ``max_model_len`` tokens each.
+        slot_count: Slots.
+        cache_entries: Entries per slot.
+        max_model_len: Longest sequence.
+        bytes_per_token: Keys and values of one token over all layers.
+        available: Bytes the plan may use; ``None`` if unknown.
+    """
+
+    weights: int
+    slots: int
+    staging: int
+    workspace: int
+    metadata: int
+    full_slots: int
+    slot_count: int
+    cache_entries: int
+    max_model_len: int
+    bytes_per_token: int
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        """Peak, while a prompt is read."""
+        return self.weights + self.slots + self.staging + self.workspace + self.metadata
+
+    @property
+    def total_full(self) -> int:
+        """Peak of the same engine with full caches."""
+        return self.total - self.slots + self.full_slots
+
+    def check(self) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            MemoryPlanError: Says by how much, and which setting would fit.
+        """
+        if self.available is None or self.total <= self.available:
+            return
+        fixed = self.total - self.slots
+        per_slot = self.slots // self.slot_count
+        hints = []
+        if fixed + per_slot <= self.available:
+            hints.append(f"slots={(self.available - fixed) // per_slot}")
+        entries = (self.available - fixed) // (self.slot_count * self.bytes_per_token)
+        if entries >= MIN_CAPACITY:
+            hints.append(f"budget={entries}")
+        shorter = (self.available - (self.total - self.staging)) // self.bytes_per_token - self.cache_entries
+        if shorter >= max(self.cache_entries, MIN_CAPACITY):
+            hints.append(f"max_model_len={shorter}")
+        advice = f"it would fit with {' or '.join(hints)}" if hints else "the model itself is too large for it"
+        raise MemoryPlanError(
+            f"the engine needs {gigabytes(self.total)} (weights {gigabytes(self.weights)}, {self.slot_count} slots "
+            f"{gigabytes(self.slots)}, staging {gigabytes(self.staging)}, workspace {gigabytes(self.workspace)}, "
+            f"metadata {gigabytes(self.metadata)}), {gigabytes(self.available)} are available; {advice}"
+        )
+
+
+def plan_memory(
+    spec: ModelSpec,
+    config: EngineConfig,
+    budget: CacheBudget,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    available: int | None = None,
+) -> MemoryPlan:
+    """Compute what an engine with these settings holds.
+
+    Args:
+        spec: The model.
+        config: The engine.
+        budget: The cache of one slot.
+        max_model_len: Longest sequence; the staging cache has this length.
+        dtype: Of weights and caches.
+        available: Bytes the plan may use.
+    """
+    item = _ITEM[dtype]
+    per_token = spec.kv_bytes_per_token(dtype)
+    capacity, chunk = budget.capacity, config.prefill_chunk
+    padded = staging_length(max_model_len, chunk)
+    window = spec.layers * spec.heads * budget.window * spec.head_dim * item
+    wide = max(2 * spec.intermediate_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
+    chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
+    votes = spec.heads * budget.window * min(padded, 4096) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
+    sampling = 6 * config.slots * spec.vocab_size * 4
+    return MemoryPlan(
+        weights=parameter_bytes(spec, dtype),
+        slots=config.slots * capacity * per_token,
+        staging=padded * per_token + window + capacity * per_token,
+        workspace=max(chunk_temporaries, votes, sampling),
+        metadata=(config.slots + 1) * (spec.vocab_size * 5 + 100),
+        full_slots=config.slots * max_model_len * per_token,
+        slot_count=config.slots,
+        cache_entries=capacity,
+        max_model_len=max_model_len,
+        bytes_per_token=per_token,
+        available=available,
+    )
+
+
+def available_memory(device: torch.device, fraction: float) -> int | None:
+    """Bytes the engine may plan with on a device: ``fraction`` of what is free now; ``None`` if it cannot be told."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * fraction)
+    free = _free_host_memory()
+    return None if free is None else int(free * fraction)
+
+
+def gigabytes(size: int) -> str:
+    """A size for people: ``812.0 MiB``, ``1.95 GiB``."""
+    return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
+
+
+def _free_host_memory() -> int | None:
+    limits = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    maximum, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if maximum.exists() and used.exists() and maximum.read_text().strip() != "max":
+        limits.append(int(maximum.read_text()) - int(used.read_text()))
+    if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)

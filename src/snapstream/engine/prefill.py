@@ -1,0 +1,181 @@
+"""Prefill: one prompt at a time, in chunks of fixed size, then compressed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapstream.attention import AttentionBackend
+from snapstream.compression import PlanTensors, PromptPlan, compress, plan_prompt, plan_tensors
+from snapstream.config import CacheBudget
+from snapstream.engine.graphs import StaticGraph
+from snapstream.models import LlamaModel
+
+
+@dataclass(frozen=True)
+class CompressedSequence:
+    """The seam between prefill and decode: all that decoding needs of a prompt.
+
+    Attributes:
+        keys: Per layer, ``[N, C, D]``.
+        values: Per layer, ``[N, C, D]``.
+        plan: ``base``, ``count`` and ``limit`` of its cache.
+        position: True position of the next token.
+        logits: Of the last prompt token, float32 ``[1, vocab]``; the first token is drawn from them.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    plan: PromptPlan
+    position: int
+    logits: Tensor
+
+
+class Prefill:
+    """Owns the staging cache, which holds the one prompt that is being read."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        backend: AttentionBackend,
+        budget: CacheBudget,
+        *,
+        max_model_len: int,
+        chunk: int,
+        eager: bool,
+    ) -> None:
+        spec = model.spec
+        parameter = model.embedding.weight
+        device, dtype = parameter.device, parameter.dtype
+        self.model, self.backend, self.budget = model, backend, budget
+        self.chunk = chunk
+        self.scale = spec.head_dim**-0.5
+        self.device = device
+        padded = staging_length(max_model_len, chunk)
+        self.buckets = staging_buckets(padded, chunk)
+
+        def tensors(*shape: int) -> list[Tensor]:
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+
+        self.keys = tensors(spec.kv_heads, padded, spec.head_dim)
+        self.values = tensors(spec.kv_heads, padded, spec.head_dim)
+        # Queries of the last `window` tokens read so far; they outlive chunk borders.
+        self.window = tensors(spec.heads, budget.window, spec.head_dim)
+        self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
+        self.start = torch.zeros((), dtype=torch.int64, device=device)
+        self.used = torch.zeros((), dtype=torch.int64, device=device)
+        self.plan = plan_tensors([plan_prompt(1, budget)], device)
+        chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
+        self.chunk_graphs = {size: StaticGraph(self._chunk_of(size), device, eager=eager) for size in chunk_buckets}
+        self.compress_graphs = {
+            size: [StaticGraph(self._compress_of(size, layer), device, eager=eager) for layer in range(spec.layers)]
+            for size in self.buckets
+        }
+
+    def warm_up(self) -> None:
+        """Compile every graph that a prompt of any length may need."""
+        for graph in self.chunk_graphs.values():
+            graph.warm_up()
+        for graphs in self.compress_graphs.values():
+            for graph in graphs:
+                graph.warm_up()
+
+    @torch.inference_mode()
+    def run_chunk(self, tokens: Sequence[int], start: int) -> Tensor:
+        """Read the next chunk of the prompt.
+
+        Args:
+            tokens: At most ``chunk`` tokens; fewer only at the end of the prompt.
+            start: Position of the first; a multiple of ``chunk``.
+
+        Returns:
+            Logits of the last token given, float32 ``[1, vocab]``.
+        """
+        used = len(tokens)
+        self.tokens[:used] = torch.tensor(tokens, dtype=torch.int64)
+        self.tokens[used:] = 0
+        self.start.fill_(start)
+        self.used.fill_(used)
+        size = next(size for size in self.chunk_graphs if size >= start + self.chunk)
+        logits: Tensor = self.chunk_graphs[size]()
+        return logits
+
+    @torch.inference_mode()
+    def finish(self, length: int, budget: CacheBudget, logits: Tensor) -> CompressedSequence:
+        """Compress the prompt that has been read.
+
+        Args:
+            length: Its length.
+            budget: The request's; at most the engine's.
+            logits: What the last chunk returned.
+        """
+        plan = plan_prompt(length, budget)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        if plan.dropped == 0:  # nothing to choose: entry i is token i
+            capacity = self.budget.capacity
+            keys = [staged[:, :capacity].clone() for staged in self.keys]
+            values = [staged[:, :capacity].clone() for staged in self.values]
+        else:
+            for target, source in zip(self.plan, plan_tensors([plan], self.device), strict=True):
+                target.copy_(source)
+            size = next(size for size in self.compress_graphs if size >= length)
+            for graph in self.compress_graphs[size]:
+                key, value = graph()
+                keys.append(key.clone() if self.device.type == "cuda" else key)
+                values.append(value.clone() if self.device.type == "cuda" else value)
+        return CompressedSequence(keys, values, plan, length, logits.clone())
+
+    def _chunk_of(self, size: int) -> Callable[[], Tensor]:
+        """The function of one chunk that sees ``size`` tokens of the staging cache."""
+        model, backend, scale = self.model, self.backend, self.scale
+        window = self.budget.window
+        keys, values, tails = self.keys, self.values, self.window
+        rows = torch.arange(self.chunk, device=self.device)
+        tail_rows = torch.arange(window, device=self.device)
+        tokens, start, used = self.tokens, self.start, self.used
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            place = start + rows
+            keys[layer].index_copy_(1, place, key.transpose(0, 1))
+            values[layer].index_copy_(1, place, value.transpose(0, 1))
+            seen = torch.cat((tails[layer], query.transpose(0, 1)), 1)
+            tails[layer].copy_(seen.index_select(1, used + tail_rows))
+            return backend.prefill(query, keys[layer][:, :size], values[layer][:, :size], start, scale)
+
+        def run() -> Tensor:
+            hidden = model(tokens, start + rows, attend)
+            return model.logits(hidden.index_select(0, (used - 1).view(1)))
+
+        return run
+
+    def _compress_of(self, size: int, layer: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The function that compresses one layer of a prompt of up to ``size`` tokens."""
+        budget, scale = self.budget, self.scale
+        window, keys, values = self.window[layer], self.keys[layer], self.values[layer]
+        index = torch.tensor(layer, device=self.device)
+        plan = PlanTensors(*self.plan)
+
+        def run() -> tuple[Tensor, Tensor]:
+            out = compress(
+                window[None], keys[None, :, :size], values[None, :, :size], plan, budget, scale=scale, layer=index
+            )
+            return out.keys[0], out.values[0]
+
+        return run
+
+
+def staging_length(max_model_len: int, chunk: int) -> int:
+    """Tokens the staging cache holds: whole chunks."""
+    return -(-max_model_len // chunk) * chunk
+
+
+def staging_buckets(padded: int, chunk: int) -> tuple[int, ...]:
+    """Lengths for which graphs exist: doubling from one chunk, so that at most half of what is read is padding."""
+    sizes = [chunk]
+    while sizes[-1] < padded:
+        sizes.append(min(2 * sizes[-1], padded))
+    return tuple(sizes)

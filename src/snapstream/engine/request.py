@@ -1,0 +1,169 @@
+"""One request: what was asked, how far it is, and what it has produced."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from snapstream.compression import PromptPlan
+from snapstream.config import CacheBudget, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What compression kept of one prompt, per layer and KV head, and what that takes over all layers.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        sink: First tokens kept.
+        pinned: Tokens kept by vote.
+        recent: Last tokens kept.
+        dropped: Tokens left out.
+        limit: Most entries the sequence will ever hold.
+        bytes_held: Keys and values of ``limit`` entries.
+        bytes_full: Keys and values of prompt and output so far, had none been dropped.
+    """
+
+    prompt_tokens: int
+    sink: int
+    pinned: int
+    recent: int
+    dropped: int
+    limit: int
+    bytes_held: int
+    bytes_full: int
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one generated token, and the most likely ones at its place (token id to log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's output so far.
+
+    Attributes:
+        request_id: Given or made by :meth:`LLM.add_request`.
+        text: Everything generated and final; a tail that may become a stop string is held back.
+        new_text: What was added to ``text`` since the last output.
+        token_ids: Generated tokens.
+        finished: Whether this is the last output.
+        finish_reason: ``stop`` (end token, stop token or stop string), ``length`` or ``abort``.
+        logprobs: One entry per token if asked for.
+        cache: What was kept of the prompt; ``None`` until prefill has ended.
+    """
+
+    request_id: str
+    text: str
+    new_text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    cache: CacheUse | None
+
+
+@dataclass
+class Request:
+    """State of a request inside the engine."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    budget: CacheBudget
+    stop_ids: frozenset[int]
+    max_tokens: int
+    detokenizer: Detokenizer
+    phase: Phase = Phase.WAITING
+    prefilled: int = 0
+    slot: int | None = None
+    plan: PromptPlan | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+    reported: int = 0
+    finish_reason: FinishReason | None = None
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Take one generated token; sets ``finish_reason`` if it is the last."""
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        at_stop, at_length = token in self.stop_ids, len(self.tokens) >= self.max_tokens
+        if not at_stop:
+            self.text += self.detokenizer.add(token)
+        if at_stop or at_length:
+            self.text += self.detokenizer.flush()
+        if self._cut_at_stop_string() or at_stop:
+            self.finish_reason = "stop"
+        elif at_length:
+            self.finish_reason = "length"
+
+    def take_new_text(self) -> str:
+        """Text that is final and was not returned before."""
+        end = len(self.text)
+        if self.finish_reason is None and self.params.stop:
+            end -= _held_back(self.text, tuple(self.params.stop))
+        end = max(end, self.reported)
+        new, self.reported = self.text[self.reported : end], end
+        return new
+
+    def _cut_at_stop_string(self) -> bool:
+        found = [at for at in (self.text.find(stop, max(0, self.reported)) for stop in self.params.stop) if at >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of ``text`` that a stop string may begin with."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest
+
+
+class Detokenizer:
+    """Turns tokens into text one at a time, holding back bytes of a character that is not complete."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Text that ``token`` completes; may be empty."""
+        text = self._stream.step(self._tokenizer, token)
+        if text is None:
+            self._pending.append(token)
+            return ""
+        self._pending.clear()
+        return str(text)
+
+    def flush(self) -> str:
+        """Whatever is still held back, with replacement characters where a character is not complete."""
+        pending, self._pending = self._pending, []
+        return str(self._tokenizer.decode(pending, skip_special_tokens=True)) if pending else ""

@@ -1,0 +1,125 @@
+"""Logits to tokens, for all slots at once, with fixed shapes: it runs inside the decode graph.
+
+A draw depends on the request's seed, the position and the token alone (Gumbel-max over counter-based noise), so a
+seeded request gives the same tokens in any slot, next to any others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapstream.compression.scoring import counter_uniform
+from snapstream.config import SamplingParams
+
+
+class Sampled(NamedTuple):
+    """One step's tokens and what was asked to know about them.
+
+    Attributes:
+        tokens: int64 ``[B]``.
+        logprob: Log-probability of each under the unmodified distribution, float32 ``[B]``.
+        top_ids: Most likely tokens, int64 ``[B, max_logprobs]``.
+        top_logprobs: Their log-probabilities, float32 ``[B, max_logprobs]``.
+    """
+
+    tokens: Tensor
+    logprob: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+class SamplingState:
+    """Sampling parameters and token counts of every slot, on the device, always at the same place."""
+
+    def __init__(self, slots: int, vocab_size: int, max_logprobs: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.max_logprobs = min(max_logprobs, vocab_size)
+
+        def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((slots,), value, dtype=dtype, device=device)
+
+        self.temperature = column(0.0)
+        self.top_k = column(vocab_size, torch.int64)
+        self.top_p = column(1.0)
+        self.min_p = column(0.0)
+        self.seed = column(0, torch.int64)
+        self.presence = column(0.0)
+        self.frequency = column(0.0)
+        self.repetition = column(1.0)
+        self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+
+    def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor) -> None:
+        """Set up a slot for a request.
+
+        Args:
+            slot: Which.
+            params: Its sampling parameters.
+            seed: Its seed.
+            prompt: Its prompt's tokens, int64 ``[L]`` on the device.
+        """
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k or self.vocab_size
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = seed
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.repetition[slot] = params.repetition_penalty
+        self.output_counts[slot] = 0
+        self.in_prompt[slot] = False
+        self.in_prompt[slot, prompt] = True
+
+    def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
+        """Take over a row of another state."""
+        for name, mine in vars(self).items():
+            if isinstance(mine, Tensor):
+                mine[slot] = vars(source)[name][row]
+
+
+def sample_greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row of ``[B, vocab]``; the first one if several are equal."""
+    return logits.argmax(-1)
+
+
+def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor) -> Sampled:
+    """Draw a token for every slot and count it.
+
+    Penalties, temperature, min-p, top-k and top-p apply in this order.
+
+    Args:
+        logits: float32 ``[B, vocab]``.
+        state: Parameters of the slots; counts are updated in place.
+        position: Position of the new token, int64 ``[B]``.
+        active: Which slots hold a running request, bool ``[B]``.
+    """
+    logprobs = logits.log_softmax(-1)
+    top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
+    adjusted = _penalize(logits, state)
+    greedy = state.temperature == 0
+    scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
+    # A stable order makes ties go to the smaller token id, and top-k exact.
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = ordered - ordered[:, :1] >= state.min_p[:, None].log()
+    keep &= rank < state.top_k[:, None]
+    probability = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+    keep &= probability.cumsum(-1) - probability < state.top_p[:, None]
+    keep |= rank == 0
+    noise_seed = (state.seed * 1_000_003 + position)[:, None]
+    gumbel = -torch.log(-torch.log(counter_uniform(noise_seed, ids)))
+    drawn = torch.where(keep, ordered + gumbel, float("-inf")).argmax(-1, keepdim=True)
+    tokens = torch.where(greedy, ids[:, 0], ids.gather(1, drawn)[:, 0])
+    state.output_counts.scatter_add_(1, tokens[:, None], active.to(torch.int32)[:, None])
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return Sampled(tokens, chosen, top_ids, top_logprobs)
+
+
+def _penalize(logits: Tensor, state: SamplingState) -> Tensor:
+    seen = state.output_counts > 0
+    factor = torch.where(seen | state.in_prompt, state.repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - seen * state.presence[:, None] - state.output_counts * state.frequency[:, None]
