@@ -71,7 +71,11 @@ class Prefill:
         chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
         self.chunk_graphs = {size: StaticGraph(self._chunk_of(size), device, eager=eager) for size in chunk_buckets}
         self.compress_graphs = {
-            size: [StaticGraph(self._compress_of(size, layer), device, eager=eager) for layer in range(spec.layers)]
+            size: [
+                # Once per prompt and a few large operations: not worth compiling where nothing is captured.
+                StaticGraph(self._compress_of(size, layer), device, eager=eager or device.type == "cpu")
+                for layer in range(spec.layers)
+            ]
             for size in self.buckets
         }
 

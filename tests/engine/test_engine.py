@@ -1,0 +1,313 @@
+"""The engine against a naive decoder with growing Python lists, and against itself in other company."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.reference import naive_attention, naive_compress
+
+BUDGET = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
+
+
+def make(checkpoint, budget=BUDGET, **settings):
+    defaults = {"max_model_len": 256, "slots": 3, "prefill_chunk": 32, "enforce_eager": True, "decode_steps": 3}
+    return LLM(str(checkpoint), budget=budget, **(defaults | settings))
+
+
+def prompt(length, seed=0):
+    return [random.Random(seed).randrange(3, 96) for _ in range(length)]
+
+
+def greedy(tokens, **kwargs):
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **kwargs)
+
+
+def naive_generate(checkpoint, tokens, budget, steps):
+    """Prefill in one shot, then decode in per-head lists, attention in float64."""
+    spec = load_spec(checkpoint)
+    model = load_model(checkpoint, spec, torch.float32, torch.device("cpu"))
+    group = spec.heads // spec.kv_heads
+    keys, values, caches = {}, {}, {}
+
+    def attend_prompt(layer, query, key, value):
+        keys[layer], values[layer] = list(key), list(value)
+        for n in range(spec.kv_heads):
+            queries = query[:, n * group : (n + 1) * group].transpose(0, 1)
+            caches[layer, n] = naive_compress(queries, key[:, n], budget)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)), is_causal=True, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    def attend_token(layer, query, key, value):
+        position = len(keys[layer])
+        keys[layer].append(key[0])
+        values[layer].append(value[0])
+        out = []
+        for h in range(spec.heads):
+            n = h // group
+            cache = caches[layer, n]
+            if h % group == 0:
+                cache.append(position)
+            kept = cache.tokens()
+            k = torch.stack([keys[layer][p][n] for p in kept])
+            v = torch.stack([values[layer][p][n] for p in kept])
+            out.append(naive_attention(query[0, h], k, v).float())
+        return torch.stack(out)[None]
+
+    with torch.no_grad():
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_prompt)
+        made = [int(model.logits(hidden[-1:]).argmax())]
+        while len(made) < steps:
+            position = torch.tensor([len(tokens) + len(made) - 1])
+            made.append(int(model.logits(model(torch.tensor([made[-1]]), position, attend_token)).argmax()))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("ring", ["elastic", "paper"])
+@pytest.mark.parametrize("length", [1, 3, 4, 27, 28, 29, 47, 48, 49, 130])
+def test_equals_naive_decoding(checkpoint, ring, length):
+    """Below, at and above every boundary; 120 tokens wrap the ring several times."""
+    budget = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5, ring=ring)
+    got = make(checkpoint, budget).generate(prompt(length), greedy(120))[0]
+    assert got.token_ids == naive_generate(checkpoint, prompt(length), budget, 120)
+    assert got.finish_reason == "length"
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming", "sage-kv", "snapstream"])
+def test_every_policy_equals_naive_decoding(checkpoint, policy):
+    budget = CacheBudget.preset(policy, 48 if policy != "full" else 256)
+    got = make(checkpoint, budget).generate(prompt(150), greedy(60))[0]
+    assert got.token_ids == naive_generate(checkpoint, prompt(150), budget, 60)
+
+
+def test_full_cache_equals_transformers(tmp_path):
+    for family in ("qwen3", "qwen2", "mistral"):
+        peer = save_checkpoint(tmp_path / family, family)
+        save_tokenizer(tmp_path / family)
+        tokens = prompt(90, 3)
+        with torch.no_grad():
+            want = peer.generate(torch.tensor([tokens]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+        got = make(tmp_path / family, budget=None).generate(tokens, greedy(40))[0]
+        assert got.token_ids == tuple(want[0, 90:].tolist())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "auto"])
+def test_greedy_output_depends_on_nothing_else(tmp_path, attention):
+    """Not on company, chunk size, decode steps or slots. Head size 32, so `auto` is the fast backend."""
+    save_checkpoint(tmp_path, "qwen3")
+    save_tokenizer(tmp_path)
+    lengths = [5, 60, 131, 48, 33, 200, 97]
+    prompts = [prompt(n, seed=n) for n in lengths]
+    alone = [make(tmp_path, attention=attention).generate(p, greedy(50))[0].token_ids for p in prompts]
+    for settings in (
+        {"slots": 1, "prefill_chunk": 256, "decode_steps": 1},
+        {"slots": 7, "prefill_chunk": 7, "decode_steps": 8},
+        {"slots": 4, "prefill_chunk": 64, "decode_steps": 5},
+    ):
+        together = make(tmp_path, attention=attention, **settings).generate(prompts, greedy(50))
+        assert [o.token_ids for o in together] == alone
+
+
+def test_request_budget_equals_an_engine_with_that_budget(checkpoint):
+    small = BUDGET.resized(36)
+    want = make(checkpoint, small).generate(prompt(140), greedy(50))[0]
+    got = make(checkpoint).generate([prompt(140), prompt(90)], [greedy(50, kv_budget=36), greedy(50)])
+    assert got[0].token_ids == want.token_ids
+    assert got[0].cache.limit == 36
+    assert got[1].cache.limit == 48
+
+
+def test_requests_come_and_go(checkpoint):
+    """Random arrivals and aborts; every finished request equals the one computed alone; slots return."""
+    rng = random.Random(4)
+    llm = make(checkpoint)
+    jobs = {f"job{i}": (prompt(rng.randrange(1, 200), i), rng.randrange(1, 40)) for i in range(20)}
+    want = {}
+    for name, (tokens, amount) in jobs.items():
+        want[name] = llm.generate(tokens, greedy(amount))[0].token_ids
+    waiting, aborted, finished = list(jobs), set(), {}
+    while waiting or llm.busy:
+        if waiting and rng.random() < 0.5:
+            name = waiting.pop()
+            llm.add_request(jobs[name][0], greedy(jobs[name][1]), request_id=name)
+        if rng.random() < 0.1 and llm._requests:
+            name = rng.choice(list(llm._requests))
+            llm.abort(name)
+            aborted.add(name)
+        for output in llm.step():
+            assert output.request_id not in aborted
+            if output.finished:
+                finished[output.request_id] = output.token_ids
+    assert aborted
+    assert set(finished) == set(jobs) - aborted
+    assert finished == {name: want[name] for name in finished}
+    assert llm.scheduler.running == []
+    assert not llm.decode.active.any()
+    assert llm._requests == {}
+
+
+def test_a_long_prompt_stalls_decoding_by_one_chunk(checkpoint):
+    llm = make(checkpoint, decode_steps=2)
+    llm.add_request(prompt(5), greedy(60), request_id="short")
+    llm.step()
+    llm.add_request(prompt(200), greedy(5), request_id="long")
+    seen = 1
+    while llm.prefill_progress("long")[0] < 200:
+        outputs = {o.request_id: o for o in llm.step()}
+        assert len(outputs["short"].token_ids) >= seen + 2  # a launch after every chunk
+        seen = len(outputs["short"].token_ids)
+    assert llm.prefill_progress("long") == (200, 200)
+
+
+def test_first_come_first_served(checkpoint):
+    llm = make(checkpoint, slots=1)
+    for i in range(4):
+        llm.add_request(prompt(40, i), greedy(5), request_id=str(i))
+    order = []
+    while llm.busy:
+        order += [o.request_id for o in llm.step() if o.finished]
+    assert order == ["0", "1", "2", "3"]
+
+
+def test_stop_token_stop_string_and_length(checkpoint):
+    llm = make(checkpoint)
+    base = llm.generate(prompt(50), greedy(20))[0]
+    assert (base.finish_reason, len(base.token_ids)) == ("length", 20)
+    fifth = base.token_ids[5]
+    first = base.token_ids.index(fifth)
+    by_token = llm.generate(prompt(50), greedy(20, stop_token_ids=(fifth,)))[0]
+    assert by_token.finish_reason == "stop"
+    assert by_token.token_ids == base.token_ids[: first + 1]
+    assert by_token.text == "".join(f"w{t}" for t in base.token_ids[:first])
+    # A stop string that begins in one token and ends in the next.
+    words = [f"w{t}" for t in base.token_ids]
+    stop = words[3][-1] + words[4]
+    by_string = llm.generate(prompt(50), greedy(20, stop=stop))[0]
+    assert by_string.finish_reason == "stop"
+    assert by_string.text == "".join(words)[: "".join(words).index(stop)]
+
+
+def test_streamed_text_adds_up_and_never_shows_a_stop_string(checkpoint):
+    llm = make(checkpoint, decode_steps=1)
+    varied = {"temperature": 1.5, "seed": 1}
+    whole = llm.generate(prompt(50), greedy(40, **varied))[0].text
+    stop = next(whole[i : i + 4] for i in range(30, 90) if whole.index(whole[i : i + 4]) == i)
+    pieces, outputs = "", []
+    for output in llm.stream(prompt(50), greedy(40, stop=(stop, "never there"), **varied)):
+        pieces += output.new_text
+        outputs.append(output)
+        assert stop not in pieces
+        assert output.text == pieces
+    assert pieces == whole[: whole.index(stop)]
+    assert outputs[-1].finished
+    assert len(outputs) > 5
+
+
+def test_closing_a_stream_frees_its_slot(checkpoint):
+    llm = make(checkpoint)
+    stream = llm.stream(prompt(50), greedy(100))
+    next(stream)
+    assert llm.scheduler.running
+    stream.close()
+    assert not llm.busy
+
+
+def test_max_model_len_ends_a_sequence(checkpoint):
+    out = make(checkpoint, max_model_len=64).generate(prompt(60), greedy(100))[0]
+    assert (len(out.token_ids), out.finish_reason) == (4, "length")
+
+
+def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
+    llm = make(checkpoint)
+    want = llm.generate(prompt(70), greedy(30))[0].token_ids
+    llm.add_request(prompt(70), greedy(30), request_id="good")
+    for bad, message in [
+        ([], "no tokens"),
+        ("", "no tokens"),
+        (prompt(256), "at most 255 fit"),
+        ([5, 96], "token 96 is not in the vocabulary of 96"),
+        ([5, -1], "token -1"),
+        ([5, "a"], "token 'a'"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            llm.add_request(bad)
+        llm.step()
+    for params, message in [
+        ({"kv_budget": 1000}, "the engine's is 48"),
+        ({"kv_budget": 5}, "at least"),
+        ({"logprobs": 21}, "at most 20"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            llm.add_request(prompt(5), SamplingParams(**params))
+    with pytest.raises(RequestError, match="in use"):
+        llm.add_request(prompt(5), request_id="good")
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling"):
+        llm.generate([prompt(5), prompt(6)], [SamplingParams()])
+    with pytest.raises(RequestError):  # the good half of a failed call does not stay behind
+        llm.generate([prompt(5), []])
+    finished = [o for _ in range(60) for o in llm.step() if o.finished]
+    assert [o.token_ids for o in finished] == [want]
+    assert not llm.busy
+
+
+def test_bad_settings(checkpoint):
+    for settings, message in [
+        ({"slot": 3}, "unknown engine setting slot"),
+        ({"device": "tpu"}, "allowed: auto, cpu, cuda"),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"max_model_len": 100000}, "made for 4096"),
+        ({"budget": 3}, "at least 16"),
+        ({"attention": "magic"}, "unknown attention backend"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            make(checkpoint, **settings)
+
+
+def test_budget_above_max_model_len_is_a_full_cache(checkpoint):
+    assert make(checkpoint, budget=100_000).budget.capacity == 256
+
+
+def test_memory_is_refused_before_loading_and_the_advice_fits(checkpoint, monkeypatch):
+    monkeypatch.setattr("snapstream.engine.engine.available_memory", lambda *_: 5_000_000)
+    plans = []
+    with monkeypatch.context() as patched:
+        patched.setattr("snapstream.engine.engine.load_model", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(MemoryPlanError, match="it would fit with") as error:
+            make(checkpoint, slots=300, report_plan=plans.append)
+    assert plans[0].total > 5_000_000
+    advice = dict(re.findall(r"(slots|budget)=(\d+)", str(error.value)))
+    assert set(advice) == {"slots", "budget"}
+    make(checkpoint, slots=int(advice["slots"]))
+    make(checkpoint, slots=300, budget=int(advice["budget"]))
+    monkeypatch.setattr("snapstream.engine.engine.available_memory", lambda *_: 100_000)
+    with pytest.raises(MemoryPlanError, match="too large"):
+        make(checkpoint)
+
+
+def test_no_chat_template(checkpoint):
+    with pytest.raises(RequestError, match="no chat template"):
+        make(checkpoint).chat([{"role": "user", "content": "w5"}])
+
+
+def test_chat(checkpoint):
+    llm = make(checkpoint)
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] and m['content'] }} {% endfor %}w3"
+    assert llm.chat_prompt([{"role": "user", "content": "w5 w6"}]) == "w5 w6 w3"
+    direct = llm.generate("w5 w6 w3", greedy(8))[0]
+    assert llm.chat([{"role": "user", "content": "w5 w6"}], greedy(8)).token_ids == direct.token_ids
+    llm.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(RequestError, match="rejects"):
+        llm.chat([{"role": "user", "content": "w5"}])
+
+
+def test_half_precision_runs(checkpoint):
+    for dtype in ("bfloat16", "float16"):
+        out = make(checkpoint, dtype=dtype).generate([prompt(100), prompt(20)], greedy(20))
+        assert [len(o.token_ids) for o in out] == [20, 20]

@@ -1,0 +1,61 @@
+"""Static means static: after warm-up nothing is compiled again, whatever the workload."""
+
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from snapstream import LLM, SamplingParams
+from snapstream.kernels.cpu import compiler_available
+from tests.checkpoints import save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_engine import BUDGET, make, prompt
+
+pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+
+
+def graphs_compiled():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "auto"])
+def test_no_compilation_after_warm_up(tmp_path, attention):
+    save_checkpoint(tmp_path, "qwen3")
+    save_tokenizer(tmp_path)
+    before = graphs_compiled()
+    llm = LLM(
+        str(tmp_path), budget=BUDGET, max_model_len=200, slots=3, prefill_chunk=64, decode_steps=3, attention=attention
+    )
+    warm = graphs_compiled()
+    assert warm - before >= 3  # a prefill graph and two decode graphs at least, so the counter counts
+    rng = random.Random(0)
+    lengths = [1, 2, 28, 47, 48, 49, 64, 65, 128, 199, *(rng.randrange(1, 200) for _ in range(10))]
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(max_tokens=5, logprobs=3, stop="w5"),
+        SamplingParams(max_tokens=100, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
+    ]
+    prompts = [prompt(n, seed=i) for i, n in enumerate(lengths)]
+    each = [params[i % 4] for i in range(len(lengths))]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled = llm.generate(prompts, each)
+        llm.add_request(prompt(150), params[0], request_id="gone")
+        for _ in range(4):
+            llm.step()
+        llm.abort("gone")
+    assert graphs_compiled() == warm
+    eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=64).generate(prompts, each)
+    assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]
+
+
+def test_what_the_counter_counts():
+    """The counter above moves when something is compiled again; otherwise the test could not fail."""
+    double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True, dynamic=False)
+    double(torch.zeros(3))
+    before = graphs_compiled()
+    double(torch.zeros(3))
+    assert graphs_compiled() == before
+    double(torch.zeros(4))
+    assert graphs_compiled() == before + 1
