@@ -49,7 +49,7 @@ def make_model(family: str, seed: int = 0, **changes):
     torch.manual_seed(seed)
     model = model_class(config_class(**(SMALL | settings | changes))).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms start at 0 and 1, where a mistake would not show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

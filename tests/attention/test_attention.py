@@ -99,7 +99,9 @@ def test_decode_of_a_row_does_not_depend_on_the_batch():
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "out"), [(1, 1), (2, 31), (3, 32), (4, 33), (5, 100), (6, 64), (7, 5), (8, 77), (11, 40)])
+@pytest.mark.parametrize(
+    ("rows", "out"), [(1, 1), (2, 31), (3, 32), (4, 33), (5, 100), (6, 64), (7, 5), (8, 77), (11, 40)]
+)
 def test_skinny_linear_equals_float64(dtype, bias, rows, out):
     x, weight, b = torch.randn(rows, 96).to(dtype), torch.randn(out, 96).to(dtype), torch.randn(out).to(dtype)
     got = kernels.skinny_linear(x, weight, b if bias else None)

@@ -136,7 +136,9 @@ def test_attention_over_the_ring_equals_naive_concatenation(budget, length, deco
         window_of(queries, length, budget.window)[None], keys[None], values[None], tensors, budget, scale=D**-0.5
     )
     cache_k, cache_v = out.keys[0, 0].clone(), out.values[0, 0].clone()
-    scores = dict.fromkeys(out.positions[0, 0, budget.sink : plan.base].tolist(), 1.0) if plan.count > budget.sink else {}
+    scores = (
+        dict.fromkeys(out.positions[0, 0, budget.sink : plan.base].tolist(), 1.0) if plan.count > budget.sink else {}
+    )
     naive = naive_compress(None, keys[0, :length], budget, scores)
     all_keys, all_values = list(keys[0, :length]), list(values[0, :length])
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +154,9 @@ def test_attention_over_the_ring_equals_naive_concatenation(budget, length, deco
         valid = min(int(count), plan.limit)
         got = naive_attention(query, cache_k[:valid], cache_v[:valid])
         kept = naive.tokens()
-        want = naive_attention(query, torch.stack([all_keys[p] for p in kept]), torch.stack([all_values[p] for p in kept]))
+        want = naive_attention(
+            query, torch.stack([all_keys[p] for p in kept]), torch.stack([all_values[p] for p in kept])
+        )
         torch.testing.assert_close(got, want)
 
 

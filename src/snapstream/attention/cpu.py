@@ -62,7 +62,8 @@ def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, 
         before, before_lse = before.reshape(H, T, D), before_lse.reshape(H, T)
         share = torch.sigmoid(lse - before_lse)[..., None]
         out = torch.lerp(before.float(), out.float(), share)
-    return out.transpose(0, 1).to(query.dtype).contiguous()
+    result: Tensor = out.transpose(0, 1).to(query.dtype).contiguous()
+    return result
 
 
 @chunk_attention.register_fake

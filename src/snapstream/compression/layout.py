@@ -14,7 +14,7 @@ prefix ``[0, min(count, limit))``. Recent tokens are stored in order, so the rin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch import Tensor
 from snapstream.config import CacheBudget
 
 
-class PromptPlan(NamedTuple):
+@dataclass(frozen=True)
+class PromptPlan:
     """The layout of one sequence when its prefill ends.
 
     Attributes:
@@ -45,7 +46,8 @@ class PromptPlan(NamedTuple):
         return self.length - self.count
 
 
-class PlanTensors(NamedTuple):
+@dataclass(frozen=True)
+class PlanTensors:
     """:class:`PromptPlan` for ``B`` sequences, as int64 tensors of shape ``[B]``."""
 
     length: Tensor
@@ -53,6 +55,11 @@ class PlanTensors(NamedTuple):
     base: Tensor
     count: Tensor
     limit: Tensor
+
+    def copy_(self, other: PlanTensors) -> None:
+        """Overwrite the numbers in place, as a static graph needs it."""
+        for mine in fields(self):
+            getattr(self, mine.name).copy_(getattr(other, mine.name))
 
 
 def plan_prompt(length: int, budget: CacheBudget) -> PromptPlan:
@@ -65,7 +72,8 @@ def plan_prompt(length: int, budget: CacheBudget) -> PromptPlan:
 
 def plan_tensors(plans: Sequence[PromptPlan], device: torch.device | str = "cpu") -> PlanTensors:
     """Stack plans of several sequences into tensors of shape ``[B]``."""
-    return PlanTensors(*(torch.tensor(column, dtype=torch.int64, device=device) for column in zip(*plans, strict=True)))
+    columns = zip(*map(astuple, plans), strict=True)
+    return PlanTensors(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
 
 
 def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:

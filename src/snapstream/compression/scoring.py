@@ -1,8 +1,8 @@
 """Which prompt tokens matter: votes of the observation window (SnapKV), with fixed shapes.
 
-The last ``W`` queries of the prompt attend to the candidate keys, ``A = softmax(Q_obs K^T * scale)``; a candidate's vote
-is the sum of its column of ``A`` over the window, averaged over the query heads that share the KV head, then pooled
-along the sequence (paper, equation 3 and listing 6).
+The last ``W`` queries of the prompt attend to the candidate keys, ``A = softmax(Q_obs K^T * scale)``; a candidate's
+vote is the sum of its column of ``A`` over the window, averaged over the query heads that share the KV head, then
+pooled along the sequence (paper, equation 3 and listing 6).
 """
 
 from __future__ import annotations

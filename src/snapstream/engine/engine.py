@@ -181,9 +181,7 @@ class LLM:
 
     # -- for a server -----------------------------------------------------------------------------------------------
 
-    def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> str:
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
         """Queue a request.
 
         Args:
@@ -217,7 +215,7 @@ class LLM:
             )
         if (params.logprobs or 0) > self._first_token.max_logprobs:
             raise RequestError(
-                f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs}, see the engine's max_logprobs"
+                f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs} (max_logprobs)"
             )
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
         self._requests[name] = request = Request(
@@ -390,7 +388,9 @@ def choose_max_model_len(wanted: int | None, trained: int) -> int:
         ConfigurationError: Longer than the model was made for.
     """
     if wanted is not None and wanted > trained:
-        raise ConfigurationError(f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that")
+        raise ConfigurationError(
+            f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that"
+        )
     return wanted or trained
 
 

@@ -54,9 +54,21 @@ class MemoryPlan:
         return self.weights + self.slots + self.staging + self.workspace + self.metadata
 
     @property
+    def steady(self) -> int:
+        """What stays once no prompt is being read."""
+        return self.weights + self.slots + self.metadata
+
+    @property
     def total_full(self) -> int:
         """Peak of the same engine with full caches."""
         return self.total - self.slots + self.full_slots
+
+    def slots_that_fit(self, *, full: bool = False) -> int | None:
+        """Most slots that fit ``available``, with this cache or a full one; ``None`` if no limit is known."""
+        if self.available is None:
+            return None
+        per_slot = (self.full_slots if full else self.slots) // self.slot_count
+        return max(0, (self.available - (self.total - self.slots)) // per_slot)
 
     def check(self) -> None:
         """Refuse what does not fit.
@@ -67,10 +79,9 @@ class MemoryPlan:
         if self.available is None or self.total <= self.available:
             return
         fixed = self.total - self.slots
-        per_slot = self.slots // self.slot_count
         hints = []
-        if fixed + per_slot <= self.available:
-            hints.append(f"slots={(self.available - fixed) // per_slot}")
+        if self.slots_that_fit():
+            hints.append(f"slots={self.slots_that_fit()}")
         entries = (self.available - fixed) // (self.slot_count * self.bytes_per_token)
         if entries >= MIN_CAPACITY:
             hints.append(f"budget={entries}")

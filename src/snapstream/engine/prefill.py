@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.compression import PlanTensors, PromptPlan, compress, plan_prompt, plan_tensors
+from snapstream.compression import PromptPlan, compress, plan_prompt, plan_tensors
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph
 from snapstream.models import LlamaModel
@@ -124,8 +124,7 @@ class Prefill:
             keys = [staged[:, :capacity].clone() for staged in self.keys]
             values = [staged[:, :capacity].clone() for staged in self.values]
         else:
-            for target, source in zip(self.plan, plan_tensors([plan], self.device), strict=True):
-                target.copy_(source)
+            self.plan.copy_(plan_tensors([plan], self.device))
             size = next(size for size in self.compress_graphs if size >= length)
             for graph in self.compress_graphs[size]:
                 key, value = graph()
@@ -161,7 +160,7 @@ class Prefill:
         budget, scale = self.budget, self.scale
         window, keys, values = self.window[layer], self.keys[layer], self.values[layer]
         index = torch.tensor(layer, device=self.device)
-        plan = PlanTensors(*self.plan)
+        plan = self.plan
 
         def run() -> tuple[Tensor, Tensor]:
             out = compress(

@@ -65,13 +65,14 @@ def available() -> bool:
 def _register_shapes() -> None:
     """Tell the tracer of compiled graphs what the operations return."""
 
-    @torch.library.register_fake("snapstream_cpu::skinny_linear")
-    def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty(x.shape[0], weight.shape[0])
 
-    @torch.library.register_fake("snapstream_cpu::decode_attention")
-    def _attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+    def attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
         return query.new_empty(query.shape)
+
+    torch.library.register_fake("snapstream_cpu::skinny_linear", linear)
+    torch.library.register_fake("snapstream_cpu::decode_attention", attention)
 
 
 def rows_for_skinny_linear(weight: Tensor) -> int:

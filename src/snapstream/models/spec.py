@@ -63,7 +63,9 @@ class ModelSpec:
         Raises:
             CheckpointError: An architecture or a feature of it that is not supported.
         """
-        architecture = (getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")])[0]
+        architecture = (
+            getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
+        )[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise CheckpointError(
                 f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapstream.errors import CheckpointError
 from snapstream.kernels.cpu import rows_for_skinny_linear
-from snapstream.models.llama import LlamaModel, Linear
+from snapstream.models.llama import Linear, LlamaModel
 from snapstream.models.spec import ModelSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -28,12 +28,21 @@ class _Place:
     shape: tuple[int, ...]
 
 
+def resolve_config(model: str) -> Path:
+    """Like :func:`resolve_checkpoint`, but of a hub id only the configuration is downloaded."""
+    return _resolve(model, ["*.json"])
+
+
 def resolve_checkpoint(model: str) -> Path:
     """Directory of a checkpoint: ``model`` itself, or the local copy of a hub id, downloaded if need be.
 
     Raises:
         CheckpointError: Neither a directory with a ``config.json`` nor a hub id that can be reached.
     """
+    return _resolve(model, ["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
+
+
+def _resolve(model: str, patterns: list[str]) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -45,7 +54,7 @@ def resolve_checkpoint(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"model {model!r} could not be fetched from the hub: {reason}") from error
@@ -184,9 +193,7 @@ def _places(spec: ModelSpec) -> dict[str, _Place]:
     return places
 
 
-def _check(
-    checkpoint: Path, spec: ModelSpec, places: dict[str, _Place], shapes: dict[str, tuple[int, ...]]
-) -> None:
+def _check(checkpoint: Path, spec: ModelSpec, places: dict[str, _Place], shapes: dict[str, tuple[int, ...]]) -> None:
     missing = sorted(set(places) - set(shapes))
     # Old checkpoints carry RoPE frequencies; tied ones may carry the output projection a second time.
     extra = sorted(

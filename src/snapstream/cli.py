@@ -1,0 +1,385 @@
+"""The ``snapstream`` command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from snapstream.assets import RETRIEVAL_MODEL
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
+
+app = typer.Typer(
+    help="LLM inference with a KV cache of fixed size per sequence.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+messages = Console(stderr=True)
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Checkpoint directory or hub id. Default: the small shipped model.")
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        help="Cache entries per sequence, or a JSON object of CacheBudget fields. Default: a full cache.",
+    ),
+]
+Policy = Annotated[str, typer.Option(help="What the budget keeps: snapstream, streaming, sage-kv, random or full.")]
+MaxLength = Annotated[
+    int | None, typer.Option("--max-model-len", help="Longest prompt plus output. Default: what the model allows.")
+]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+SHIPPED = str(RETRIEVAL_MODEL)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
+) -> None:
+    """Options of all commands."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=messages, show_path=False, show_time=False)],
+    )
+    if version:
+        from snapstream import __version__
+
+        print(f"snapstream {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(min=128, max=14000, help="Length of the text, in tokens.")] = 8000,
+    facts: Annotated[int, typer.Option(min=1, max=64, help="Facts hidden in it.")] = 16,
+    questions: Annotated[int, typer.Option(min=1, max=64, help="How many of them to ask for.")] = 8,
+    budget: Annotated[
+        int | None, typer.Option("--budget", "-b", help="Entries of the small caches. Default: a quarter of the text.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Sequences decoded at a time.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--eager", help="Compile the graphs: a minute more at the first start.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Ask a small shipped model for facts in a long text: full cache, StreamingLLM and SnapStream side by side."""
+    from snapstream.evaluation.comparison import compare_policies
+    from snapstream.evaluation.tasks.retrieval import make_document
+
+    small = budget or tokens // 4
+    try:
+        document = make_document(tokens, max(facts, questions), seed)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    step = len(document.facts) / questions
+    asked = [document.facts[int(i * step)] for i in range(questions)]
+    budgets = {
+        "full": None,
+        "streaming": CacheBudget.preset("streaming", small),
+        "snapstream": CacheBudget.of(small),
+    }
+    if not as_json:
+        messages.print(
+            f"A text of {tokens} tokens that hides {len(document.facts)} facts. It begins: "
+            f"[italic]{document.text[:150]}…[/italic]\nA fact in it: [italic]{document.text[_fact_at(document, 0)]}"
+            f"[/italic] Its question: [italic]…{document.question(asked[0].key)}[/italic]\n",
+        )
+    with _quiet(), messages.status("starting") as status:
+        results = compare_policies(
+            SHIPPED, document, asked, budgets, slots=slots, enforce_eager=not compiled, report=status.update
+        )
+    if as_json:
+        print(
+            json.dumps(
+                {"tokens": tokens, "questions": [f.key for f in asked], "policies": [asdict(r) for r in results]}
+            )
+        )
+        return
+    from snapstream.engine.memory import gigabytes
+
+    console = Console()
+    answers = Table(title=f"Answers (the text has {tokens} tokens)", title_justify="left")
+    for column in ("fact at", "asked for", *(r.policy for r in results)):
+        answers.add_column(column)
+    for row, fact in enumerate(asked):
+        marks = ("[green]" if r.correct[row] else "[red]✗ " for r in results)
+        cells = (f"{mark}{r.answers[row]}" for mark, r in zip(marks, results, strict=True))
+        answers.add_row(f"{fact.depth:.0%}", f"{fact.key} {' '.join(fact.answer)}", *cells)
+    console.print(answers)
+    summary = Table(title="What it takes", title_justify="left")
+    for column in (
+        "policy",
+        "right answers",
+        "cache entries",
+        "cache memory / sequence",
+        "decode tokens/s (range)",
+        "speed",
+    ):
+        summary.add_column(column, justify="left" if column == "policy" else "right")
+    for r in results:
+        median, low, high = r.tokens_per_second
+        summary.add_row(
+            r.policy,
+            f"{sum(r.correct)} of {len(r.correct)}",
+            f"{r.cache_entries}",
+            gigabytes(r.bytes_per_sequence),
+            f"{median:.0f} ({low:.0f}-{high:.0f})",
+            f"{median / results[0].tokens_per_second[0]:.2f}x",
+        )
+    console.print(summary)
+    console.print(
+        f"Speed: {slots} sequences at a time, {'compiled' if compiled else 'not compiled'}. The model is tiny, so caches "
+        "weigh little in its steps; docs/benchmarks.md has a larger one.\nThe first word of an answer comes from prefill, "
+        "which every policy does in full; the second needs what the cache kept."
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; with --file, the question put after the text. '-' reads stdin.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A text file that begins the prompt.")] = None,
+    model: Model = SHIPPED,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be given again.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Lay the prompt out with the model's chat template.")] = False,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill launch.")] = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    compiled: Annotated[
+        bool, typer.Option("--compile/--eager", help="Compile the graphs: starts later, decodes faster.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate text: the answer streams to stdout; progress and what was kept and saved go to stderr."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+    text = _read_prompt(prompt, file)
+    parsed = _parse_budget(budget, policy)
+    from snapstream.engine import LLM
+    from snapstream.engine.memory import gigabytes
+
+    with _quiet():
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            slots=1,
+            prefill_chunk=prefill_chunk,
+            dtype=dtype,
+            device=device,
+            enforce_eager=not compiled,
+        )
+        plans: list[Any] = []
+        with messages.status("loading"):
+            llm = LLM(model, budget=parsed, config=config, report_plan=plans.append)
+        messages.print(_plan_line(plans[0]), highlight=False)
+        name = llm.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
+        output = None
+        progress = Progress(
+            TextColumn("reading the prompt"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=messages,
+            transient=True,
+        )
+        with progress:
+            task = progress.add_task("", total=llm.prefill_progress(name)[1])
+            while output is None:
+                outputs = llm.step()
+                output = outputs[0] if outputs else None
+                if output is None or not output.finished:
+                    progress.update(task, completed=llm.prefill_progress(name)[0])
+        while True:
+            if not as_json:
+                print(output.new_text, end="", flush=True)
+            if output.finished:
+                break
+            output = llm.step()[0]
+    use = output.cache
+    assert use is not None
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "text": output.text,
+                    "token_ids": output.token_ids,
+                    "finish_reason": output.finish_reason,
+                    "cache": asdict(use),
+                }
+            )
+        )
+        return
+    print()
+    messages.print(
+        f"prompt of {use.prompt_tokens} tokens: kept {use.sink} first + {use.pinned} voted + {use.recent} recent, "
+        f"dropped {use.dropped}; cache of {use.limit} entries takes {gigabytes(use.bytes_held)}, "
+        f"a full one would take {gigabytes(use.bytes_full)} by now",
+        highlight=False,
+    )
+
+
+@app.command()
+def plan(
+    model: Model = SHIPPED,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 4,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill launch.")] = 512,
+    dtype: Dtype = "auto",
+    memory: Annotated[
+        float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
+    import torch
+
+    from snapstream.engine.engine import choose_budget, choose_max_model_len
+    from snapstream.engine.memory import gigabytes, plan_memory
+    from snapstream.models.weights import load_spec, resolve_config
+
+    with _quiet():
+        spec = load_spec(resolve_config(model))
+    config = EngineConfig(slots=slots, prefill_chunk=prefill_chunk, dtype=dtype)
+    length = choose_max_model_len(max_model_len, spec.max_position)
+    chosen = choose_budget(_parse_budget(budget, policy), length)
+    available = None if memory is None else int(memory * 2**30)
+    kind = spec.dtype if dtype == "auto" else getattr(torch, dtype)
+    planned = plan_memory(spec, config, chosen, max_model_len=length, dtype=kind, available=available)
+    if as_json:
+        fields = asdict(planned) | {"total": planned.total, "total_full": planned.total_full}
+        fields |= {"slots_that_fit": planned.slots_that_fit(), "slots_that_fit_full": planned.slots_that_fit(full=True)}
+        print(json.dumps(fields))
+    else:
+        table = Table(
+            title=f"{spec.architecture}, {planned.slot_count} slots, up to {length} tokens, {kind}".replace(
+                "torch.", ""
+            ),
+            title_justify="left",
+        )
+        for column in ("", f"cache of {planned.cache_entries}", f"full cache of {length}"):
+            table.add_column(column, justify="left" if not column else "right")
+        for name, ours, full in (
+            ("weights", planned.weights, planned.weights),
+            ("caches of all slots", planned.slots, planned.full_slots),
+            ("metadata", planned.metadata, planned.metadata),
+            ("steady state", planned.steady, planned.steady - planned.slots + planned.full_slots),
+            ("staging (prefill)", planned.staging, planned.staging),
+            ("workspace (prefill)", planned.workspace, planned.workspace),
+            ("peak", planned.total, planned.total_full),
+        ):
+            table.add_row(name, gigabytes(ours), gigabytes(full))
+        if available is not None:
+            table.add_row(
+                f"slots in {memory:g} GiB", str(planned.slots_that_fit()), str(planned.slots_that_fit(full=True))
+            )
+        Console().print(table)
+    planned.check()
+
+
+def main() -> None:
+    """Run the command; errors that a user can mend are one line and a non-zero exit code."""
+    try:
+        app()
+    except SnapStreamError as error:
+        messages.print(f"[bold red]error:[/bold red] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    parts = []
+    if file is not None:
+        try:
+            parts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{file} is not UTF-8 text (byte {error.start})") from error
+        except OSError as error:
+            raise RequestError(f"{file} could not be read: {error.strerror}") from error
+    if prompt == "-" or (prompt is None and file is None and not sys.stdin.isatty()):
+        parts.append(sys.stdin.read())
+    elif prompt is not None:
+        parts.append(prompt)
+    if not parts:
+        raise RequestError("no prompt: give it as an argument, with --file, or on stdin")
+    return "\n".join(part.rstrip("\n") for part in parts)
+
+
+def _parse_budget(budget: str | None, policy: str) -> CacheBudget | None:
+    if budget is None:
+        if policy not in ("snapstream", "full"):
+            raise ConfigurationError(f"policy {policy} needs a --budget")
+        return None
+    if budget.lstrip("-").isdigit():
+        return CacheBudget.parse({"capacity": int(budget), "policy": policy})
+    return CacheBudget.parse(budget)
+
+
+def _plan_line(planned: Any) -> str:
+    from snapstream.engine.memory import gigabytes
+
+    return (
+        f"memory: weights {gigabytes(planned.weights)}, cache {gigabytes(planned.slots)} "
+        f"(full: {gigabytes(planned.full_slots)}), staging {gigabytes(planned.staging)} while a prompt is read"
+    )
+
+
+def _fact_at(document: Any, index: int) -> slice:
+    """Where the sentence of a fact stands in the text."""
+    key = document.facts[index].key
+    at = document.text.index(key)
+    return slice(document.text.rindex(".", 0, at) + 2, document.text.index(".", at) + 1)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own notes and progress bars off the terminal."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluation of compressed caches: tasks, metrics and experiments."""
