@@ -1,0 +1,1 @@
+"""Seeded task generators used by the evaluation lab, the demo and the tests."""

@@ -1,0 +1,153 @@
+"""The command as a user runs it: a process, its output, its exit code."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from snapstream import __version__
+from snapstream.assets import RETRIEVAL_MODEL
+from snapstream.evaluation.tasks.retrieval import make_document
+from tests.checkpoints import save_checkpoint
+
+
+def run(*arguments, stdin=None):
+    command = [sys.executable, "-m", "snapstream.cli", *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, input=stdin or "", timeout=300)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    document = make_document(8200, 8, seed=1, depths=[0.05 + 0.1 * i for i in range(8)])
+    path = tmp_path_factory.mktemp("text") / "notebook.txt"
+    path.write_text(document.text)
+    return path, document
+
+
+def test_generate_answers_a_question_about_a_long_file(text_file):
+    path, document = text_file
+    for fact in (document.facts[0], document.facts[4]):
+        done = run("generate", "--file", path, "--budget", 2048, document.question(fact.key))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == document.answer(fact.key)
+        assert "prompt of 8205 tokens" in done.stderr.replace("\n", " ")
+
+
+def test_generate_json_from_stdin(text_file):
+    _, document = text_file
+    fact = document.facts[2]
+    done = run("generate", "--json", "--budget", '{"capacity": 1024, "kernel": 5}', stdin=document.prompt(fact.key))
+    answer = json.loads(done.stdout)
+    assert answer["text"].strip() == document.answer(fact.key)
+    assert answer["finish_reason"] == "stop"
+    assert answer["cache"]["limit"] == 1024
+    assert answer["cache"]["dropped"] == 8205 - 1024
+
+
+def test_demo_json():
+    done = run("demo", "--tokens", 2000, "--questions", 4, "--json")
+    assert done.returncode == 0, done.stderr
+    policies = {p["policy"]: p for p in json.loads(done.stdout)["policies"]}
+    assert all(policies["full"]["correct"])
+    assert all(policies["snapstream"]["correct"])
+    assert not all(policies["streaming"]["correct"])
+    assert policies["snapstream"]["bytes_per_sequence"] == 500 * 1024
+    assert min(policies["snapstream"]["tokens_per_second"]) > 0
+
+
+def test_demo_for_people():
+    done = run("demo", "--tokens", 600, "--questions", 2, "--facts", 4)
+    assert done.returncode == 0
+    assert "What it takes" in done.stdout
+    assert "2 of 2" in done.stdout
+
+
+def test_plan(tmp_path):
+    save_checkpoint(tmp_path, "qwen3")
+    (tmp_path / "model.safetensors").unlink()  # it must not be needed
+    done = run("plan", "--model", tmp_path, "--budget", 512, "--slots", 8, "--json", "--memory", 1)
+    plan = json.loads(done.stdout)
+    per_token = 2 * 2 * 2 * 32 * 4
+    assert plan["bytes_per_token"] == per_token
+    assert plan["slots"] == 8 * 512 * per_token
+    assert plan["full_slots"] == 8 * 4096 * per_token
+    assert plan["slots_that_fit"] > 7 * plan["slots_that_fit_full"] > 0
+    assert "caches of all slots" in run("plan", "--model", tmp_path, "--budget", 512).stdout
+
+
+def test_help_and_version():
+    assert run("--version").stdout.strip() == f"snapstream {__version__}"
+    for command in ("demo", "generate", "plan"):
+        assert command in run("--help").stdout
+        assert "--json" in run(command, "--help").stdout
+
+
+def broken(tmp_path, name, damage):
+    path = tmp_path / name
+    shutil.copytree(RETRIEVAL_MODEL, path)
+    damage(path)
+    return path
+
+
+def set_architecture(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--file", "no-such-file.txt"], "no-such-file.txt could not be read"),
+        (["generate", "hello", "--model", "no-such-model"], "neither a directory nor a hub id"),
+        (["generate", "hello", "--budget", 3], "at least 16"),
+        (["generate", "hello", "--budget", -5], "at least 16"),
+        (["generate", "hello", "--budget", '{"sinks": 4}'], "unknown field sinks"),
+        (["generate", "hello", "--budget", 64, "--policy", "best"], "unknown policy 'best'"),
+        (["generate", "hello", "--policy", "streaming"], "needs a --budget"),
+        (["generate", "Note " * 100, "--max-model-len", 64], "the prompt has 100 tokens"),
+        (["generate", "hello", "--max-model-len", 10**6], "made for 16384"),
+        (["generate", "hello", "--dtype", "int4"], "allowed: auto, float32"),
+        (["generate", "hello", "--device", "tpu"], "allowed: auto, cpu"),
+        (["generate", "hello", "--temperature", -1], "temperature is -1"),
+        (["generate", "--chat", "hello"], "no chat template"),
+        (["generate", ""], "no tokens"),
+        (["demo", "--tokens", 130, "--facts", 60], "do not fit"),
+        (["plan", "--budget", 2048, "--memory", 0.001], "it would fit|too large"),
+        (["plan", "--model", "."], "no config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_a_non_zero_exit(arguments, message):
+    done = run(*arguments)
+    assert_one_line_error(done, message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not safetensors"), "could not be read"),
+        (lambda path: (path / "model.safetensors").unlink(), "safetensors only"),
+        (set_architecture, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer could not be loaded"),
+        (lambda path: (path / "config.json").write_text("{]"), "not valid JSON"),
+    ],
+)
+def test_broken_checkpoints(tmp_path, damage, message):
+    assert_one_line_error(run("generate", "hello", "--model", broken(tmp_path, "broken", damage)), message)
+
+
+def test_text_that_is_not_text(tmp_path):
+    (tmp_path / "image").write_bytes(b"\x89PNG\xff\xfe")
+    assert_one_line_error(run("generate", "--file", tmp_path / "image"), "not UTF-8")
+
+
+def assert_one_line_error(done, message):
+    import re
+
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in errors if line.startswith("error:")]) == 1, done.stderr
+    assert errors[-1].startswith("error:"), done.stderr
+    assert re.search(message, errors[-1]), done.stderr
