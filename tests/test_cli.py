@@ -126,7 +126,10 @@ def test_bad_input_is_one_line_and_a_non_zero_exit(arguments, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not safetensors"), "could not be read"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not safetensors"),
+            "could not be read",
+        ),
         (lambda path: (path / "model.safetensors").unlink(), "safetensors only"),
         (set_architecture, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM"),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer could not be loaded"),

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from snapstream.compression import (
     compress,
@@ -14,6 +16,7 @@ from snapstream.compression import (
     pool_votes,
     select_entries,
 )
+from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import CacheBudget
 from tests.compression.test_layout import budgets
 from tests.reference import naive_attention, naive_compress, naive_select, naive_votes
@@ -213,6 +216,30 @@ def test_smaller_budget_of_one_request_in_the_same_graph():
     for n in range(2):
         expected = naive_compress(queries[2 * n : 2 * n + 2], keys[n, :150], small).tokens()
         assert out.positions[0, n, :48].tolist() == expected
+
+
+def test_memory_of_the_votes_is_bounded():
+    """No temporary of a vote over 128k tokens is larger than a chunk of logits or a few numbers per token."""
+    length, H, N, W, head_dim = 131_072, 8, 2, 32, 64
+    budget = CacheBudget.of(4096)
+    largest = 0
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return out
+
+    keys = torch.randn(1, N, length, head_dim).bfloat16()
+    queries = torch.randn(1, H, W, head_dim).bfloat16()
+    given = {keys.untyped_storage().data_ptr(), queries.untyped_storage().data_ptr()}
+    with Recorder():
+        compress(queries, keys, keys, plan_tensors([plan_prompt(length, budget)]), budget, scale=head_dim**-0.5)
+    assert 0 < largest <= max(4 * H * W * KEY_CHUNK, 8 * N * length)
+    assert largest < keys.nbytes / 4
 
 
 def test_half_precision_votes_are_summed_in_float32():

@@ -57,8 +57,12 @@ class ModelSpec:
     source: Any
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelSpec:
+    def from_config(cls, config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
         """Read a ``transformers`` configuration.
+
+        Args:
+            config: The configuration.
+            more_ends: Tokens that end a sequence besides those it names.
 
         Raises:
             CheckpointError: An architecture or a feature of it that is not supported.
@@ -86,6 +90,7 @@ class ModelSpec:
             )
         bias = bool(getattr(config, "attention_bias", False))
         end = getattr(config, "eos_token_id", None)
+        ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -103,7 +108,7 @@ class ModelSpec:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
             dtype=_dtype(config),
-            eos_token_ids=() if end is None else (end,) if isinstance(end, int) else tuple(end),
+            eos_token_ids=tuple(sorted({*ends, *more_ends})),
             source=config,
         )
 

@@ -77,7 +77,7 @@ def load_spec(checkpoint: Path) -> ModelSpec:
         names = raw.get("architectures") or [raw.get("model_type", "unknown")]
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{checkpoint / 'config.json'} ({', '.join(map(str, names))}): {reason}") from error
-    return ModelSpec.from_config(config)
+    return ModelSpec.from_config(config, _generation_ends(checkpoint))
 
 
 def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LlamaModel:
@@ -135,6 +135,18 @@ def _frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     from snapstream.models.rope import rope_frequencies
 
     return rope_frequencies(spec.source)[0].to(device)
+
+
+def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
+    """End tokens of generation_config.json: chat models end a turn with other tokens than config.json names."""
+    path = checkpoint / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        end = json.loads(path.read_text()).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a valid JSON object: {error}") from error
+    return () if end is None else (end,) if isinstance(end, int) else tuple(end)
 
 
 def _weight_files(checkpoint: Path) -> list[Path]:
