@@ -151,8 +151,8 @@ def demo(
     console.print(summary)
     console.print(
         f"Speed: {slots} sequences at a time, {'compiled' if compiled else 'not compiled'}. The model is tiny, so "
-        "caches\nweigh little in its steps; docs/benchmarks.md has a larger one. The first word of an answer comes from "
-        "prefill, which\nevery policy does in full; the second needs what the cache kept."
+        "caches weigh little in its steps; docs/benchmarks.md has a larger one. The first word of an answer comes "
+        "from prefill, which every policy does in full; the second needs what the cache kept."
     )
 
 
