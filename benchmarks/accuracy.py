@@ -51,7 +51,12 @@ def main() -> None:
         for policy in POLICIES:
             budget = None if policy == "full" else CacheBudget.preset(policy, tokens // options.share)
             engines[policy] = LLM(
-                options.model, budget=budget, max_model_len=tokens + 32, prefill_chunk=1024, enforce_eager=True
+                options.model,
+                budget=budget,
+                max_model_len=tokens + 32,
+                prefill_chunk=1024,
+                enforce_eager=True,
+                report_plan=lambda _: None,
             )
         for facts in (1, 8, 32):
             cells = [

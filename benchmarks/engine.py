@@ -78,12 +78,14 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict
 class MemoryReader:
     """Reads a buffer far larger than the caches of the processor; its speed is the floor of everything else."""
 
-    def __init__(self, megabytes: int = 512) -> None:
+    def __init__(self, megabytes: int = 512, passes: int = 8) -> None:
         self.buffer = torch.ones(megabytes * 2**20 // 4)
-        self.bytes = self.buffer.numel() * 4
+        self.passes = passes  # about as long as what it is compared with, so that both see the same neighbours
+        self.bytes = self.buffer.numel() * 4 * passes
 
     def __call__(self) -> None:
-        self.buffer.sum()
+        for _ in range(self.passes):
+            self.buffer.sum()
 
 
 def filled_decode(model: LlamaModel, batch: int, budget: CacheBudget, context: int) -> Decode:
@@ -277,7 +279,14 @@ def memory_child(checkpoint: str, entries: int) -> None:
 
     torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
     before = held()
-    llm = LLM(checkpoint, budget=entries or None, max_model_len=16640, slots=4, enforce_eager=True)
+    llm = LLM(
+        checkpoint,
+        budget=entries or None,
+        max_model_len=16640,
+        slots=4,
+        enforce_eager=True,
+        report_plan=lambda _: None,
+    )
     prompts = [torch.randint(0, 4096, (16384,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
         llm.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))

@@ -105,6 +105,8 @@ def set_architecture(path):
         (["generate", "hello", "--budget", -5], "at least 16"),
         (["generate", "hello", "--budget", '{"sinks": 4}'], "unknown field sinks"),
         (["generate", "hello", "--budget", 64, "--policy", "best"], "unknown policy 'best'"),
+        (["generate", "hello", "--budget", '{"capacity": 64}', "--policy", "streaming"], "inside a JSON budget"),
+        (["plan", "--memory", "nan"], "positive number"),
         (["generate", "hello", "--policy", "streaming"], "needs a --budget"),
         (["generate", "Note " * 100, "--max-model-len", 64], "the prompt has 100 tokens"),
         (["generate", "hello", "--max-model-len", 10**6], "made for 16384"),

@@ -41,7 +41,13 @@ def test_budget_parse():
     budget = CacheBudget.parse({"capacity": 128, "kernel": 5})
     assert budget == dataclasses.replace(CacheBudget.of(128), kernel=5)
     assert CacheBudget.parse(budget.as_dict()) == budget
+    assert CacheBudget.parse({"capacity": 64, "sink": 8}).capacity == 64
+    assert CacheBudget.parse({"capacity": 64, "recent": 60}).top_k == 0
+    streaming = CacheBudget.parse({"capacity": 64, "policy": "streaming", "sink": 8})
+    assert (streaming.sink, streaming.recent, streaming.top_k) == (8, 56, 0)
     for bad, message in [
+        ({"capacity": 64, "recent": 40, "top_k": 4}, "are 48 entries, but capacity is 64"),
+        ({"capacity": 64, "recent": "many"}, "recent is 'many'; it must be a whole number"),
         ("many", "neither a number"),
         ('{"capcity": 3}', "unknown field capcity"),
         ('{"sink": 3}', "recent, top_k missing"),
@@ -85,6 +91,10 @@ def test_resized_keeps_the_policy(policy):
         ("repetition_penalty", 0),
         ("presence_penalty", 3),
         ("kv_budget", 1.5),
+        ("temperature", "hot"),
+        ("top_p", None),
+        ("stop", 5),
+        ("stop_token_ids", 5),
     ],
 )
 def test_bad_sampling_is_named(field, value):

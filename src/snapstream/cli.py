@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from snapstream.assets import RETRIEVAL_MODEL
-from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import CacheBudget, EngineConfig, Preset, SamplingParams
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
 
 app = typer.Typer(
@@ -71,13 +71,14 @@ def options(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(min=128, max=14000, help="Length of the text, in tokens.")] = 8000,
+    tokens: Annotated[int, typer.Option(min=128, max=12000, help="Length of the text, in tokens.")] = 8000,
     facts: Annotated[int, typer.Option(min=1, max=64, help="Facts hidden in it.")] = 16,
     questions: Annotated[int, typer.Option(min=1, max=64, help="How many of them to ask for.")] = 8,
     budget: Annotated[
-        int | None, typer.Option("--budget", "-b", help="Entries of the small caches. Default: a quarter of the text.")
+        int | None,
+        typer.Option("--budget", "-b", min=16, help="Entries of the small caches. Default: a quarter of the text."),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, max=64, help="Sequences decoded at a time.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, max=16, help="Sequences decoded at a time.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     compiled: Annotated[
         bool, typer.Option("--compile/--eager", help="Compile the graphs: a minute more at the first start.")
@@ -199,10 +200,13 @@ def generate(
             device=device,
             enforce_eager=not compiled,
         )
-        plans: list[Any] = []
         with messages.status("loading"):
-            llm = LLM(model, budget=parsed, config=config, report_plan=plans.append)
-        messages.print(_plan_line(plans[0]), highlight=False)
+            llm = LLM(
+                model,
+                budget=parsed,
+                config=config,
+                report_plan=lambda plan: messages.print(plan.summary(), highlight=False),
+            )
         name = llm.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
         output = None
         progress = Progress(
@@ -226,6 +230,8 @@ def generate(
             if output.finished:
                 break
             output = llm.step()[0]
+    if output.error is not None:
+        raise RequestError(f"generation failed: {output.error}")
     use = output.cache
     assert use is not None
     if as_json:
@@ -272,6 +278,8 @@ def plan(
 
     with _quiet():
         spec = load_spec(resolve_config(model))
+    if memory is not None and not 0 < memory < 2**40:
+        raise ConfigurationError(f"memory is {memory} GiB; it must be a positive number")
     config = EngineConfig(slots=slots, prefill_chunk=prefill_chunk, dtype=dtype)
     length = choose_max_model_len(max_model_len, spec.max_position)
     chosen = choose_budget(_parse_budget(budget, policy), length)
@@ -324,13 +332,11 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     parts = []
     if file is not None:
         try:
-            parts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{file} is not UTF-8 text (byte {error.start})") from error
+            parts.append(_decoded(file.read_bytes(), str(file)))
         except OSError as error:
             raise RequestError(f"{file} could not be read: {error.strerror}") from error
     if prompt == "-" or (prompt is None and file is None and not sys.stdin.isatty()):
-        parts.append(sys.stdin.read())
+        parts.append(_decoded(sys.stdin.buffer.read(), "standard input"))
     elif prompt is not None:
         parts.append(prompt)
     if not parts:
@@ -338,23 +344,25 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return "\n".join(part.rstrip("\n") for part in parts)
 
 
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source} is not UTF-8 text (byte {error.start})") from error
+
+
 def _parse_budget(budget: str | None, policy: str) -> CacheBudget | None:
+    if policy not in get_args(Preset):
+        raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(get_args(Preset))}")
     if budget is None:
         if policy not in ("snapstream", "full"):
             raise ConfigurationError(f"policy {policy} needs a --budget")
         return None
-    if budget.lstrip("-").isdigit():
-        return CacheBudget.parse({"capacity": int(budget), "policy": policy})
+    with contextlib.suppress(ValueError):
+        return CacheBudget.preset(cast(Preset, policy), int(budget))
+    if policy != "snapstream":
+        raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
     return CacheBudget.parse(budget)
-
-
-def _plan_line(planned: Any) -> str:
-    from snapstream.engine.memory import gigabytes
-
-    return (
-        f"memory: weights {gigabytes(planned.weights)}, cache {gigabytes(planned.slots)} "
-        f"(full: {gigabytes(planned.full_slots)}), staging {gigabytes(planned.staging)} while a prompt is read"
-    )
 
 
 def _fact_at(document: Any, index: int) -> slice:

@@ -16,6 +16,14 @@ Selection = Literal["votes", "random"]
 Preset = Literal["full", "streaming", "sage-kv", "snapstream", "random"]
 
 MIN_CAPACITY = 16
+_FRACTIONS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 
 @dataclass(frozen=True)
@@ -154,11 +162,29 @@ class CacheBudget:
             allowed = ", ".join(sorted(known | {"capacity", "policy"}))
             raise ConfigurationError(f"cache budget: unknown field {', '.join(unknown)}; allowed: {allowed}")
         if capacity is not None:
-            return replace(cls.preset(policy, capacity), **given)
+            return cls._with_capacity(policy, capacity, given)
         missing = sorted({"sink", "recent", "top_k"} - set(given))
         if missing:
             raise ConfigurationError(f"cache budget: {', '.join(missing)} missing; give them, or give capacity")
         return cls(**given)
+
+    @classmethod
+    def _with_capacity(cls, policy: Preset, capacity: int, given: dict[str, Any]) -> CacheBudget:
+        """A preset with some fields set by hand; what they leave of the capacity goes to the part not given."""
+        preset = cls.preset(policy, capacity)
+        sizes = {name: given.get(name, getattr(preset, name)) for name in ("sink", "recent", "top_k")}
+        spare = "recent" if preset.top_k == 0 and "recent" not in given else "top_k"
+        for name, size in sizes.items():
+            _require_integer(f"cache budget: {name}", size)
+        if spare not in given:
+            sizes[spare] += capacity - sum(sizes.values())
+        budget = replace(preset, **(given | sizes))
+        if budget.capacity != capacity:
+            raise ConfigurationError(
+                f"cache budget: sink {budget.sink} + recent {budget.recent} + top_k {budget.top_k} are "
+                f"{budget.capacity} entries, but capacity is {capacity}; leave one of them out"
+            )
+        return budget
 
     def resized(self, capacity: int) -> CacheBudget:
         """The same policy with ``capacity`` entries: the ring keeps its share, and at least the window.
@@ -226,9 +252,17 @@ class SamplingParams:
         Raises:
             RequestError: A value that is not allowed.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | list | tuple | set | frozenset):
+                raise RequestError(f"sampling: {name} is {value!r}; it must be a list")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in _FRACTIONS:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise RequestError(f"sampling: {name} is {value!r}; it must be a number")
         checks: list[tuple[str, bool, str]] = [
             ("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
@@ -302,7 +336,7 @@ class EngineConfig:
                 )
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
-        if not 0 < self.memory_fraction <= 1:
+        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ConfigurationError(
                 f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
             )

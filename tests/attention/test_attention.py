@@ -10,7 +10,7 @@ from snapstream.errors import ConfigurationError
 from snapstream.kernels import cpu as kernels
 from tests.reference import naive_attention
 
-needs_compiler = pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler or Python headers")
 BACKENDS = [SdpaAttention, pytest.param(CpuAttention, marks=needs_compiler)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -3,8 +3,10 @@
 import random
 import re
 
+import numpy
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
 from snapstream.models.weights import load_model, load_spec
@@ -21,7 +23,8 @@ def make(checkpoint, budget=BUDGET, **settings):
 
 
 def prompt(length, seed=0):
-    return [random.Random(seed).randrange(3, 96) for _ in range(length)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, 96) for _ in range(length)]
 
 
 def greedy(tokens, **kwargs):
@@ -142,8 +145,8 @@ def test_requests_come_and_go(checkpoint):
             llm.abort(name)
             aborted.add(name)
         for output in llm.step():
-            assert output.request_id not in aborted
-            if output.finished:
+            assert (output.request_id in aborted) == (output.finish_reason == "abort")
+            if output.finished and output.finish_reason != "abort":
                 finished[output.request_id] = output.token_ids
     assert aborted
     assert set(finished) == set(jobs) - aborted
@@ -232,9 +235,11 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
         ([], "no tokens"),
         ("", "no tokens"),
         (prompt(256), "at most 255 fit"),
-        ([5, 96], "token 96 is not in the vocabulary of 96"),
+        ([5, 96], "token 96 is not in the model's vocabulary of 96"),
         ([5, -1], "token -1"),
-        ([5, "a"], "token 'a'"),
+        ([5, "a"], "a prompt is text or a list of token ids"),
+        (5, "a prompt is text or a list of token ids"),
+        ("\udce9", "not valid text"),
     ]:
         with pytest.raises(RequestError, match=message):
             llm.add_request(bad)
@@ -299,12 +304,76 @@ def test_no_chat_template(checkpoint):
 def test_chat(checkpoint):
     llm = make(checkpoint)
     llm.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] and m['content'] }} {% endfor %}w3"
-    assert llm.chat_prompt([{"role": "user", "content": "w5 w6"}]) == "w5 w6 w3"
+    assert llm.chat_prompt([{"role": "user", "content": "w5 w6"}]) == [5, 6, 3]
+    # A template writes special tokens itself; the tokenizer must not add them a second time.
+    llm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    llm.tokenizer.chat_template = "<s> {{ messages[0]['content'] }}"
+    assert llm.tokenizer.encode("w5") == [1, 5]
+    assert llm.chat_prompt([{"role": "user", "content": "w5 w6"}]) == [1, 5, 6]
+    llm.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] and m['content'] }} {% endfor %}w3"
     direct = llm.generate("w5 w6 w3", greedy(8))[0]
     assert llm.chat([{"role": "user", "content": "w5 w6"}], greedy(8)).token_ids == direct.token_ids
     llm.tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(RequestError, match="rejects"):
         llm.chat([{"role": "user", "content": "w5"}])
+
+
+def test_two_streams_at_once_and_a_foreign_abort(checkpoint):
+    llm = make(checkpoint, decode_steps=1)
+    want = [llm.generate(prompt(50, i), greedy(12))[0].text for i in range(2)]
+    one, two = llm.stream(prompt(50, 0), greedy(12)), llm.stream(prompt(50, 1), greedy(12))
+    pieces = ["", ""]
+    for a, b in zip(one, two, strict=True):
+        pieces[0] += a.new_text
+        pieces[1] += b.new_text
+    assert pieces == want
+    stream = llm.stream(prompt(50), greedy(50))
+    next(stream)
+    llm.abort(next(iter(llm._requests)))
+    assert [o.finish_reason for o in stream] == ["abort"]
+    assert llm._undelivered == []
+
+
+def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
+    llm = make(checkpoint)
+    want = llm.generate(prompt(70), greedy(30))[0].token_ids
+    llm.add_request(prompt(70), greedy(30), request_id="good")
+    llm.add_request(prompt(60), greedy(30), request_id="bad")
+
+    def fail(token):
+        raise OverflowError("cannot decode")
+
+    llm._requests["bad"].detokenizer.add = fail
+    finished = {}
+    while llm.busy:
+        finished.update((o.request_id, o) for o in llm.step() if o.finished)
+    assert finished["good"].token_ids == want
+    assert finished["bad"].finish_reason == "error"
+    assert finished["bad"].error == "OverflowError: cannot decode"
+    assert llm.generate(prompt(70), greedy(30))[0].token_ids == want
+
+
+def test_a_huge_top_k_is_all_tokens(checkpoint):
+    params = greedy(5, temperature=1.0, seed=3)
+    huge = greedy(5, temperature=1.0, seed=3, top_k=10**30)
+    llm = make(checkpoint)
+    assert llm.generate(prompt(9), huge)[0].token_ids == llm.generate(prompt(9), params)[0].token_ids
+
+
+def test_prompts_as_arrays(checkpoint):
+    llm = make(checkpoint)
+    want = llm.generate([prompt(9)], greedy(5))[0].token_ids
+    assert llm.generate(torch.tensor(prompt(9)), greedy(5))[0].token_ids == want
+    assert llm.generate(numpy.array([prompt(9)]), greedy(5))[0].token_ids == want
+    with pytest.raises(RequestError, match="give text"):
+        llm.generate(5)
+
+
+def test_a_budget_too_large_for_short_sequences_is_a_full_cache(checkpoint):
+    llm = make(checkpoint, CacheBudget.of(4096), max_model_len=32)
+    assert llm.budget.capacity == 32
+    assert llm.generate(prompt(20), greedy(12))[0].cache.dropped == 0
 
 
 def test_half_precision_runs(checkpoint):

@@ -46,7 +46,9 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
             llm.step()
         llm.abort("gone")
     assert graphs_compiled() == warm
-    eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=64).generate(prompts, each)
+    # The same from other graphs, other chunks and in other company.
+    eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=32, slots=2, decode_steps=5)
+    eager = eager.generate(prompts, each)
     assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]
 
 

@@ -123,7 +123,7 @@ def test_end_tokens_come_from_both_configurations(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 5]}')
     assert load_spec(tmp_path).eos_token_ids == (2, 5, 7)
     (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(CheckpointError, match="not a valid JSON"):
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         load_spec(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,13 +52,13 @@ class Decode:
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
         self._rows = torch.arange(slots, device=device)[:, None]
         self._heads = torch.arange(spec.kv_heads, device=device)[None]
-        self.greedy_graph = StaticGraph(self._greedy_step, device, eager=eager)
-        self.sampling_graph = StaticGraph(self._sampling_step, device, eager=eager)
+        self.greedy_graph = StaticGraph(self._greedy_step, device, compiled=not eager, captured=not eager)
+        self.sampling_graph = StaticGraph(self._sampling_step, device, compiled=not eager, captured=not eager)
 
-    def warm_up(self) -> None:
+    def warm_up(self, pool: Any = None) -> None:
         """Compile both graphs; all slots are free before and after."""
-        self.greedy_graph.warm_up()
-        self.sampling_graph.warm_up()
+        self.greedy_graph.warm_up(pool)
+        self.sampling_graph.warm_up(pool)
 
     @torch.inference_mode()
     def insert(self, slot: int, sequence: CompressedSequence, token: int, sampling: SamplingState) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,15 +15,16 @@ import torch
 from snapstream.attention import choose_backend
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.decode import Decode
+from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
 from snapstream.engine.prefill import Prefill
-from snapstream.engine.request import CacheUse, Detokenizer, FinishReason, Request, RequestOutput, TokenLogprobs
+from snapstream.engine.request import CacheUse, Detokenizer, Request, RequestOutput, TokenLogprobs
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.errors import CheckpointError, ConfigurationError, RequestError
 from snapstream.kernels.cpu import compiler_available
 from snapstream.models import load_model, resolve_checkpoint
-from snapstream.models.weights import load_spec
+from snapstream.models.weights import first_line, load_spec
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ class LLM:
             budget: Cache of one sequence, a :class:`CacheBudget` or its number of entries; ``None`` is a full cache of
                 ``max_model_len`` entries.
             config: Engine settings.
-            report_plan: Called with the memory plan before anything is loaded; by default the plan is logged.
+            report_plan: Called with the memory plan before anything is loaded; by default its summary is printed to
+                stderr.
             **settings: Fields of :class:`EngineConfig`, instead of ``config``: ``max_model_len``, ``slots``,
                 ``prefill_chunk``, ``dtype``, ``device``, ...
 
@@ -86,8 +90,9 @@ class LLM:
             max_model_len=self.max_model_len,
             dtype=dtype,
             available=available_memory(self.device, config.memory_fraction),
+            masked_prefill=backend.reads_all_keys_in_prefill,
         )
-        (report_plan or _log_plan)(self.plan)
+        (report_plan or _print_plan)(self.plan)
         self.plan.check()
         self.tokenizer = load_tokenizer(str(checkpoint))
         eager = config.enforce_eager or not _can_compile(self.device)
@@ -107,9 +112,12 @@ class LLM:
         self.scheduler = Scheduler(config.slots)
         self._requests: dict[str, Request] = {}
         self._names = (f"request-{number}" for number in itertools.count())
+        # Final outputs that a loop over other requests came across, kept for whoever waits for them.
+        self._undelivered: list[RequestOutput] = []
         if not eager:
-            self.prefill.warm_up()
-            self.decode.warm_up()
+            pool = graph_pool(self.device)
+            self.prefill.warm_up(pool)
+            self.decode.warm_up(pool)
 
     # -- for users --------------------------------------------------------------------------------------------------
 
@@ -140,20 +148,22 @@ class LLM:
                 names.append(self.add_request(prompt, one))
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(names):
-                finished.update((o.request_id, o) for o in self.step() if o.finished and o.request_id in names)
+                finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
         finally:  # an error or an interrupt leaves nothing running
-            for name in names:
-                self.abort(name)
+            self._drop(names)
         return [finished[name] for name in names]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
         name = self.add_request(prompt, params)
         try:
-            while name in self._requests:
-                yield from (output for output in self.step() if output.request_id == name)
+            finished = False
+            while not finished:
+                for output in self._step_for([name]):
+                    finished = finished or output.finished
+                    yield output
         finally:
-            self.abort(name)
+            self._drop([name])
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Generate the next turn of a conversation, laid out by the model's chat template.
@@ -163,8 +173,11 @@ class LLM:
         """
         return self.generate(self.chat_prompt(messages), params)[0]
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """Lay a conversation out with the model's chat template.
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Lay a conversation out with the model's chat template; returns tokens.
+
+        Tokens rather than text: templates write the special tokens themselves, and encoding their text as a prompt
+        would add another beginning-of-sequence.
 
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
@@ -175,9 +188,9 @@ class LLM:
             raise RequestError("this model has no chat template; give a plain prompt instead")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError, jinja2.TemplateError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
-        return str(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     # -- for a server -----------------------------------------------------------------------------------------------
 
@@ -196,16 +209,10 @@ class LLM:
             RequestError: Says what cannot be served; no other request is affected.
         """
         params = params or SamplingParams()
-        name = request_id if request_id is not None else next(self._names)
+        name = request_id if request_id is not None else next(n for n in self._names if n not in self._requests)
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use")
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = list(prompt)
-            wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < self.spec.vocab_size]
-            if wrong:
-                raise RequestError(f"token {wrong[0]!r} is not in the vocabulary of {self.spec.vocab_size}")
+        tokens = self._tokens_of(prompt)
         if not tokens:
             raise RequestError("the prompt has no tokens; give at least one")
         if len(tokens) >= self.max_model_len:
@@ -232,10 +239,15 @@ class LLM:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is and free its slot; unknown or finished ones are ignored."""
+        """End a request wherever it is and free its slot at once; unknown or finished ones are ignored.
+
+        The next :meth:`step` returns its final output.
+        """
         request = self._requests.get(request_id)
         if request is not None:
-            self._finish(request, "abort")
+            request.finish_reason = "abort"
+            self._undelivered.append(self._output(request))
+            self._finish(request)
 
     @property
     def busy(self) -> bool:
@@ -245,9 +257,13 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run at most one prefill chunk, then one decode launch.
 
+        A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
+        on.
+
         Returns:
-            The output so far of every request that got new tokens.
+            The output so far of every request that got new tokens or ended.
         """
+        delivered, self._undelivered = self._undelivered, []
         touched: dict[str, Request] = {}
         prefilling = self.scheduler.next_prefill()
         if prefilling is not None and self._prefill_chunk(prefilling):
@@ -256,11 +272,11 @@ class LLM:
         if running:
             self._decode_launch(running)
             touched.update((request.request_id, request) for request in running)
-        outputs = [self._output(request) for request in touched.values()]
+        delivered += [self._output(request) for request in touched.values()]
         for request in touched.values():
             if request.finish_reason is not None:
-                self._finish(request, request.finish_reason)
-        return outputs
+                self._finish(request)
+        return delivered
 
     def prefill_progress(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens of a running request that have been read, and how many there are.
@@ -275,8 +291,43 @@ class LLM:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
+        """One step; outputs of other requests are kept for the next."""
+        outputs = self.step()
+        self._undelivered = [output for output in outputs if output.request_id not in names]
+        return [output for output in outputs if output.request_id in names]
+
+    def _drop(self, names: Sequence[str]) -> None:
+        """Abort what still runs of these requests and forget what nobody will ask for."""
+        for name in names:
+            self.abort(name)
+        self._undelivered = [output for output in self._undelivered if output.request_id not in names]
+
+    def _tokens_of(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                tokens = list(self.tokenizer.encode(prompt))
+            except (UnicodeEncodeError, TypeError) as error:
+                raise RequestError(f"the prompt is not valid text: {error}") from error
+        else:
+            try:
+                tokens = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"a prompt is text or a list of token ids; {error}") from error
+        wrong = [token for token in tokens if not 0 <= token < self.spec.vocab_size]
+        if wrong:
+            raise RequestError(f"token {wrong[0]} is not in the model's vocabulary of {self.spec.vocab_size}")
+        return tokens
+
     def _prefill_chunk(self, request: Request) -> bool:
         """Read one chunk of a prompt; at its end compress it, draw its first token and start decoding."""
+        try:
+            return self._read_chunk(request)
+        except Exception as error:
+            self._fail(request, error)
+            return True
+
+    def _read_chunk(self, request: Request) -> bool:
         start, length = request.prefilled, len(request.prompt)
         tokens = request.prompt[start : start + self.config.prefill_chunk]
         logits = self.prefill.run_chunk(tokens, start)
@@ -316,10 +367,17 @@ class LLM:
                     break  # what was decoded past a stop is thrown away
                 wanted = request.params.logprobs
                 report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
-                request.append(tokens[index][slot], report)
+                try:
+                    request.append(tokens[index][slot], report)
+                except Exception as error:
+                    self._fail(request, error)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End one request because of an error of its own; the others are not touched."""
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
+
+    def _finish(self, request: Request) -> None:
         slot = self.scheduler.finish(request)
         if slot is not None:
             self.decode.release(slot)
@@ -334,6 +392,7 @@ class LLM:
             token_ids=tuple(request.tokens),
             finished=request.finish_reason is not None,
             finish_reason=request.finish_reason,
+            error=request.error,
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             cache=self._cache_use(request),
         )
@@ -371,14 +430,15 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigurationError: Not a device of this machine.
     """
+    name = str(name)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
-    return torch.device(name)
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
 
 
 def choose_max_model_len(wanted: int | None, trained: int) -> int:
@@ -399,7 +459,12 @@ def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> Cache
     if budget is None:
         return CacheBudget.preset("full", max_model_len)
     parsed = CacheBudget.parse(budget)
-    return parsed if parsed.capacity <= max_model_len else parsed.resized(max_model_len)
+    if parsed.capacity <= max_model_len:
+        return parsed
+    try:
+        return parsed.resized(max_model_len)
+    except ConfigurationError:  # too short for the policy's window: nothing will ever be dropped
+        return CacheBudget.preset("full", max_model_len)
 
 
 def load_tokenizer(checkpoint: str) -> Any:
@@ -412,9 +477,8 @@ def load_tokenizer(checkpoint: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {reason}") from error
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
     # A prompt may be longer than what the tokenizer's own configuration expects; the engine checks lengths itself.
@@ -432,12 +496,19 @@ def _can_compile(device: torch.device) -> bool:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int) else items
+    try:
+        items: list[Any] = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts is {prompts!r}; give text, token ids, or a list of either") from None
+    try:
+        operator.index(items[0])
+    except (IndexError, TypeError):
+        return items
+    return [items]  # a list of token ids is one prompt
 
 
-def _log_plan(plan: MemoryPlan) -> None:
-    logger.info("memory plan: %s", plan)
+def _print_plan(plan: MemoryPlan) -> None:
+    print(plan.summary(), file=sys.stderr)
 
 
 def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:

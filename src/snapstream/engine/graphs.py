@@ -1,4 +1,4 @@
-"""Static graphs: one function, always the same tensors, compiled once."""
+"""Static graphs: one function, always the same tensors, compiled once and, on CUDA, captured."""
 
 from __future__ import annotations
 
@@ -9,43 +9,56 @@ import torch
 
 
 class StaticGraph:
-    """A function of no arguments over tensors that stay where they are, compiled and, on CUDA, captured.
+    """A function of no arguments over tensors that stay where they are.
 
     Inputs are written into the tensors before a call and results read after it, so nothing is allocated, traced or
     launched piece by piece in between.
     """
 
-    def __init__(self, function: Callable[[], Any], device: torch.device, *, eager: bool) -> None:
+    def __init__(self, function: Callable[[], Any], device: torch.device, *, compiled: bool, captured: bool) -> None:
         """Wrap ``function``.
 
         Args:
-            function: Reads and writes tensors it holds; what it returns is overwritten by the next call on CUDA.
+            function: Reads and writes tensors it holds. Where it is captured, what it returns is overwritten by the
+                next call of any graph.
             device: Where they live.
-            eager: Call it as it is, for debugging or where nothing can be compiled.
+            compiled: Compile it, without graph breaks and without dynamic shapes.
+            captured: Capture it as a CUDA graph; ignored on other devices.
         """
-        self._function = function if eager else torch.compile(function, fullgraph=True, dynamic=False)
+        self._function = torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
         self._device = device
-        self._eager = eager
+        self._capture = captured and device.type == "cuda"
         self._captured: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile and capture. State the function changes has to be reset by the caller afterwards."""
+    def warm_up(self, pool: Any = None) -> None:
+        """Compile and capture. State the function changes has to be reset by the caller afterwards.
+
+        Args:
+            pool: CUDA memory that graphs share, from :func:`graph_pool`.
+        """
         # Engines in one process share the code that is traced, and each counts as a recompilation of it.
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
             self._function()
-        if self._device.type != "cuda" or self._eager:
+        if not self._capture:
             return
-        torch.cuda.synchronize(self._device)
-        self._captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._captured):
-            self._result = self._function()
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self._captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._captured, pool=pool):
+                self._result = self._function()
 
     @torch.inference_mode()
     def __call__(self) -> Any:
         """Run once."""
         if self._captured is None:
             return self._function()
-        self._captured.replay()
+        with torch.cuda.device(self._device):
+            self._captured.replay()
         return self._result
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Memory for temporaries that all graphs of an engine share, as only one runs at a time; ``None`` off CUDA."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

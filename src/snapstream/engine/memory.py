@@ -19,19 +19,21 @@ _ITEM = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. Peak of a prefill is the total; without ``staging`` and ``workspace`` it is the steady state.
+    """Bytes by purpose. Peak of a prefill is the total; without ``workspace`` it is the steady state.
 
     Attributes:
         weights: Model parameters.
         slots: Compressed caches of all slots.
         staging: The dense cache of the one prompt being read, the window's queries, and one compressed sequence on
-            its way to a slot.
+            its way to a slot. Allocated once and kept.
         workspace: Largest temporaries of a prefill chunk, of the votes and of sampling.
         metadata: Per-slot state, sampling parameters and token counts.
         full_slots: What the slots would take with a full cache of ``max_model_len`` tokens each.
         slot_count: Slots.
         cache_entries: Entries per slot.
         max_model_len: Longest sequence.
+        padded_len: Tokens of the staging cache: ``max_model_len`` in whole chunks.
+        prefill_chunk: Tokens of a chunk.
         bytes_per_token: Keys and values of one token over all layers.
         available: Bytes the plan may use; ``None`` if unknown.
     """
@@ -45,6 +47,8 @@ class MemoryPlan:
     slot_count: int
     cache_entries: int
     max_model_len: int
+    padded_len: int
+    prefill_chunk: int
     bytes_per_token: int
     available: int | None
 
@@ -55,13 +59,22 @@ class MemoryPlan:
 
     @property
     def steady(self) -> int:
-        """What stays once no prompt is being read."""
-        return self.weights + self.slots + self.metadata
+        """What stays while no prompt is being read."""
+        return self.weights + self.slots + self.staging + self.metadata
 
     @property
     def total_full(self) -> int:
         """Peak of the same engine with full caches."""
         return self.total - self.slots + self.full_slots
+
+    def summary(self) -> str:
+        """One line for people, with a full cache beside."""
+        return (
+            f"memory: weights {gigabytes(self.weights)}, {self.slot_count} caches of {self.cache_entries} entries "
+            f"{gigabytes(self.slots)} (full caches of {self.max_model_len}: {gigabytes(self.full_slots)}), "
+            f"staging {gigabytes(self.staging)}, metadata {gigabytes(self.metadata)}; peak {gigabytes(self.total)} "
+            f"(full: {gigabytes(self.total_full)})"
+        )
 
     def slots_that_fit(self, *, full: bool = False) -> int | None:
         """Most slots that fit ``available``, with this cache or a full one; ``None`` if no limit is known."""
@@ -85,8 +98,9 @@ class MemoryPlan:
         entries = (self.available - fixed) // (self.slot_count * self.bytes_per_token)
         if entries >= MIN_CAPACITY:
             hints.append(f"budget={entries}")
-        shorter = (self.available - (self.total - self.staging)) // self.bytes_per_token - self.cache_entries
-        if shorter >= max(self.cache_entries, MIN_CAPACITY):
+        spare = self.available - (self.total - self.padded_len * self.bytes_per_token)
+        shorter = spare // self.bytes_per_token // self.prefill_chunk * self.prefill_chunk
+        if self.cache_entries <= shorter < self.max_model_len:
             hints.append(f"max_model_len={shorter}")
         advice = f"it would fit with {' or '.join(hints)}" if hints else "the model itself is too large for it"
         raise MemoryPlanError(
@@ -104,6 +118,7 @@ def plan_memory(
     max_model_len: int,
     dtype: torch.dtype,
     available: int | None = None,
+    masked_prefill: bool = False,
 ) -> MemoryPlan:
     """Compute what an engine with these settings holds.
 
@@ -114,6 +129,7 @@ def plan_memory(
         max_model_len: Longest sequence; the staging cache has this length.
         dtype: Of weights and caches.
         available: Bytes the plan may use.
+        masked_prefill: Whether the attention backend makes a mask over the whole staging cache.
     """
     item = _ITEM[dtype]
     per_token = spec.kv_bytes_per_token(dtype)
@@ -122,6 +138,8 @@ def plan_memory(
     window = spec.layers * spec.heads * budget.window * spec.head_dim * item
     wide = max(2 * spec.intermediate_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
+    if masked_prefill:
+        chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
     votes = spec.heads * budget.window * min(padded, 4096) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
     sampling = 6 * config.slots * spec.vocab_size * 4
     return MemoryPlan(
@@ -134,6 +152,8 @@ def plan_memory(
         slot_count=config.slots,
         cache_entries=capacity,
         max_model_len=max_model_len,
+        padded_len=padded,
+        prefill_chunk=chunk,
         bytes_per_token=per_token,
         available=available,
     )
@@ -161,7 +181,9 @@ def _free_host_memory() -> int | None:
                 limits.append(int(line.split()[1]) * 1024)
     maximum, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if maximum.exists() and used.exists() and maximum.read_text().strip() != "max":
-        limits.append(int(maximum.read_text()) - int(used.read_text()))
+        # Cached file pages count as used but are given up when memory is asked for.
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        limits.append(int(maximum.read_text()) - int(used.read_text()) + int(stat.get("inactive_file", 0)))
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)

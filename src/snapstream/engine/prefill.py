@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,23 +70,21 @@ class Prefill:
         self.used = torch.zeros((), dtype=torch.int64, device=device)
         self.plan = plan_tensors([plan_prompt(1, budget)], device)
         chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
-        self.chunk_graphs = {size: StaticGraph(self._chunk_of(size), device, eager=eager) for size in chunk_buckets}
+        self.chunk_graphs = {
+            size: StaticGraph(self._chunk_of(size), device, compiled=not eager, captured=not eager)
+            for size in chunk_buckets
+        }
+        # Once per prompt and a few large operations per layer: worth capturing, not worth compiling.
         self.compress_graphs = {
-            size: [
-                # Once per prompt and a few large operations: not worth compiling where nothing is captured.
-                StaticGraph(self._compress_of(size, layer), device, eager=eager or device.type == "cpu")
-                for layer in range(spec.layers)
-            ]
+            size: StaticGraph(self._compress_of(size), device, compiled=False, captured=not eager)
             for size in self.buckets
         }
 
-    def warm_up(self) -> None:
+    def warm_up(self, pool: Any = None) -> None:
         """Compile every graph that a prompt of any length may need."""
-        for graph in self.chunk_graphs.values():
-            graph.warm_up()
-        for graphs in self.compress_graphs.values():
-            for graph in graphs:
-                graph.warm_up()
+        self.used.fill_(1)
+        for graph in (*self.chunk_graphs.values(), *self.compress_graphs.values()):
+            graph.warm_up(pool)
 
     @torch.inference_mode()
     def run_chunk(self, tokens: Sequence[int], start: int) -> Tensor:
@@ -105,7 +104,7 @@ class Prefill:
         self.used.fill_(used)
         size = next(size for size in self.chunk_graphs if size >= start + self.chunk)
         logits: Tensor = self.chunk_graphs[size]()
-        return logits
+        return logits.clone()
 
     @torch.inference_mode()
     def finish(self, length: int, budget: CacheBudget, logits: Tensor) -> CompressedSequence:
@@ -117,8 +116,6 @@ class Prefill:
             logits: What the last chunk returned.
         """
         plan = plan_prompt(length, budget)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
         if plan.dropped == 0:  # nothing to choose: entry i is token i
             capacity = self.budget.capacity
             keys = [staged[:, :capacity].clone() for staged in self.keys]
@@ -126,11 +123,11 @@ class Prefill:
         else:
             self.plan.copy_(plan_tensors([plan], self.device))
             size = next(size for size in self.compress_graphs if size >= length)
-            for graph in self.compress_graphs[size]:
-                key, value = graph()
-                keys.append(key.clone() if self.device.type == "cuda" else key)
-                values.append(value.clone() if self.device.type == "cuda" else value)
-        return CompressedSequence(keys, values, plan, length, logits.clone())
+            kept = self.compress_graphs[size]()
+            if self.device.type == "cuda":  # a captured graph writes its result to the same place each time
+                kept = [(key.clone(), value.clone()) for key, value in kept]
+            keys, values = [key for key, _ in kept], [value for _, value in kept]
+        return CompressedSequence(keys, values, plan, length, logits)
 
     def _chunk_of(self, size: int) -> Callable[[], Tensor]:
         """The function of one chunk that sees ``size`` tokens of the staging cache."""
@@ -155,18 +152,25 @@ class Prefill:
 
         return run
 
-    def _compress_of(self, size: int, layer: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """The function that compresses one layer of a prompt of up to ``size`` tokens."""
-        budget, scale = self.budget, self.scale
-        window, keys, values = self.window[layer], self.keys[layer], self.values[layer]
-        index = torch.tensor(layer, device=self.device)
-        plan = self.plan
+    def _compress_of(self, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+        """The function that compresses all layers of a prompt of up to ``size`` tokens."""
+        budget, scale, plan = self.budget, self.scale, self.plan
+        indices = torch.arange(len(self.keys), device=self.device)
 
-        def run() -> tuple[Tensor, Tensor]:
-            out = compress(
-                window[None], keys[None, :, :size], values[None, :, :size], plan, budget, scale=scale, layer=index
-            )
-            return out.keys[0], out.values[0]
+        def run() -> list[tuple[Tensor, Tensor]]:
+            kept = []
+            for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
+                out = compress(
+                    window[None],
+                    keys[None, :, :size],
+                    values[None, :, :size],
+                    plan,
+                    budget,
+                    scale=scale,
+                    layer=indices[layer],
+                )
+                kept.append((out.keys[0], out.values[0]))
+            return kept
 
         return run
 

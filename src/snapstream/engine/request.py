@@ -9,7 +9,7 @@ from typing import Any, Literal
 from snapstream.compression import PromptPlan
 from snapstream.config import CacheBudget, SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Phase(enum.Enum):
@@ -65,7 +65,8 @@ class RequestOutput:
         new_text: What was added to ``text`` since the last output.
         token_ids: Generated tokens.
         finished: Whether this is the last output.
-        finish_reason: ``stop`` (end token, stop token or stop string), ``length`` or ``abort``.
+        finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort`` or ``error``.
+        error: What went wrong, with ``finish_reason="error"``.
         logprobs: One entry per token if asked for.
         cache: What was kept of the prompt; ``None`` until prefill has ended.
     """
@@ -76,6 +77,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finished: bool
     finish_reason: FinishReason | None
+    error: str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     cache: CacheUse | None
 
@@ -101,6 +103,7 @@ class Request:
     text: str = ""
     reported: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token; sets ``finish_reason`` if it is the last."""

@@ -62,7 +62,7 @@ class SamplingState:
             prompt: Its prompt's tokens, int64 ``[L]`` on the device.
         """
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k or self.vocab_size
+        self.top_k[slot] = min(params.top_k or self.vocab_size, self.vocab_size)
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = seed

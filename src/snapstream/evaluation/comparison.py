@@ -81,6 +81,7 @@ def compare_policies(
             slots=slots,
             decode_steps=DECODE_STEPS,
             enforce_eager=enforce_eager,
+            report_plan=lambda _: None,
         )
         report(f"{policy}: reading {len(document.words)} tokens, {len(facts)} times")
         answers[policy] = [out.text.strip() for out in engine.generate(prompts, SamplingParams(max_tokens=16))]

@@ -1,7 +1,8 @@
 // Decode on a CPU is bound by memory: a step reads every weight once and every valid cache entry once. Stock kernels
 // reach a quarter to a half of what the memory can deliver for these shapes (few rows, grouped heads), so the two
-// operations that read memory are written out here, with the vector extensions of GCC and Clang: no intrinsics, any
-// instruction set. Each row of the batch is computed in an order that does not depend on the other rows.
+// operations that read memory are written out here, with the vector extensions of GCC and Clang, for any instruction
+// set; one intrinsic is used where there is one, to multiply bfloat16 pairs. Each row of the batch is
+// computed in an order that does not depend on the other rows.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +14,10 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -91,19 +96,46 @@ inline vec exp_nonpositive(vec x) {
 
 // ---- y[M, N] = x[M, K] W[N, K]^T for few rows M: W is read once for up to eight rows of x ----
 
+// 32 numbers on either side of a dot product, in whatever form multiplies fastest.
+template <typename T>
+struct Operand {
+  vec low, high;
+  void read(const T* p) { load_pair(p, low, high); }
+  void hold() { pin(low), pin(high); }
+  void add_product(vec& total, const Operand& other) const {
+    total += low * other.low;
+    total += high * other.high;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 are multiplied exactly and added in float32; nothing has to be widened first.
+template <>
+struct Operand<at::BFloat16> {
+  __m512i both;
+  void read(const at::BFloat16* p) { both = _mm512_loadu_si512(p); }
+  void hold() { asm("" : "+v"(both)); }
+  void add_product(vec& total, const Operand& other) const {
+    total = (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)other.both);
+  }
+};
+#endif
+
 template <typename T, int M, int ROWS>
 inline void linear_block(const T* x, const T* weight, int64_t K, float* out, int64_t out_stride) {
   vec total[ROWS][M] = {};
   for (int64_t k = 0; k < K; k += PAIR) {
-    vec low[ROWS], high[ROWS];
-    UNROLL for (int r = 0; r < ROWS; ++r) load_pair(weight + r * K + k, low[r], high[r]);
+    Operand<T> w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      w[r].read(weight + r * K + k);
+      // Rows are too short for the hardware to get into its stride; ask for those of the next block by hand.
+      __builtin_prefetch(weight + (r + ROWS) * K + k);
+    }
     UNROLL for (int m = 0; m < M; ++m) {
-      vec x_low, x_high;
-      load_pair(x + m * K + k, x_low, x_high);
-      pin(x_low);
-      pin(x_high);
-      UNROLL for (int r = 0; r < ROWS; ++r) total[r][m] += low[r] * x_low;
-      UNROLL for (int r = 0; r < ROWS; ++r) total[r][m] += high[r] * x_high;
+      Operand<T> xm;
+      xm.read(x + m * K + k);
+      xm.hold();
+      UNROLL for (int r = 0; r < ROWS; ++r) w[r].add_product(total[r][m], xm);
     }
   }
   UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -178,27 +210,29 @@ constexpr int64_t SPLIT = 512;  // entries per task: fixed, so that results do n
 constexpr int BLOCK = 64;       // entries per softmax update: keys and values of a block stay in the first-level cache
 
 template <typename T, int HEADS, int KEYS>
-inline void score_keys(const float* q, const T* keys, int64_t D, float* scores) {
+inline void score_keys(const T* q, const T* keys, const T* values, int64_t D, float scale, float* scores) {
   vec dot[HEADS][KEYS] = {};
   for (int64_t d = 0; d < D; d += PAIR) {
-    vec low[KEYS], high[KEYS];
-    UNROLL for (int i = 0; i < KEYS; ++i) load_pair(keys + i * D + d, low[i], high[i]);
+    Operand<T> k[KEYS];
+    UNROLL for (int i = 0; i < KEYS; ++i) {
+      k[i].read(keys + i * D + d);
+      __builtin_prefetch(values + i * D + d);  // needed next, when all keys of the block are scored
+    }
     UNROLL for (int h = 0; h < HEADS; ++h) {
-      vec q_low = load(q + h * D + d), q_high = load(q + h * D + d + LANES);
-      pin(q_low);
-      pin(q_high);
-      UNROLL for (int i = 0; i < KEYS; ++i) dot[h][i] += low[i] * q_low;
-      UNROLL for (int i = 0; i < KEYS; ++i) dot[h][i] += high[i] * q_high;
+      Operand<T> qh;
+      qh.read(q + h * D + d);
+      qh.hold();
+      UNROLL for (int i = 0; i < KEYS; ++i) k[i].add_product(dot[h][i], qh);
     }
   }
   UNROLL for (int h = 0; h < HEADS; ++h) {
-    UNROLL for (int i = 0; i < KEYS; ++i) scores[h * BLOCK + i] = sum(dot[h][i]);
+    UNROLL for (int i = 0; i < KEYS; ++i) scores[h * BLOCK + i] = sum(dot[h][i]) * scale;
   }
 }
 
 // Adds n rows of values, weighted, to PAIRS * 32 columns of each head's output (at `out`, heads D + LANES apart).
 template <typename T, int HEADS, int PAIRS>
-inline void add_values(const float* weights, const T* values, int n, int64_t D, float* out) {
+inline void add_values(const float* weights, const T* values, const T* next_keys, int n, int64_t D, float* out) {
   vec total[HEADS][2 * PAIRS];
   UNROLL for (int h = 0; h < HEADS; ++h) {
     UNROLL for (int j = 0; j < 2 * PAIRS; ++j) total[h][j] = load(out + h * (D + LANES) + j * LANES);
@@ -207,6 +241,7 @@ inline void add_values(const float* weights, const T* values, int n, int64_t D, 
     UNROLL for (int j = 0; j < PAIRS; ++j) {
       vec low, high;
       load_pair(values + i * D + j * PAIR, low, high);
+      __builtin_prefetch(next_keys + i * D + j * PAIR);
       UNROLL for (int h = 0; h < HEADS; ++h) total[h][2 * j] += low * weights[h * BLOCK + i];
       UNROLL for (int h = 0; h < HEADS; ++h) total[h][2 * j + 1] += high * weights[h * BLOCK + i];
     }
@@ -216,9 +251,10 @@ inline void add_values(const float* weights, const T* values, int n, int64_t D, 
   }
 }
 
-// A task covers up to SPLIT entries for all G query heads of one KV head. state per head: maximum, sum, (padding,) output[D].
+// A task covers up to SPLIT entries for all G query heads of one KV head. state per head: maximum,
+// sum, (padding,) output[D].
 template <typename T, int HEADS>
-void attend_split(const float* q, const T* keys, const T* values, int64_t entries, int64_t D, float* state) {
+void attend_split(const T* q, const T* keys, const T* values, int64_t entries, int64_t D, float scale, float* state) {
   constexpr int KEYS = 4;
   const int64_t stride = D + LANES;
   alignas(64) float scores[HEADS][BLOCK];
@@ -231,8 +267,10 @@ void attend_split(const float* q, const T* keys, const T* values, int64_t entrie
   for (int64_t start = 0; start < entries; start += BLOCK) {
     const int n = static_cast<int>(std::min<int64_t>(BLOCK, entries - start));
     int i = 0;
-    for (; i + KEYS <= n; i += KEYS) score_keys<T, HEADS, KEYS>(q, keys + (start + i) * D, D, &scores[0][i]);
-    for (; i < n; ++i) score_keys<T, HEADS, 1>(q, keys + (start + i) * D, D, &scores[0][i]);
+    const T *block_keys = keys + start * D, *block_values = values + start * D;
+    for (; i + KEYS <= n; i += KEYS)
+      score_keys<T, HEADS, KEYS>(q, block_keys + i * D, block_values + i * D, D, scale, &scores[0][i]);
+    for (; i < n; ++i) score_keys<T, HEADS, 1>(q, block_keys + i * D, block_values + i * D, D, scale, &scores[0][i]);
     for (int h = 0; h < HEADS; ++h) {
       for (int i = n; i < BLOCK; ++i) scores[h][i] = -std::numeric_limits<float>::infinity();
       float highest = top[h];
@@ -252,8 +290,11 @@ void attend_split(const float* q, const T* keys, const T* values, int64_t entrie
       top[h] = highest;
     }
     int64_t d = 0;  // 64 values of each head at a time stay in registers
-    for (; d + 2 * PAIR <= D; d += 2 * PAIR) add_values<T, HEADS, 2>(scores[0], values + start * D + d, n, D, state + LANES + d);
-    for (; d < D; d += PAIR) add_values<T, HEADS, 1>(scores[0], values + start * D + d, n, D, state + LANES + d);
+    const T* next_keys = block_keys + BLOCK * D;
+    for (; d + 2 * PAIR <= D; d += 2 * PAIR)
+      add_values<T, HEADS, 2>(scores[0], block_values + d, next_keys + d, n, D, state + LANES + d);
+    for (; d < D; d += PAIR)
+      add_values<T, HEADS, 1>(scores[0], block_values + d, next_keys + d, n, D, state + LANES + d);
   }
   for (int h = 0; h < HEADS; ++h) {
     state[h * stride] = top[h];
@@ -262,14 +303,15 @@ void attend_split(const float* q, const T* keys, const T* values, int64_t entrie
 }
 
 template <typename T>
-void attend_heads(const float* q, const T* k, const T* v, int64_t entries, int64_t D, int64_t G, float* state) {
+void attend_heads(const T* q, const T* k, const T* v, int64_t entries, int64_t D, int64_t G, float scale,
+                  float* state) {
   for (int64_t g = 0; g < G;) {
     float* s = state + g * (D + LANES);
     switch (std::min<int64_t>(4, G - g)) {
-      case 1: attend_split<T, 1>(q + g * D, k, v, entries, D, s); g += 1; break;
-      case 2: attend_split<T, 2>(q + g * D, k, v, entries, D, s); g += 2; break;
-      case 3: attend_split<T, 3>(q + g * D, k, v, entries, D, s); g += 3; break;
-      default: attend_split<T, 4>(q + g * D, k, v, entries, D, s); g += 4; break;
+      case 1: attend_split<T, 1>(q + g * D, k, v, entries, D, scale, s); g += 1; break;
+      case 2: attend_split<T, 2>(q + g * D, k, v, entries, D, scale, s); g += 2; break;
+      case 3: attend_split<T, 3>(q + g * D, k, v, entries, D, scale, s); g += 3; break;
+      default: attend_split<T, 4>(q + g * D, k, v, entries, D, scale, s); g += 4; break;
     }
   }
 }
@@ -284,12 +326,8 @@ void attention_kernel(const at::Tensor& query, const at::Tensor& keys, const at:
   const T* vp = values.const_data_ptr<T>();
   const int64_t* lengths = valid.const_data_ptr<int64_t>();
   T* op = out.mutable_data_ptr<T>();
-  const at::Tensor scratch = at::empty({B * H * D + B * N * splits * G * stride}, query.options().dtype(at::kFloat));
-  float* q = scratch.mutable_data_ptr<float>();
-  float* states = q + B * H * D;
-  for (int64_t row = 0; row < B * H; ++row)
-    for (int64_t d = 0; d < D; ++d)
-      q[row * D + interleave<T>(d)] = static_cast<float>(qp[row * D + d]) * static_cast<float>(scale);
+  const at::Tensor scratch = at::empty({B * N * splits * G * stride}, query.options().dtype(at::kFloat));
+  float* states = scratch.mutable_data_ptr<float>();
   // Only splits that hold valid entries become tasks, so short sequences and free slots cost nothing.
   std::vector<int64_t> tasks;
   for (int64_t b = 0; b < B; ++b)
@@ -300,7 +338,7 @@ void attention_kernel(const at::Tensor& query, const at::Tensor& keys, const at:
       const int64_t task = tasks[t], s = task % splits, row = task / splits, b = row / N;
       const int64_t first = s * SPLIT, entries = std::min(SPLIT, std::min(lengths[b], C) - first);
       const int64_t offset = (row * C + first) * D;
-      attend_heads<T>(q + row * G * D, kp + offset, vp + offset, entries, D, G,
+      attend_heads<T>(qp + row * G * D, kp + offset, vp + offset, entries, D, G, static_cast<float>(scale),
                       states + task * G * stride);
     }
   });
@@ -332,7 +370,8 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& keys, con
               "decode_attention: shapes do not match");
   TORCH_CHECK(query.size(2) % PAIR == 0 && query.size(2) <= 1024, "decode_attention: head size must be a multiple of ",
               PAIR, ", at most 1024");
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && valid.is_contiguous() && valid.scalar_type() == at::kLong,
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && valid.is_contiguous() &&
+                  valid.scalar_type() == at::kLong,
               "decode_attention: caches and lengths must be contiguous, lengths int64");
   TORCH_CHECK(keys.scalar_type() == query.scalar_type() && values.scalar_type() == query.scalar_type(),
               "decode_attention: types do not match");

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,43 +25,67 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("cpu.cpp")
 MULTIPLE = 32
 """Sizes the kernels read in one go: inner sizes must be multiples of it."""
-SKINNY_ROWS = 6
+SKINNY_ROWS = 16
 """Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
 
 
 def compiler_available() -> bool:
-    """Whether a C++ compiler for kernels and compiled graphs can be found."""
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-
-
-def _headers_available() -> bool:
-    return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+    """Whether kernels and compiled graphs can be built: Linux, a C++ compiler and the headers of Python."""
+    compiler = os.environ.get("CXX") or "g++"
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return sys.platform.startswith("linux") and shutil.which(compiler) is not None and headers.exists()
 
 
 @functools.cache
 def available() -> bool:
     """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
-    if not compiler_available() or not sys.platform.startswith("linux"):
+    if not compiler_available():
         logger.warning(
-            "No C++ compiler found: decoding on the CPU falls back to slower stock kernels. Install g++ to change that."
+            "No C++ compiler or no Python headers found: decoding on the CPU falls back to slower stock kernels. "
+            "Install g++ and python3-dev to change that."
         )
         return False
-    from torch.utils import cpp_extension
-
-    # The name carries source and torch version: a new one of either is built anew, beside the old.
-    digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     try:
-        cpp_extension.load(
-            name=f"snapstream_cpu_{digest}",
-            sources=[str(SOURCE)],
-            extra_cflags=["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"],
-            is_python_module=False,
-        )
+        torch.ops.load_library(str(_library()))  # type: ignore[no-untyped-call]
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
         logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
         return False
     _register_shapes()
     return True
+
+
+def _library() -> Path:
+    """The compiled kernels, built in a directory of their own and then moved into place.
+
+    So a build that is killed leaves nothing behind that another process would wait for or load.
+    """
+    import ninja
+    from torch.utils import cpp_extension
+
+    # The name carries source, torch version and processor: what differs in one of them is another file.
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    features = next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
+    digest = hashlib.sha256(f"{SOURCE.read_text()}{torch.__version__}{features}".encode()).hexdigest()[:16]
+    name = f"snapstream_cpu_{digest}"
+    # Loading a second time, from its final place, is the same file to the system.
+    library = Path(cpp_extension.get_default_build_root()) / f"{name}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+            path = os.environ.get("PATH", "")
+            os.environ["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{path}"  # the wheel's, whether or not one is installed
+            try:
+                cpp_extension.load(
+                    name=name,
+                    sources=[str(SOURCE)],
+                    extra_cflags=["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"],
+                    build_directory=directory,
+                    is_python_module=False,
+                )
+            finally:
+                os.environ["PATH"] = path
+            os.replace(Path(directory) / f"{name}.so", library)
+    return library
 
 
 def _register_shapes() -> None:

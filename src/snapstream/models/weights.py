@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ def _resolve(model: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"model {model!r} could not be fetched from the hub: {reason}") from error
+        raise CheckpointError(f"model {model!r} could not be fetched from the hub: {first_line(error)}") from error
 
 
 def load_spec(checkpoint: Path) -> ModelSpec:
@@ -68,16 +68,20 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     """
     from transformers import AutoConfig
 
+    path = checkpoint / "config.json"
+    raw = _read_json(path)
+    names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     try:
-        raw = json.loads((checkpoint / "config.json").read_text())
-        config = AutoConfig.from_pretrained(checkpoint)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{checkpoint / 'config.json'} is not valid JSON: {error}") from error
-    except (ValueError, KeyError, OSError) as error:
-        names = raw.get("architectures") or [raw.get("model_type", "unknown")]
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{checkpoint / 'config.json'} ({', '.join(map(str, names))}): {reason}") from error
-    return ModelSpec.from_config(config, _generation_ends(checkpoint))
+        return ModelSpec.from_config(AutoConfig.from_pretrained(checkpoint), _generation_ends(checkpoint))
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise CheckpointError(f"{path} ({', '.join(map(str, names))}): {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LlamaModel:
@@ -116,8 +120,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                         target = parameters[place.parameter]
                         target[place.start : place.start + place.shape[0]].copy_(tensors.get_tensor(name))
     except (SafetensorError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{checkpoint}: weights could not be read: {reason}") from error
+        raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
     for module in model.modules():
         if isinstance(module, Linear):
             module.skinny_rows = rows_for_skinny_linear(module.weight)
@@ -142,20 +145,27 @@ def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
     path = checkpoint / "generation_config.json"
     if not path.is_file():
         return ()
+    end = _read_json(path).get("eos_token_id")
+    return () if end is None else (int(end),) if isinstance(end, int) else tuple(map(int, end))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        end = json.loads(path.read_text()).get("eos_token_id")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a valid JSON object: {error}") from error
-    return () if end is None else (end,) if isinstance(end, int) else tuple(end)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
 
 
 def _weight_files(checkpoint: Path) -> list[Path]:
     index, single = checkpoint / _INDEX, checkpoint / _SINGLE
     if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a valid index of safetensors shards") from error
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index} is not an index of safetensors shards: it has no weight_map")
+        shards = sorted(set(weight_map.values()))
         missing = [name for name in shards if not (checkpoint / name).is_file()]
         if missing:
             raise CheckpointError(f"{checkpoint}: shards named in {_INDEX} are missing: {_listing(missing)}")
