@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench train clean
+.PHONY: demo test lint bench accuracy train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -20,6 +20,10 @@ lint: $(STAMP)
 # Ratios against peers and against what the memory of this machine can deliver; about 30 minutes, on a quiet machine.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
+
+# What each cache policy keeps of the shipped model's answers.
+accuracy: $(STAMP)
+	$(BIN)/python benchmarks/accuracy.py
 
 # Trains the shipped retrieval model anew.
 train: $(STAMP)

@@ -4,7 +4,7 @@ Everything that is compared is measured in turn, round after round, in one proce
 spread; single times mean little on a shared machine. Prints Markdown; `--json FILE` keeps the raw numbers.
 
     python benchmarks/engine.py                      # everything, about half an hour on 2 cores
-    python benchmarks/engine.py --only decode        # or: prefill, position, memory
+    python benchmarks/engine.py --only decode        # or: profile, position, prefill, memory
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from snapstream.engine.prefill import Prefill
 from snapstream.models import LlamaModel, load_model
 from snapstream.models.weights import load_spec
 
+SECTIONS = ("decode", "profile", "position", "prefill", "memory")
 BUDGET = 4096
 CONFIG = {
     "vocab_size": 4096,  # small, so that the output projection does not hide what caches cost
@@ -201,6 +202,31 @@ def bench_decode(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, results
     print(f"\nRead bandwidth: {Spread(every).show()} GB/s.")
 
 
+def bench_profile(model: LlamaModel, results: dict) -> None:
+    """Where a decode step with a cache of 4096 spends its time, against the floor of each part."""
+    print("\n## Where a decode step goes, cache of 4096, position 16384\n")
+    print("| batch | matrix products | their floor | attention | its floor | everything else |")
+    print("|---|---|---|---|---|---|")
+    budget, reader, steps = CacheBudget.of(BUDGET), MemoryReader(), 32
+    cache_bytes = BUDGET * model.spec.kv_bytes_per_token(torch.bfloat16)
+    rows = results["profile"] = []
+    for batch in (1, 4):
+        decode = filled_decode(model, batch, budget, 16384)
+        decode.launch(steps, greedy=True)
+        wall = Spread(
+            [seconds(lambda decode=decode: decode.launch(steps, greedy=True)) / steps for _ in range(5)]
+        ).median
+        bandwidth = reader.bytes / Spread([seconds(reader) for _ in range(5)]).median
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            decode.launch(steps, greedy=True)
+        spent = {event.key: event.self_cpu_time_total / 1e6 / steps for event in profile.key_averages()}
+        linear, attention = spent["snapstream_cpu::skinny_linear"], spent["snapstream_cpu::decode_attention"]
+        parts = [linear, weight_bytes(model) / bandwidth, attention, batch * cache_bytes / bandwidth]
+        parts.append(wall - linear - attention)
+        rows.append({"batch": batch, "wall": wall, "parts": parts})
+        print(f"| {batch} | {' | '.join(f'{100 * part / wall:.0f} %' for part in parts)} |", flush=True)
+
+
 def bench_position(model: LlamaModel, rounds: int, results: dict) -> None:
     print("\n## Decode: step time against position, cache of 4096, relative to position 4096\n")
     print("| batch | 8192 | 16384 | 32768 | 60000 |\n|---|---|---|---|---|")
@@ -301,7 +327,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("decode", "position", "prefill", "memory"), action="append")
+    parser.add_argument("--only", choices=SECTIONS, action="append")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each figure")
     parser.add_argument("--json", type=Path, help="file for the raw numbers")
     parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
@@ -309,7 +335,7 @@ def main() -> None:
     if options.memory_child:
         memory_child(options.memory_child[0], int(options.memory_child[1]))
         return
-    wanted = options.only or ["decode", "position", "prefill", "memory"]
+    wanted = options.only or SECTIONS
     results: dict = {"config": CONFIG, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
     with tempfile.TemporaryDirectory() as checkpoint:
@@ -319,6 +345,8 @@ def main() -> None:
         peer = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
         if "decode" in wanted:
             bench_decode(model, peer, options.rounds, results)
+        if "profile" in wanted:
+            bench_profile(model, results)
         if "position" in wanted:
             bench_position(model, options.rounds, results)
         if "prefill" in wanted:

@@ -272,8 +272,8 @@ def plan(
     """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
     import torch
 
-    from snapstream.engine.engine import choose_budget, choose_max_model_len
     from snapstream.engine.memory import gigabytes, plan_memory
+    from snapstream.engine.settings import choose_budget, choose_max_model_len
     from snapstream.models.weights import load_spec, resolve_config
 
     with _quiet():

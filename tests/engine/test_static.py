@@ -52,6 +52,28 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
     assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]
 
 
+def test_several_compiled_engines_in_one_process(tmp_path):
+    """They share traced code; each must still run its own graphs on its own tensors."""
+    for family in ("qwen3", "mistral"):
+        save_checkpoint(tmp_path / family, family)
+        save_tokenizer(tmp_path / family)
+    kinds = [("qwen3", BUDGET, 3), ("qwen3", None, 3), ("qwen3", BUDGET, 2), ("mistral", BUDGET, 3)]
+    settings = {"max_model_len": 160, "prefill_chunk": 64, "decode_steps": 2}
+    engines = [make(tmp_path / f, b, slots=s, enforce_eager=False, **settings) for f, b, s in kinds]
+    warm = graphs_compiled()
+    prompts = [prompt(n, seed=n) for n in (20, 70, 130)]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, seed=7),
+    ]
+    for one in params:
+        got = [[o.token_ids for o in engine.generate(prompts, one)] for engine in engines]
+        for (family, budget, slots), tokens in zip(kinds, got, strict=True):
+            eager = make(tmp_path / family, budget, slots=slots, **settings)
+            assert [o.token_ids for o in eager.generate(prompts, one)] == tokens
+    assert graphs_compiled() == warm
+
+
 def test_what_the_counter_counts():
     """The counter above moves when something is compiled again; otherwise the test could not fail."""
     double = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True, dynamic=False)

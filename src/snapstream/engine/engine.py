@@ -21,10 +21,16 @@ from snapstream.engine.prefill import Prefill
 from snapstream.engine.request import CacheUse, Detokenizer, Request, RequestOutput, TokenLogprobs
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
-from snapstream.errors import CheckpointError, ConfigurationError, RequestError
-from snapstream.kernels.cpu import compiler_available
+from snapstream.engine.settings import (
+    can_compile,
+    choose_budget,
+    choose_device,
+    choose_max_model_len,
+    load_tokenizer,
+)
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.models import load_model, resolve_checkpoint
-from snapstream.models.weights import first_line, load_spec
+from snapstream.models.weights import load_spec, resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +81,7 @@ class LLM:
                 allowed = ", ".join(sorted(EngineConfig.__dataclass_fields__))
                 raise ConfigurationError(f"unknown engine setting {', '.join(unknown)}; allowed: {allowed}")
             config = EngineConfig(**settings)
-        checkpoint = resolve_checkpoint(model)
-        spec = load_spec(checkpoint)
+        spec = load_spec(resolve_config(model))
         self.config, self.spec = config, spec
         self.device = choose_device(config.device)
         dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -94,8 +99,9 @@ class LLM:
         )
         (report_plan or _print_plan)(self.plan)
         self.plan.check()
+        checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
         self.tokenizer = load_tokenizer(str(checkpoint))
-        eager = config.enforce_eager or not _can_compile(self.device)
+        eager = config.enforce_eager or not can_compile(self.device)
         loaded = load_model(checkpoint, spec, dtype, self.device)
         self.prefill = Prefill(
             loaded, backend, self.budget, max_model_len=self.max_model_len, chunk=config.prefill_chunk, eager=eager
@@ -422,75 +428,6 @@ class LLM:
             return self.budget.resized(entries)
         except ConfigurationError as error:
             raise RequestError(f"kv_budget: {error}") from error
-
-
-def choose_device(name: str) -> torch.device:
-    """The device called ``name``; ``auto`` is CUDA where there is one.
-
-    Raises:
-        ConfigurationError: Not a device of this machine.
-    """
-    name = str(name)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
-    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
-
-
-def choose_max_model_len(wanted: int | None, trained: int) -> int:
-    """Longest sequence of the engine.
-
-    Raises:
-        ConfigurationError: Longer than the model was made for.
-    """
-    if wanted is not None and wanted > trained:
-        raise ConfigurationError(
-            f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that"
-        )
-    return wanted or trained
-
-
-def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
-    """Cache of one slot; never more entries than a sequence can have tokens."""
-    if budget is None:
-        return CacheBudget.preset("full", max_model_len)
-    parsed = CacheBudget.parse(budget)
-    if parsed.capacity <= max_model_len:
-        return parsed
-    try:
-        return parsed.resized(max_model_len)
-    except ConfigurationError:  # too short for the policy's window: nothing will ever be dropped
-        return CacheBudget.preset("full", max_model_len)
-
-
-def load_tokenizer(checkpoint: str) -> Any:
-    """The checkpoint's tokenizer.
-
-    Raises:
-        CheckpointError: None, or one that has no fast implementation.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
-    # A prompt may be longer than what the tokenizer's own configuration expects; the engine checks lengths itself.
-    tokenizer.model_max_length = int(1e30)
-    return tokenizer
-
-
-def _can_compile(device: torch.device) -> bool:
-    if device.type != "cpu" or compiler_available():
-        return True
-    logger.warning("No C++ compiler found: the graphs are not compiled (as with enforce_eager). Install g++ for speed.")
-    return False
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,85 @@
+"""What a user asked for, turned into what the engine runs with."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from snapstream.config import CacheBudget
+from snapstream.errors import CheckpointError, ConfigurationError
+from snapstream.kernels.cpu import compiler_available
+from snapstream.models.weights import first_line
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigurationError: Not a device of this machine.
+    """
+    name = str(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
+
+
+def choose_max_model_len(wanted: int | None, trained: int) -> int:
+    """Longest sequence of the engine.
+
+    Raises:
+        ConfigurationError: Longer than the model was made for.
+    """
+    if wanted is not None and wanted > trained:
+        raise ConfigurationError(
+            f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that"
+        )
+    return wanted or trained
+
+
+def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
+    """Cache of one slot; never more entries than a sequence can have tokens."""
+    if budget is None:
+        return CacheBudget.preset("full", max_model_len)
+    parsed = CacheBudget.parse(budget)
+    if parsed.capacity <= max_model_len:
+        return parsed
+    try:
+        return parsed.resized(max_model_len)
+    except ConfigurationError:  # too short for the policy's window: nothing will ever be dropped
+        return CacheBudget.preset("full", max_model_len)
+
+
+def load_tokenizer(checkpoint: str) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        CheckpointError: None, or one that has no fast implementation.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
+    # A prompt may be longer than what the tokenizer's own configuration expects; the engine checks lengths itself.
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether graphs can be compiled for a device; says so where they cannot."""
+    if device.type != "cpu" or compiler_available():
+        return True
+    logger.warning("No C++ compiler found: the graphs are not compiled (as with enforce_eager). Install g++ for speed.")
+    return False
