@@ -33,6 +33,7 @@ from snapstream.models.weights import load_spec
 
 SECTIONS = ("decode", "profile", "position", "prefill", "memory")
 BUDGET = 4096
+MEMORY_PROMPT = 8192
 CONFIG = {
     "vocab_size": 4096,  # small, so that the output projection does not hide what caches cost
     "hidden_size": 768,
@@ -253,7 +254,7 @@ def bench_prefill(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, result
     backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
     rows = results["prefill"] = []
     print("| chunk | ours / transformers (time) | compression, share of prefill |\n|---|---|---|")
-    for chunk in (512, 2048):
+    for chunk in (512,):
         prefill = Prefill(model, backend, budget, max_model_len=length, chunk=chunk, eager=False)
         prefill.warm_up()
         shares: list[float] = []
@@ -282,18 +283,18 @@ def bench_prefill(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, result
 
 def bench_memory(checkpoint: str, results: dict) -> None:
     """Each engine in a process of its own, since a process does not give memory back."""
-    print("\n## Memory of the process: 4 prompts of 16384 tokens, 4 slots\n")
+    print("\n## Memory of the process: 4 prompts of 8192 tokens, 4 slots\n")
     print("| cache | weights | caches of all slots | staging | metadata | measured: steady | measured: peak |")
     print("|---|---|---|---|---|---|---|")
     results["memory"] = []
-    for entries in (0, BUDGET):
+    for entries in (0, MEMORY_PROMPT // 4):
         command = [sys.executable, __file__, "--memory-child", checkpoint, str(entries)]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         results["memory"].append(row)
         cells = (
             f"{row[name] / 2**20:.0f} MiB" for name in ("weights", "slots", "staging", "metadata", "steady", "peak")
         )
-        print(f"| {entries or 'full, 16640'} | {' | '.join(cells)} |", flush=True)
+        print(f"| {entries or f'full, {MEMORY_PROMPT + 256}'} | {' | '.join(cells)} |", flush=True)
 
 
 def memory_child(checkpoint: str, entries: int) -> None:
@@ -308,12 +309,12 @@ def memory_child(checkpoint: str, entries: int) -> None:
     llm = LLM(
         checkpoint,
         budget=entries or None,
-        max_model_len=16640,
+        max_model_len=MEMORY_PROMPT + 256,
         slots=4,
         enforce_eager=True,
         report_plan=lambda _: None,
     )
-    prompts = [torch.randint(0, 4096, (16384,)).tolist() for _ in range(4)]
+    prompts = [torch.randint(0, 4096, (MEMORY_PROMPT,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
         llm.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
     while len(llm.scheduler.running) < 4:
