@@ -329,7 +329,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each figure")
+    parser.add_argument("--rounds", type=int, default=9, help="measurements of each figure")
     parser.add_argument("--json", type=Path, help="file for the raw numbers")
     parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -116,7 +116,9 @@ def set_architecture(path):
         (["generate", "--chat", "hello"], "no chat template"),
         (["generate", ""], "no tokens"),
         (["demo", "--tokens", 130, "--facts", 60], "do not fit"),
-        (["plan", "--budget", 2048, "--memory", 0.001], "it would fit|too large"),
+        (["plan", "--budget", 2048, "--memory", 0.001], "the weights alone do not fit"),
+        (["plan", "--budget", 2048, "--slots", 8, "--memory", 0.02], "lower slots, budget and max_model_len together"),
+        (["plan", "--budget", 2048, "--slots", 80, "--memory", 0.1], r"it would fit with slots=\d+"),
         (["plan", "--model", "."], "no config.json"),
     ],
 )

@@ -102,7 +102,12 @@ class MemoryPlan:
         shorter = spare // self.bytes_per_token // self.prefill_chunk * self.prefill_chunk
         if self.cache_entries <= shorter < self.max_model_len:
             hints.append(f"max_model_len={shorter}")
-        advice = f"it would fit with {' or '.join(hints)}" if hints else "the model itself is too large for it"
+        if hints:
+            advice = f"it would fit with {' or '.join(hints)}"
+        elif self.weights > self.available:
+            advice = "the weights alone do not fit; use a smaller model or dtype"
+        else:
+            advice = "no single setting is enough; lower slots, budget and max_model_len together"
         raise MemoryPlanError(
             f"the engine needs {gigabytes(self.total)} (weights {gigabytes(self.weights)}, {self.slot_count} slots "
             f"{gigabytes(self.slots)}, staging {gigabytes(self.staging)}, workspace {gigabytes(self.workspace)}, "
