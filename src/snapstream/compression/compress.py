@@ -90,18 +90,17 @@ def compress(
         scale: Factor on the attention logits.
         layer: Layer index; only ``random`` selection uses it.
     """
-    N, L = keys.shape[1], keys.shape[2]
-    if budget.top_k == 0:
-        votes = torch.zeros(keys.shape[0], N, L, device=keys.device)
+    B, N, L = keys.shape[:3]
+    kernel = budget.kernel
+    if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
+        votes, kernel = torch.zeros(B, N, L, device=keys.device), 1
     elif budget.selection == "random":
         seed = torch.as_tensor(layer, device=keys.device) * 7_919 + budget.seed
-        votes = random_votes(plan, N, L, sink=budget.sink, seed=seed)
+        votes, kernel = random_votes(plan, N, L, sink=budget.sink, seed=seed), 1
     else:
         votes = observation_votes(queries, keys, plan, sink=budget.sink, scale=scale, normalize=budget.normalize)
-        votes = pool_votes(votes, plan, sink=budget.sink, pooling=budget.pooling, kernel=budget.kernel)
-    if budget.selection == "random" or budget.top_k == 0:
-        votes = pool_votes(votes, plan, sink=budget.sink, pooling="avg", kernel=1)
-    positions = select_entries(votes, plan, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)
+    scores = pool_votes(votes, plan, sink=budget.sink, pooling=budget.pooling, kernel=kernel)
+    positions = select_entries(scores, plan, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)
     source = positions.clamp(min=0)[..., None]
     return CompressedKV(
         keys.gather(2, source.expand(-1, -1, -1, keys.shape[-1])),

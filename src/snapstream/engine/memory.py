@@ -14,8 +14,6 @@ from snapstream.errors import MemoryPlanError
 from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import parameter_bytes
 
-_ITEM = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -25,7 +23,7 @@ class MemoryPlan:
         weights: Model parameters.
         slots: Compressed caches of all slots.
         staging: The dense cache of the one prompt being read, the window's queries, and one compressed sequence on
-            its way to a slot. Allocated once and kept.
+            its way to a slot. All but that sequence is allocated once and kept.
         workspace: Largest temporaries of a prefill chunk, of the votes and of sampling.
         metadata: Per-slot state, sampling parameters and token counts.
         full_slots: What the slots would take with a full cache of ``max_model_len`` tokens each.
@@ -136,7 +134,7 @@ def plan_memory(
         available: Bytes the plan may use.
         masked_prefill: Whether the attention backend makes a mask over the whole staging cache.
     """
-    item = _ITEM[dtype]
+    item = dtype.itemsize
     per_token = spec.kv_bytes_per_token(dtype)
     capacity, chunk = budget.capacity, config.prefill_chunk
     padded = staging_length(max_model_len, chunk)

@@ -89,8 +89,6 @@ class ModelSpec:
                 "tokens by itself; set sliding_window to null in config.json only if the model was trained without it"
             )
         bias = bool(getattr(config, "attention_bias", False))
-        end = getattr(config, "eos_token_id", None)
-        ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -108,13 +106,18 @@ class ModelSpec:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=architecture == "Qwen3ForCausalLM",
             dtype=_dtype(config),
-            eos_token_ids=tuple(sorted({*ends, *more_ends})),
+            eos_token_ids=tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
             source=config,
         )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+def end_tokens(value: Any) -> tuple[int, ...]:
+    """The ``eos_token_id`` of a configuration, which may be one token, several or none."""
+    return () if value is None else (value,) if isinstance(value, int) else tuple(map(int, value))
 
 
 def _dtype(config: Any) -> torch.dtype:

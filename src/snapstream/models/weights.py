@@ -14,7 +14,8 @@ from torch import Tensor
 from snapstream.errors import CheckpointError
 from snapstream.kernels.cpu import rows_for_skinny_linear
 from snapstream.models.llama import Linear, LlamaModel
-from snapstream.models.spec import ModelSpec
+from snapstream.models.rope import rope_frequencies
+from snapstream.models.spec import ModelSpec, end_tokens
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -97,20 +98,20 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
 
     places = _places(spec)
     files = _weight_files(checkpoint)
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
         for file in files:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    found[name] = (file, tuple(tensors.get_slice(name).get_shape()))
-        _check(checkpoint, spec, places, {name: shape for name, (_, shape) in found.items()})
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        _check(checkpoint, spec, places, shapes)
         with torch.device("meta"):
             model = LlamaModel(spec)
         model = model.to(dtype).to_empty(device=device)
         if spec.tied_embeddings:
             model.head.weight = model.embedding.weight
         # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
-        model.frequencies = _frequencies(spec, device)
+        model.frequencies = rope_frequencies(spec.source)[0].to(device)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         for file in files:
             with safe_open(file, framework="pt", device="cpu") as tensors, torch.no_grad():
@@ -134,19 +135,12 @@ def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
-def _frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    from snapstream.models.rope import rope_frequencies
-
-    return rope_frequencies(spec.source)[0].to(device)
-
-
 def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
     """End tokens of generation_config.json: chat models end a turn with other tokens than config.json names."""
     path = checkpoint / "generation_config.json"
     if not path.is_file():
         return ()
-    end = _read_json(path).get("eos_token_id")
-    return () if end is None else (int(end),) if isinstance(end, int) else tuple(map(int, end))
+    return end_tokens(_read_json(path).get("eos_token_id"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
