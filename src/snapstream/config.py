@@ -205,6 +205,23 @@ class CacheBudget:
         recent = max(self.window, min(capacity - self.sink, self.recent * capacity // self.capacity))
         return replace(self, recent=recent, top_k=capacity - self.sink - recent)
 
+    def for_request(self, entries: int | None) -> CacheBudget:
+        """The budget of a request that asks for ``entries`` where the server's is this one.
+
+        Raises:
+            RequestError: More than this budget, or too few for its policy.
+        """
+        if entries is None:
+            return self
+        if not _is_integer(entries):
+            raise RequestError(f"kv_budget is {entries!r}; it must be a whole number of cache entries")
+        if entries > self.capacity:
+            raise RequestError(f"kv_budget is {entries}; the server's is {self.capacity}, give at most that")
+        try:
+            return self.resized(entries)
+        except ConfigurationError as error:
+            raise RequestError(f"kv_budget: {error}") from error
+
     def as_dict(self) -> dict[str, Any]:
         """Fields as plain values, for JSON."""
         return asdict(self)

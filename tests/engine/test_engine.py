@@ -245,7 +245,7 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
             llm.add_request(bad)
         llm.step()
     for params, message in [
-        ({"kv_budget": 1000}, "the engine's is 48"),
+        ({"kv_budget": 1000}, "the server's is 48"),
         ({"kv_budget": 5}, "at least"),
         ({"logprobs": 21}, "at most 20"),
     ]:

@@ -5,7 +5,7 @@ Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query t
 ``K`` top-K, ``W`` observation window.
 """
 
-from snapstream.compression.compress import CompressedKV, compress, select_entries
+from snapstream.compression.compress import CompressedKV, choose_entries, compress, select_entries
 from snapstream.compression.layout import PlanTensors, PromptPlan, next_slot, plan_prompt, plan_tensors
 from snapstream.compression.scoring import observation_votes, pool_votes, random_votes
 
@@ -13,6 +13,7 @@ __all__ = [
     "CompressedKV",
     "PlanTensors",
     "PromptPlan",
+    "choose_entries",
     "compress",
     "next_slot",
     "observation_votes",

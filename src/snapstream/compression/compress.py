@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,49 @@ def select_entries(scores: Tensor, plan: PlanTensors, *, sink: int, top_k: int, 
     return torch.where((entry < count)[:, None], positions, -1)
 
 
+def choose_entries(
+    queries: Tensor,
+    keys: Tensor,
+    plan: PlanTensors,
+    budget: CacheBudget,
+    *,
+    scale: float,
+    layer: int | Tensor = 0,
+    combine: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Decide which prompt tokens one layer keeps: votes, pooling, choice.
+
+    A pure function of fixed shapes: nothing about the result's shape depends on the data, so it lives in a static
+    graph. ``plan`` may come from a smaller budget of the same policy (a per-request limit).
+
+    Args:
+        queries: Rotated queries of the observation window, ``[B, H, W, D]``; see
+            :func:`~snapstream.compression.scoring.observation_votes`.
+        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``.
+        plan: Layout of each sequence.
+        budget: The policy; its capacity is the cache's (``C``).
+        scale: Factor on the attention logits.
+        layer: Layer index; only ``random`` selection uses it.
+        combine: Applied to the votes ``[B, N, L]`` before pooling. A host that splits the query heads of a KV head
+            over devices sums their votes here, or each device would keep other tokens.
+
+    Returns:
+        Positions ``[B, N, C]``, int64; -1 for entries beyond ``plan.count``.
+    """
+    B, N, L = keys.shape[:3]
+    kernel = budget.kernel
+    if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
+        votes, kernel = torch.zeros(B, N, L, device=keys.device), 1
+    elif budget.selection == "random":
+        seed = torch.as_tensor(layer, device=keys.device) * 7_919 + budget.seed
+        votes, kernel = random_votes(plan, N, L, sink=budget.sink, seed=seed), 1
+    else:
+        votes = observation_votes(queries, keys, plan, sink=budget.sink, scale=scale, normalize=budget.normalize)
+        votes = votes if combine is None else combine(votes)
+    scores = pool_votes(votes, plan, sink=budget.sink, pooling=budget.pooling, kernel=kernel)
+    return select_entries(scores, plan, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)
+
+
 def compress(
     queries: Tensor,
     keys: Tensor,
@@ -77,30 +121,16 @@ def compress(
 ) -> CompressedKV:
     """Compress one layer's prompt cache once, at the end of prefill.
 
-    A pure function of fixed shapes: nothing about the result's shape depends on the data, so it lives in a static
-    graph. ``plan`` may come from a smaller budget of the same policy (a per-request limit).
-
     Args:
-        queries: Rotated queries of the observation window, ``[B, H, W, D]``; see
-            :func:`~snapstream.compression.scoring.observation_votes`.
-        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``.
+        queries: As for :func:`choose_entries`, ``[B, H, W, D]``.
+        keys: ``[B, N, L, D]``.
         values: ``[B, N, L, D_v]``.
         plan: Layout of each sequence.
-        budget: The policy; its capacity is the cache's (``C``).
+        budget: The policy.
         scale: Factor on the attention logits.
-        layer: Layer index; only ``random`` selection uses it.
+        layer: Layer index.
     """
-    B, N, L = keys.shape[:3]
-    kernel = budget.kernel
-    if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
-        votes, kernel = torch.zeros(B, N, L, device=keys.device), 1
-    elif budget.selection == "random":
-        seed = torch.as_tensor(layer, device=keys.device) * 7_919 + budget.seed
-        votes, kernel = random_votes(plan, N, L, sink=budget.sink, seed=seed), 1
-    else:
-        votes = observation_votes(queries, keys, plan, sink=budget.sink, scale=scale, normalize=budget.normalize)
-    scores = pool_votes(votes, plan, sink=budget.sink, pooling=budget.pooling, kernel=kernel)
-    positions = select_entries(scores, plan, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)
+    positions = choose_entries(queries, keys, plan, budget, scale=scale, layer=layer)
     source = positions.clamp(min=0)[..., None]
     return CompressedKV(
         keys.gather(2, source.expand(-1, -1, -1, keys.shape[-1])),

@@ -45,7 +45,7 @@ def observation_votes(
     """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
-    grouped = queries.view(B, N, H // N * W, D)
+    grouped = queries.reshape(B, N, H // N * W, D)
     rows = torch.arange(W, device=keys.device)
     query_position = plan.length[:, None] - W + rows  # [B, W]
     voter = (query_position >= 0)[:, None, None, :, None]

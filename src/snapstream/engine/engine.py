@@ -236,7 +236,7 @@ class LLM:
             prompt=tokens,
             params=params,
             seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
-            budget=self._request_budget(params.kv_budget),
+            budget=self.budget.for_request(params.kv_budget),
             stop_ids=frozenset(stop_ids),
             max_tokens=min(params.max_tokens, self.max_model_len - len(tokens)),
             detokenizer=Detokenizer(self.tokenizer),
@@ -418,16 +418,6 @@ class LLM:
             bytes_held=plan.limit * self.plan.bytes_per_token,
             bytes_full=(plan.length + len(request.tokens)) * self.plan.bytes_per_token,
         )
-
-    def _request_budget(self, entries: int | None) -> CacheBudget:
-        if entries is None:
-            return self.budget
-        if entries > self.budget.capacity:
-            raise RequestError(f"kv_budget is {entries}; the engine's is {self.budget.capacity}, give at most that")
-        try:
-            return self.budget.resized(entries)
-        except ConfigurationError as error:
-            raise RequestError(f"kv_budget: {error}") from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

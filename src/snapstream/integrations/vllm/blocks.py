@@ -1,0 +1,158 @@
+"""What vLLM's block manager has to know: how long a request's row is, and which blocks it gives back when.
+
+The specs say which manager a KV cache group gets; the manager turns tokens into blocks by the plan of
+:mod:`~snapstream.integrations.vllm.pages`, and otherwise stays vLLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.vllm.pages import PagePlan, blocks_for, plan_pages
+from snapstream.integrations.vllm.settings import request_budget
+
+
+class _Budgeted:
+    """What both specs add to vLLM's: a budget, and room in each row for the compressed cache's blocks."""
+
+    budget: CacheBudget | None
+    block_size: int
+    page_size_bytes: int
+
+    def _cache_blocks(self) -> int:
+        return blocks_for(self.budget.capacity, self.block_size) if self.budget else 0
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        blocks: int = super().max_num_blocks_per_req(vllm_config, max_len)  # type: ignore[misc]
+        return blocks + self._cache_blocks()
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """Most that one request holds: for one step, a prompt of full length and its compressed cache."""
+        full: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
+        return full + self._cache_blocks() * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> Any:
+        merged = super().merge(specs)  # type: ignore[misc]
+        return replace(merged, budget=specs[0].budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapStreamSpec(_Budgeted, FullAttentionSpec):
+    """Full attention with a budget per sequence."""
+
+    budget: CacheBudget | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapStreamMLASpec(_Budgeted, MLAAttentionSpec):
+    """Multi-head latent attention with a budget per sequence."""
+
+    budget: CacheBudget | None = None
+
+
+def budgeted(name: str, spec: Any, budget: CacheBudget) -> Any:
+    """The spec of one layer with a budget.
+
+    Raises:
+        ConfigurationError: The layer is neither plain full attention nor MLA.
+    """
+    kinds = {FullAttentionSpec: SnapStreamSpec, MLAAttentionSpec: SnapStreamMLASpec}
+    kind = kinds.get(type(spec))
+    if kind is None or spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:
+        raise ConfigurationError(
+            f"the SnapStream plugin cannot serve layer {name}: its cache is a {type(spec).__name__} with restrictions "
+            "of its own; only plain causal attention over the whole sequence can be compressed"
+        )
+    return kind(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init}, budget=budget)
+
+
+class SnapStreamBlockManager(FullAttentionManager):  # type: ignore[misc]
+    """vLLM's manager of full attention, with rows as long as a :class:`PagePlan` says.
+
+    Attributes:
+        plans: Plan of each request that holds blocks, or is about to.
+        requests_compressed: Requests whose prompt was compressed, ever.
+        tokens_dropped: Prompt tokens left out of compressed caches, ever.
+        blocks_released: Blocks given back by compression, ever.
+    """
+
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.plans: dict[str, PagePlan] = {}
+        self._longest: dict[str, int] = {}
+        self._released: set[str] = set()
+        self.requests_compressed = self.tokens_dropped = self.blocks_released = 0
+
+    def plan(self, request: Any) -> PagePlan:
+        """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
+        if not self.req_to_blocks.get(request.request_id):
+            budget = request_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
+            self.plans[request.request_id] = plan_pages(request.num_tokens, budget, self.block_size)
+            self._longest[request.request_id] = request.num_prompt_tokens + request.max_tokens
+        return self.plans[request.request_id]
+
+    def reusable_tokens(self, request: Any) -> int:
+        """Whole blocks' worth of tokens at the start that ``request`` may take from the prefix cache."""
+        tokens = max(0, self.plan(request).reusable(self._longest[request.request_id]))
+        return tokens // self.block_size * self.block_size
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+        """Blocks that ``num_tokens`` computed tokens need beyond those held."""
+        tokens = self._row_tokens(request_id, num_tokens)
+        count: int = super().get_num_blocks_to_allocate(request_id, tokens, *args, **kwargs)
+        return count
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Lengthen the row to what the plan says for ``num_tokens`` computed tokens."""
+        return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Publish the blocks that will never change; the compressed cache and the ring stay private."""
+        shareable = self.plans[request.request_id].shareable(self._longest[request.request_id])
+        super().cache_blocks(request, min(num_tokens, shareable), *args, **kwargs)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give the prompt's blocks back once the step that copied its kept entries has run."""
+        plan = self.plans.get(request_id)
+        if plan is None or not plan.compressed or request_id in self._released:
+            return
+        if processed_computed_tokens >= plan.prompt.length:
+            self._remove_blocks_in_range(request_id, 0, plan.prompt_blocks)
+            self._released.add(request_id)
+            self.requests_compressed += 1
+            self.tokens_dropped += plan.prompt.dropped
+            self.blocks_released += plan.prompt_blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> Sequence[Any]:
+        """Forget the request and hand its blocks over."""
+        self.plans.pop(request_id, None)
+        self._longest.pop(request_id, None)
+        self._released.discard(request_id)
+        blocks: Sequence[Any] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    def _row_tokens(self, request_id: str, num_tokens: int) -> int:
+        """``num_tokens`` as a number that vLLM's own arithmetic turns into the row length of the plan."""
+        return self.plans[request_id].blocks(num_tokens) * self.block_size
+
+
+def register_specs() -> None:
+    """Tell vLLM which manager our specs want; the built-in ones must be there first, or they never register."""
+    KVCacheSpecRegistry._ensure_registered()
+    for spec in (SnapStreamSpec, SnapStreamMLASpec):
+        KVCacheSpecRegistry.register(spec, SnapStreamBlockManager, uniform_type_base_spec=FullAttentionSpec)
+
+
+# Engine core and workers unpickle specs before they see anything else of ours: registration belongs to the import.
+register_specs()

@@ -1,0 +1,228 @@
+"""vLLM's attention layers with one thing more: when a prompt ends, they copy what is kept of it.
+
+Layers, their kernels (``impl``) and their metadata builders keep their classes' code; each gets a subclass with one
+method around the original. That works for every backend alike, and for layers that are already built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapstream.compression import choose_entries, plan_tensors
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.vllm.paged import PagedCache
+from snapstream.integrations.vllm.step import Sequences, Window
+
+
+class LayerCompressor:
+    """Compresses one layer's prompts.
+
+    Args:
+        name: The layer's name in the model.
+        index: Its number; only ``random`` selection uses it.
+        layer: vLLM's attention layer.
+        sequences: What the worker knows of its requests.
+        heads_total: KV heads of the whole model, over all tensor-parallel ranks.
+    """
+
+    def __init__(self, name: str, index: int, layer: Any, sequences: Sequences, heads_total: int) -> None:
+        self.name, self.index, self.layer = name, index, layer
+        self.sequences = sequences
+        self.heads_total = heads_total
+        self.cache: PagedCache | None = None
+        self._windows: dict[str, list[Tensor]] = {}
+        sequences.on_forget.append(lambda request_id: self._windows.pop(request_id, None))
+
+    def bind(self, block_size: int) -> None:
+        """Find out the layout of the layer's cache, once it is there."""
+        self.cache = PagedCache(self.layer, block_size)
+
+    def __call__(self, queries: Tensor, cache: Tensor) -> None:
+        """Do what is due after the layer's attention has run.
+
+        Args:
+            queries: Rotated queries of the batch, ``[T, H, D]``; for MLA as projected, not yet absorbed.
+            cache: The layer's paged cache.
+        """
+        step = self.sequences.step
+        if step is None:
+            return
+        for window in step.windows:
+            part = self._absorb(queries[window.start : window.stop])
+            if window.last:
+                parts = [*self._windows.pop(window.request_id, ()), part]
+                self._compress(torch.cat(parts), cache, window)
+            else:  # the batch's buffers are used again in the next step
+                self._windows.setdefault(window.request_id, []).append(part.clone())
+
+    def _compress(self, queries: Tensor, cache: Tensor, window: Window) -> None:
+        """Choose what the finished prompt keeps and copy it into its own blocks; ``queries`` is ``[W, H, D]``."""
+        step, paged, plan = self.sequences.step, self.cache, window.plan
+        assert step is not None
+        assert paged is not None
+        target = step.targets[window.request_id]
+        pages = paged.read_pages(cache, target.blocks)
+        keys = paged.keys(pages, plan.prompt.length)
+        chosen = choose_entries(
+            queries.transpose(0, 1)[None],
+            keys[None],
+            plan_tensors([plan.prompt], keys.device),
+            plan.budget,
+            scale=float(self.layer.impl.scale),
+            layer=self.index,
+            combine=self._combine,
+        )
+        positions = chosen[0, :, : plan.prompt.limit]
+        kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
+        values = None if paged.latent else paged.values(pages, positions)
+        paged.write(cache, kept, values, target.slots)
+
+    def _absorb(self, queries: Tensor) -> Tensor:
+        """For MLA, queries in the space of the latent cache, ``[T, H, rank + rope]``; otherwise as they are."""
+        layer = self.layer
+        if not hasattr(layer, "kv_lora_rank"):
+            return queries
+        nope, rope = queries.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+        absorbed = torch.einsum("thp,hpr->thr", nope, self._key_projection())
+        return torch.cat([absorbed, rope], dim=-1)
+
+    def _key_projection(self) -> Tensor:
+        """From a head's key without position to the latent, ``[H, P, rank]``."""
+        weight: Tensor = self.layer.W_UK_T
+        return weight
+
+    def _combine(self, votes: Tensor) -> Tensor:
+        """Average the votes of ranks that hold the same KV head, each with other query heads.
+
+        Under tensor parallelism MLA's latents are on every rank, and so is a KV head if there are fewer of them than
+        ranks; each rank alone would keep other tokens.
+        """
+        from vllm.distributed import (
+            get_tensor_model_parallel_rank,
+            get_tensor_model_parallel_world_size,
+            tensor_model_parallel_all_reduce,
+        )
+
+        ranks = get_tensor_model_parallel_world_size()
+        replicas = ranks // self.heads_total
+        if replicas <= 1:
+            return votes
+        head = get_tensor_model_parallel_rank() // replicas
+        spread = votes.new_zeros(votes.shape[0], self.heads_total, votes.shape[2])
+        spread[:, head] = votes[:, 0] / replicas
+        total: Tensor = tensor_model_parallel_all_reduce(spread)
+        return total[:, head : head + 1]
+
+
+def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor]:
+    """Give every attention layer of a loaded model its compressor.
+
+    Raises:
+        ConfigurationError: A layer whose attention depends on more than query, keys and values.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    compressors = []
+    backends: dict[type, type] = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        if type(layer) not in (Attention, MLAAttention):
+            raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
+        _check_layer(name, layer)
+        is_latent = isinstance(layer, MLAAttention)
+        heads = 1 if is_latent else vllm_config.model_config.get_total_num_kv_heads()
+        compressor = LayerCompressor(name, extract_layer_index(name), layer, sequences, heads)
+        if is_latent:
+            layer.__class__ = _compressing_latent_layer(type(layer))
+            layer.snapstream = compressor
+        else:
+            layer.impl.__class__ = _compressing_impl(type(layer.impl))
+            layer.impl.snapstream = compressor
+        backend = layer.attn_backend
+        if backend not in backends:
+            backends[backend] = _rewriting_backend(backend, sequences)
+        layer.attn_backend = backends[backend]
+        compressors.append(compressor)
+    return compressors
+
+
+# Each of these makes a subclass with one base, which can replace the class of objects that are already built.
+
+
+def _compressing_impl(base: Any) -> type:
+    """An ``AttentionImpl`` that compresses after its attention; ``snapstream`` is set on each object."""
+
+    class CompressingImpl(base):  # type: ignore[misc]
+        def forward(
+            self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any, **kwargs: Any
+        ) -> Any:
+            result = super().forward(layer, query, key, value, kv_cache, metadata, **kwargs)
+            if metadata is not None:
+                self.snapstream(query, kv_cache)
+            return result
+
+    return _named(CompressingImpl, base)
+
+
+def _compressing_latent_layer(base: Any) -> type:
+    """An ``MLAAttention`` that compresses. Not its impl: only the layer sees all queries of a batch."""
+
+    class CompressingLayer(base):  # type: ignore[misc]
+        def forward_impl(
+            self, q: Tensor, latent: Tensor, rope: Tensor, kv_cache: Tensor, metadata: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            result = super().forward_impl(q, latent, rope, kv_cache, metadata, *args, **kwargs)
+            if metadata is not None:
+                self.snapstream(q, kv_cache)
+            return result
+
+    return _named(CompressingLayer, base)
+
+
+def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
+    """A backend whose metadata builders see the step as the kernels should."""
+
+    class RewritingBuilder(backend.get_builder_cls()):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            if sequences.step is not None:
+                common_attn_metadata = sequences.step.rewrite(
+                    common_attn_metadata, self.kv_cache_spec.block_size, sequences.block_size
+                )
+            return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    class RewritingBackend(backend):  # type: ignore[misc]
+        @staticmethod
+        def get_builder_cls() -> type:
+            return RewritingBuilder
+
+    return _named(RewritingBackend, backend)
+
+
+def _named(made: type, base: type) -> type:
+    """Give a made class a name of its own: vLLM groups layers by their backend's name."""
+    made.__qualname__ = made.__name__ = f"SnapStream{base.__name__}"
+    return made
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    """Refuse what moving entries around would change."""
+    impl, backend = layer.impl, layer.attn_backend
+    window = getattr(impl, "sliding_window", None)
+    obstacles = [
+        (getattr(impl, "alibi_slopes", None) is not None, "ALiBi, which depends on where entries lie"),
+        (bool(getattr(impl, "logits_soft_cap", None)), "a soft cap on its logits"),
+        (getattr(impl, "sinks", None) is not None, "learned attention sinks"),
+        (window not in (None, -1, (-1, -1)), "a sliding window"),
+        (getattr(layer, "kv_sharing_target_layer_name", None) is not None, "the cache of another layer"),
+        (backend.forward_includes_kv_cache_update, f"backend {backend.get_name()}, which writes its cache by itself"),
+        (not hasattr(impl, "do_kv_cache_update"), f"backend {backend.get_name()}, which has no cache update"),
+    ]
+    found = [text for is_met, text in obstacles if is_met]
+    if found:
+        raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}: it has {'; '.join(found)}")

@@ -1,0 +1,85 @@
+"""vLLM's schedulers with a block manager that knows each request's budget.
+
+vLLM hands its block manager request ids; budgets and lengths are on the request. The facade in between, vLLM's
+``KVCacheManager``, sees both, so ours tells the manager before it passes a call on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.vllm.blocks import SnapStreamBlockManager
+from snapstream.integrations.vllm.pages import blocks_for
+
+logger = logging.getLogger("vllm.snapstream")
+
+
+class SnapStreamKVCacheManager(KVCacheManager):  # type: ignore[misc]
+    """vLLM's facade; plans every request, and limits what it may take from the prefix cache."""
+
+    @property
+    def snapstream(self) -> SnapStreamBlockManager:
+        """The block manager of the only KV cache group."""
+        manager: SnapStreamBlockManager = self.coordinator.single_type_managers[0]
+        return manager
+
+    def get_computed_blocks(self, request: Any) -> Any:
+        """Prefix-cache hits of ``request``, cut where its window or its ring begins."""
+        blocks, tokens, *rest = super().get_computed_blocks(request)
+        limit = self.snapstream.reusable_tokens(request)
+        if tokens > limit:
+            blocks, tokens = self.truncate_computed_blocks(blocks, limit), limit
+        return blocks, tokens, *rest
+
+    def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Blocks for the next tokens of ``request``."""
+        self.snapstream.plan(request)
+        return super().allocate_slots(request, *args, **kwargs)
+
+
+class _Budgeted:
+    """What both schedulers add to vLLM's."""
+
+    kv_cache_manager: Any
+    kv_cache_config: Any
+    max_model_len: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if len(managers) != 1 or not isinstance(managers[0], SnapStreamBlockManager):
+            kinds = ", ".join(type(manager).__name__ for manager in managers)
+            raise ConfigurationError(
+                f"the SnapStream plugin needs one KV cache group with a budget, this model has: {kinds}; "
+                "hybrid models are not supported"
+            )
+        # The scheduler builds its facade itself; a subclass without state of its own is put in its place.
+        self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
+        self._announce(managers[0])
+
+    def _announce(self, manager: SnapStreamBlockManager) -> None:
+        """One line beside vLLM's own "Maximum concurrency", which assumes full caches."""
+        blocks = self.kv_cache_config.num_blocks - 1
+        budget = manager.kv_cache_spec.budget
+        held = blocks_for(budget.capacity, manager.block_size)
+        longest = blocks_for(self.max_model_len, manager.block_size)
+        beside = max(0, blocks - longest - held) // held
+        logger.info(
+            "SnapStream: a sequence decodes in %d blocks (%d entries), so the pool of %d holds %d at once, %d while "
+            "one prompt of %d tokens is read; with full caches of that length it holds %.2f",
+            *(held, budget.capacity, blocks, blocks // held, beside, self.max_model_len, blocks / longest),
+        )
+
+
+class SnapStreamScheduler(_Budgeted, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler."""
+
+
+class SnapStreamAsyncScheduler(_Budgeted, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler."""

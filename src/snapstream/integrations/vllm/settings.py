@@ -1,0 +1,112 @@
+"""What a user may ask of the plugin, and what it refuses. Knows vLLM's configuration only by attribute names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError
+
+ENVIRONMENT = "SNAPSTREAM_BUDGET"
+KEY = "snapstream"
+REQUEST_KEY = "kv_budget"
+
+_WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker",
+}
+
+
+def requested_budget(additional_config: Any) -> CacheBudget | None:
+    """The server's budget, or ``None`` if nobody asked for the plugin.
+
+    Args:
+        additional_config: vLLM's ``--additional-config``; its key ``snapstream`` holds a number of entries or the
+            fields of a :class:`~snapstream.config.CacheBudget`. The environment variable ``SNAPSTREAM_BUDGET`` may
+            hold the same, as a number or JSON.
+
+    Raises:
+        ConfigurationError: A bad budget, or two that differ.
+    """
+    given = {}
+    if text := os.environ.get(ENVIRONMENT):
+        given[ENVIRONMENT] = CacheBudget.parse(text)
+    if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
+        given[f"--additional-config {KEY}"] = CacheBudget.parse(additional_config[KEY])
+    if len(set(given.values())) > 1:
+        raise ConfigurationError(
+            f"{ENVIRONMENT} and --additional-config ask for different cache budgets; leave one of them out"
+        )
+    return next(iter(given.values()), None)
+
+
+def active_budget(vllm_config: Any) -> CacheBudget | None:
+    """The budget that :mod:`~snapstream.integrations.vllm.plugin` wrote into a checked configuration."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, Mapping) or additional.get(KEY) is None:
+        return None
+    return CacheBudget.parse(additional[KEY])
+
+
+def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
+    """The budget of one request: the server's, or what ``kv_budget`` in its ``extra_args`` asks for.
+
+    Raises:
+        RequestError: Not a number of entries, more than the server's, or too few for the policy.
+    """
+    asked = (extra_args or {}).get(REQUEST_KEY)
+    return budget.for_request(int(asked) if isinstance(asked, str) and asked.isdigit() else asked)
+
+
+def check_supported(config: Any, budget: CacheBudget) -> None:
+    """Refuse a configuration of vLLM that the plugin cannot serve correctly.
+
+    Args:
+        config: A ``VllmConfig``.
+        budget: The server's budget.
+
+    Raises:
+        ConfigurationError: Names every obstacle, and what to change.
+    """
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    tensor_parallel = parallel.tensor_parallel_size
+    obstacles = [
+        (model.runner_type != "generate", f"runner type {model.runner_type!r}; only generation is supported"),
+        (model.is_encoder_decoder, "an encoder-decoder model; only decoder-only models are supported"),
+        (model.is_hybrid or model.is_attention_free, "a hybrid or attention-free model; every layer must attend"),
+        (
+            getattr(model, "get_sliding_window", lambda: None)() is not None,
+            "a model with sliding-window layers; its window already bounds the cache",
+        ),
+        (config.speculative_config is not None, "speculative decoding; leave --speculative-config out"),
+        (config.kv_transfer_config is not None, "a KV connector; leave --kv-transfer-config out"),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"--kv-cache-dtype {cache.cache_dtype}; use auto",
+        ),
+        (getattr(cache, "kv_sharing_fast_prefill", False), "--kv-sharing-fast-prefill; leave it out"),
+        (getattr(cache, "kv_offloading_size", None) is not None, "KV offloading; leave --kv-offloading-size out"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism; set it to 1"),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill context parallelism; set it to 1",
+        ),
+        (parallel.enable_dbo, "dual-batch overlap; leave --enable-dbo out"),
+        (
+            budget.selection == "random" and tensor_parallel > 1,
+            "random selection with tensor parallelism; each rank would choose for its heads alone",
+        ),
+        (
+            config.scheduler_config.scheduler_cls is not None,
+            f"--scheduler-cls {config.scheduler_config.scheduler_cls}; the plugin brings its own",
+        ),
+        (
+            parallel.worker_cls not in _WORKERS,
+            f"--worker-cls {parallel.worker_cls}; the plugin extends {' and '.join(sorted(_WORKERS))}",
+        ),
+    ]
+    found = [text for is_met, text in obstacles if is_met]
+    if found:
+        raise ConfigurationError("the SnapStream plugin cannot serve this: " + "; ".join(found))

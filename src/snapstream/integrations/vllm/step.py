@@ -1,0 +1,239 @@
+"""What a worker knows of the requests in one step, and the batch metadata it makes of that.
+
+vLLM counts every token a sequence has ever seen. A sequence in a compressed cache has fewer entries, in blocks further
+along its row, and its next token goes into a slot of the ring. Three columns of vLLM's metadata say so, and stock
+kernels do the rest: the length of each sequence, its block table, and the slot of each new token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from snapstream.compression.layout import next_slot
+from snapstream.config import CacheBudget
+from snapstream.integrations.vllm.pages import PagePlan, plan_pages
+from snapstream.integrations.vllm.settings import request_budget
+
+
+class Window(NamedTuple):
+    """The part of one sequence's observation window that this step computes.
+
+    Attributes:
+        request_id: Whose.
+        plan: Its blocks.
+        row: Its row in the batch.
+        start: First query token of the part, an index into the batch's tokens.
+        stop: One past the last.
+        last: Whether prefill ends with this step, so that the layer compresses when its attention has run.
+    """
+
+    request_id: str
+    plan: PagePlan
+    row: int
+    start: int
+    stop: int
+    last: bool
+
+
+class Target(NamedTuple):
+    """Where one sequence's prompt lies and where its compressed cache goes, in the kernel's blocks.
+
+    Attributes:
+        blocks: Block ids of the prompt, int64 ``[prompt blocks]``.
+        slots: Slot of every kept entry, int64 ``[limit]``.
+    """
+
+    blocks: Tensor
+    slots: Tensor
+
+
+@dataclass
+class Step:
+    """One step of the batch; every array has one element per decoding row.
+
+    Attributes:
+        rows: Rows of the batch that decode, int64.
+        tokens: Their query tokens, indices into the batch's tokens, int64.
+        entries: Cache entry that each new token takes, int64.
+        used: Entries in use with it, int64.
+        shift: Blocks of the manager in front of the compressed cache, int64.
+        longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
+        windows: Observation windows that this step computes, in part or whole.
+        targets: Where the windows that end now are compressed to; filled by :meth:`rewrite`.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    entries: Tensor
+    used: Tensor
+    shift: Tensor
+    longest_other: int
+    windows: list[Window]
+    targets: dict[str, Target]
+
+    def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
+        """vLLM's ``CommonAttentionMetadata`` as the kernels should see it.
+
+        Nothing waits for the device: what is copied to it comes from the host, and no shape depends on its data.
+
+        Args:
+            metadata: What the runner built; only its slot mapping is changed in place, which vLLM computes anew in
+                every step and which the cache writes of all layers read.
+            block_size: Tokens per block of the block table (a kernel's block may be a part of the manager's).
+            manager_block_size: Tokens per block of the manager.
+        """
+        parts = manager_block_size // block_size
+        table = metadata.block_table_tensor
+        for window in self.windows:
+            if window.last and window.request_id not in self.targets:
+                self.targets[window.request_id] = _target(table[window.row], window.plan, block_size, parts)
+        if not len(self.rows):
+            return metadata
+        device = table.device
+        host = torch.stack([self.rows, self.tokens, self.entries, self.used, self.shift * parts])
+        rows, tokens, entries, used, shift = host.to(device, non_blocking=True)
+
+        width = -(-int(self.used.max()) // block_size)
+        columns = (shift[:, None] + torch.arange(width, device=device)).clamp(max=table.shape[1] - 1)
+        front = table[rows[:, None], columns]
+        moved = table.clone()
+        moved[rows, :width] = front
+        block = front.gather(1, (entries // block_size)[:, None])[:, 0].to(torch.int64)
+        metadata.slot_mapping[tokens] = (block * block_size + entries % block_size).to(metadata.slot_mapping.dtype)
+
+        lengths = metadata.seq_lens.clone()
+        lengths[rows] = used.to(lengths.dtype)
+        changes: dict[str, Any] = {
+            "seq_lens": lengths,
+            "block_table_tensor": moved,
+            "max_seq_len": max(self.longest_other, int(self.used.max())),
+        }
+        changes |= self._host_copies(metadata)
+        return replace(metadata, **changes)
+
+    def _host_copies(self, metadata: Any) -> dict[str, Any]:
+        """Lengths that some releases of vLLM keep on the host too, and caches of values derived from them."""
+        changes: dict[str, Any] = {}
+        for field in fields(metadata):
+            value = getattr(metadata, field.name)
+            if field.name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu") and value is not None:
+                value = value.clone()
+                value[self.rows] = self.used.to(value.dtype)
+                changes[field.name] = value
+            elif field.name == "_num_computed_tokens_cpu" and value is not None:
+                value = value.clone()
+                value[self.rows] = (self.used - 1).to(value.dtype)
+                changes[field.name] = value
+            elif field.name == "_num_computed_tokens_cache":
+                changes[field.name] = None
+        return changes
+
+
+class Sequences:
+    """The worker's record of every request, and of the step that is running.
+
+    Args:
+        budget: The server's budget.
+        block_size: Tokens per block of the manager.
+    """
+
+    def __init__(self, budget: CacheBudget, block_size: int) -> None:
+        self.budget = budget
+        self.block_size = block_size
+        self.step: Step | None = None
+        self.on_forget: list[Callable[[str], None]] = []
+        self._prompts: dict[str, tuple[int, CacheBudget]] = {}
+        self._plans: dict[str, PagePlan] = {}
+
+    def admit(self, request_id: str, prompt: int, known: int, extra_args: Mapping[str, Any] | None) -> None:
+        """A request starts its prefill.
+
+        Args:
+            request_id: Whose.
+            prompt: Tokens of its prompt.
+            known: Tokens of its prompt and of what was generated before a preemption.
+            extra_args: Of its sampling parameters.
+        """
+        self.pause([request_id])
+        self._prompts[request_id] = (prompt, request_budget(self.budget, extra_args))
+        self._plan(request_id, known)
+
+    def resume(self, request_id: str, generated: int) -> None:
+        """A preempted request starts its prefill again, over its prompt and ``generated`` tokens."""
+        self.pause([request_id])
+        self._plan(request_id, self._prompts[request_id][0] + generated)
+
+    def pause(self, request_ids: Iterable[str]) -> None:
+        """Requests lose their blocks, so what was kept of their windows is worthless."""
+        for request_id in request_ids:
+            self._plans.pop(request_id, None)
+            for forget in self.on_forget:
+                forget(request_id)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests are finished."""
+        for request_id in request_ids:
+            self.pause([request_id])
+            self._prompts.pop(request_id, None)
+
+    def begin(self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray) -> None:
+        """A step starts.
+
+        Args:
+            request_ids: One per row of the batch.
+            computed: Tokens of each row computed before this step.
+            scheduled: Tokens of each row computed in it.
+        """
+        plans = [self._plans[request_id] for request_id in request_ids]
+        length, base, limit, shift = np.array(
+            [(p.prompt.length, p.prompt.base, p.prompt.limit, p.prompt_blocks) for p in plans], dtype=np.int64
+        ).T
+        computed, scheduled = computed.astype(np.int64), scheduled.astype(np.int64)
+        stops = np.cumsum(scheduled)
+        starts = stops - scheduled
+        decoding = computed >= length
+        rows = torch.from_numpy(np.flatnonzero(decoding))
+        stored = np.minimum(length, limit) + computed - length
+        count, base_t, limit_t = (torch.from_numpy(array)[rows] for array in (stored, base, limit))
+        self.step = Step(
+            rows=rows,
+            tokens=torch.from_numpy(starts)[rows],
+            entries=next_slot(count, base_t, limit_t),
+            used=torch.minimum(count + 1, limit_t),
+            shift=torch.from_numpy(shift)[rows],
+            longest_other=int((computed + scheduled)[~decoding].max(initial=0)),
+            windows=[
+                Window(
+                    request_ids[row],
+                    plans[row],
+                    row,
+                    int(starts[row] + max(0, length[row] - plans[row].budget.window - computed[row])),
+                    int(stops[row]),
+                    bool(computed[row] + scheduled[row] >= length[row]),
+                )
+                for row in np.flatnonzero(~decoding)
+                if plans[row].compressed and computed[row] + scheduled[row] > length[row] - plans[row].budget.window
+            ],
+            targets={},
+        )
+
+    def end(self) -> None:
+        """The step is over; dummy runs between steps see none."""
+        self.step = None
+
+    def _plan(self, request_id: str, length: int) -> None:
+        self._plans[request_id] = plan_pages(length, self._prompts[request_id][1], self.block_size)
+
+
+def _target(row: Tensor, plan: PagePlan, block_size: int, parts: int) -> Target:
+    """Find a sequence's prompt and compressed cache in its row of the block table."""
+    prompt = row[: -(-plan.prompt.length // block_size)].to(torch.int64)
+    entry = torch.arange(plan.prompt.limit, device=row.device)
+    block = row[plan.prompt_blocks * parts + entry // block_size].to(torch.int64)
+    return Target(prompt, block * block_size + entry % block_size)
