@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,6 +44,26 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
 }
+# Latents of the size that vLLM's CPU kernel knows; one dense layer, one with experts.
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",  # vLLM reads these two from the config, transformers takes them for granted
+    "scoring_func": "sigmoid",
+    "moe_intermediate_size": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+FAMILIES["deepseek-v3"] = (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK)
 
 
 def make_model(family: str, seed: int = 0, **changes):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class NaiveCache:
     """One KV head of one layer: positions, keys and values of what is kept, as growing lists."""
 
@@ -52,9 +52,14 @@ def naive_votes(queries: Tensor, keys: Tensor, budget) -> dict[int, float]:
             total = sum(math.exp(x - top) for x in logits.values())
             for p in candidates:
                 votes[p] += math.exp(logits[p] - top) / total / queries.shape[0]
+    return naive_pool(votes, budget)
+
+
+def naive_pool(votes: dict[int, float], budget) -> dict[int, float]:
+    """Smooth votes along the sequence."""
     half = budget.kernel // 2
     pooled = {}
-    for p in candidates:
+    for p in votes:
         neighbours = [votes.get(p + d, 0.0) for d in range(-half, half + 1)]
         pooled[p] = max(neighbours) if budget.pooling == "max" else sum(neighbours) / budget.kernel
     return pooled

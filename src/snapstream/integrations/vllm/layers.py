@@ -220,7 +220,10 @@ def _check_layer(name: str, layer: Any) -> None:
         (getattr(impl, "sinks", None) is not None, "learned attention sinks"),
         (window not in (None, -1, (-1, -1)), "a sliding window"),
         (getattr(layer, "kv_sharing_target_layer_name", None) is not None, "the cache of another layer"),
-        (backend.forward_includes_kv_cache_update, f"backend {backend.get_name()}, which writes its cache by itself"),
+        (
+            backend.forward_includes_kv_cache_update and not backend.is_mla(),  # MLA's layer always writes
+            f"backend {backend.get_name()}, which writes its cache by itself",
+        ),
         (not hasattr(impl, "do_kv_cache_update"), f"backend {backend.get_name()}, which has no cache update"),
     ]
     found = [text for is_met, text in obstacles if is_met]
