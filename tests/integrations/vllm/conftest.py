@@ -1,0 +1,34 @@
+"""A real vLLM in this process: its scheduler can be looked at, and an engine starts in seconds."""
+
+import os
+
+import pytest
+
+# Read by vLLM when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.pop("SNAPSTREAM_BUDGET", None)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A tiny random Llama; vLLM's CPU kernels want heads of 32."""
+    return _checkpoint(tmp_path_factory, "llama3-gqa", head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory):
+    """A tiny random DeepSeek-V3."""
+    return _checkpoint(tmp_path_factory, "deepseek-v3")
+
+
+def _checkpoint(tmp_path_factory, family, **changes):
+    from tests.checkpoints import save_checkpoint
+    from tests.conftest import save_tokenizer
+
+    directory = tmp_path_factory.mktemp(family)
+    save_checkpoint(directory, family, **changes)
+    save_tokenizer(directory)
+    return directory

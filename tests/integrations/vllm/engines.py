@@ -1,0 +1,88 @@
+"""Engines of vLLM for the tests, and what one may ask them."""
+
+import contextlib
+import random
+
+from snapstream.config import CacheBudget
+
+BUDGET = CacheBudget(sink=4, recent=64, top_k=60, window=32)
+# Stock vLLM computes MLA on a CPU as transformers does only without its own rotary kernel.
+MLA = {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+
+
+def prompt(length, seed=0):
+    rng = random.Random(seed)
+    return [rng.randrange(3, 96) for _ in range(length)]
+
+
+@contextlib.contextmanager
+def vllm_engine(checkpoint, budget=None, **settings):
+    """An engine in this process; ``budget`` switches the plugin on."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "enforce_eager": True,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    } | settings
+    if budget is not None:
+        asked = budget.as_dict() if isinstance(budget, CacheBudget) else budget
+        settings["additional_config"] = {"snapstream": asked}
+    llm = LLM(model=str(checkpoint), **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def sampling(steps, kv_budget=None, **kwargs):
+    from vllm import SamplingParams
+
+    extra = {} if kv_budget is None else {"extra_args": {"kv_budget": kv_budget}}
+    return SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False, **extra, **kwargs)
+
+
+def generate(llm, prompts, steps, **kwargs):
+    """Greedy tokens of every prompt."""
+    prompts = [{"prompt_token_ids": tokens} for tokens in prompts]
+    outputs = llm.generate(prompts, sampling(steps, **kwargs), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def scheduler(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_blocks(llm):
+    return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def held_blocks(llm):
+    """Blocks that each running request holds now, nulls left out."""
+    manager = scheduler(llm).kv_cache_manager.coordinator.single_type_managers[0]
+    return {
+        request.request_id: sum(not block.is_null for block in manager.req_to_blocks[request.request_id])
+        for request in scheduler(llm).running
+    }
+
+
+def run_by_hand(llm, prompts, params, each_step=lambda step: None):
+    """Drive the engine step by step; returns tokens by request id."""
+    engine = llm.llm_engine
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    for number, (tokens, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"r{number}", {"prompt_token_ids": tokens}, param)
+    made, step = {}, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            made[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+        each_step(step)
+        step += 1
+    return [made.get(f"r{number}") for number in range(len(prompts))]

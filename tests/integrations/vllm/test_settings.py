@@ -1,0 +1,134 @@
+"""What may be asked for and what is refused; vLLM's configuration is imitated by its attribute names."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError, RequestError
+from snapstream.integrations.vllm.settings import (
+    active_budget,
+    check_supported,
+    request_budget,
+    requested_budget,
+)
+
+BUDGET = CacheBudget.of(512)
+
+
+def vllm_config(**changes):
+    parts = {
+        "model": {"runner_type": "generate", "is_encoder_decoder": False, "is_hybrid": False, "is_attention_free": False},
+        "cache": {"cache_dtype": "auto"},
+        "parallel": {
+            "tensor_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "enable_dbo": False,
+            "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
+        },
+        "scheduler": {"scheduler_cls": None},
+    }
+    whole = {"speculative_config": None, "kv_transfer_config": None}
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        if field:
+            parts[part][field] = value
+        else:
+            whole[name] = value
+    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()}, **whole)
+
+
+def test_off_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("SNAPSTREAM_BUDGET", raising=False)
+    for nothing in (None, {}, {"other": 1}, {"snapstream": None}):
+        assert requested_budget(nothing) is None
+
+
+def test_a_number_or_json_by_either_way(monkeypatch):
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", "512")
+    assert requested_budget(None) == BUDGET
+    assert requested_budget({"snapstream": 512}) == BUDGET  # the same twice is no contradiction
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", '{"capacity": 512, "policy": "streaming"}')
+    assert requested_budget({}) == CacheBudget.preset("streaming", 512)
+    monkeypatch.delenv("SNAPSTREAM_BUDGET")
+    assert requested_budget({"snapstream": {"capacity": 512, "window": 16}}).window == 16
+    assert active_budget(SimpleNamespace(additional_config={"snapstream": BUDGET.as_dict()})) == BUDGET
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("4k", "neither a number of entries nor a JSON object"),
+        ('{"capcity": 4096}', "unknown field capcity; allowed: capacity"),
+        ('{"capacity": 4096, "window": 5000}', "larger than recent"),
+        ("3", "too few"),
+        ("[1]", "neither a number"),
+        ("true", "neither a number"),
+    ],
+)
+def test_bad_values_say_what_to_change(monkeypatch, value, message):
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", value)
+    with pytest.raises(ConfigurationError, match=message):
+        requested_budget(None)
+
+
+def test_two_different_budgets_are_refused(monkeypatch):
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", "512")
+    with pytest.raises(ConfigurationError, match="different cache budgets"):
+        requested_budget({"snapstream": 1024})
+
+
+def test_per_request_budgets():
+    assert request_budget(BUDGET, None) == request_budget(BUDGET, {"other": 1}) == BUDGET
+    assert request_budget(BUDGET, {"kv_budget": 256}) == request_budget(BUDGET, {"kv_budget": "256"})
+    assert request_budget(BUDGET, {"kv_budget": 256}).capacity == 256
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (513, "server's is 512"),
+        (8, "give at least"),
+        (-1, "give at least"),
+        (True, "whole number"),
+        (2.5, "whole number"),
+        ("many", "whole number"),
+        ([256], "whole number"),
+    ],
+)
+def test_bad_per_request_budgets(asked, message):
+    with pytest.raises(RequestError, match=message):
+        request_budget(BUDGET, {"kv_budget": asked})
+
+
+def test_a_plain_configuration_is_supported():
+    check_supported(vllm_config(), BUDGET)
+    check_supported(vllm_config(parallel__worker_cls="vllm.v1.worker.gpu_worker.Worker"), BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculative_config": object()}, "leave --speculative-config out"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"cache__cache_dtype": "fp8"}, "--kv-cache-dtype fp8; use auto"),
+        ({"model__runner_type": "pooling"}, "runner type 'pooling'"),
+        ({"model__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model__is_hybrid": True}, "hybrid"),
+        ({"model__get_sliding_window": lambda: 4096}, "sliding-window"),
+        ({"parallel__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel__enable_dbo": True}, "dual-batch overlap"),
+        ({"parallel__worker_cls": "my.Worker"}, "--worker-cls my.Worker"),
+        ({"scheduler__scheduler_cls": "my.Scheduler"}, "--scheduler-cls my.Scheduler"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_advice(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check_supported(vllm_config(**changes), BUDGET)
+
+
+def test_every_obstacle_is_named_at_once():
+    with pytest.raises(ConfigurationError, match=r"fp8.*random selection"):
+        check_supported(
+            vllm_config(cache__cache_dtype="fp8", parallel__tensor_parallel_size=2), CacheBudget.preset("random", 64)
+        )

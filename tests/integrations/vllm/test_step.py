@@ -1,0 +1,150 @@
+"""Rewriting a batch's metadata, against lists of what each sequence holds; no vLLM needed."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from snapstream.config import CacheBudget
+from snapstream.integrations.vllm.pages import blocks_for, plan_pages
+from snapstream.integrations.vllm.step import Sequences
+
+
+@dataclass
+class Metadata:
+    """The fields of vLLM's CommonAttentionMetadata that are touched, in their several releases' spellings."""
+
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    _seq_lens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cache: torch.Tensor | None = None
+
+
+BUDGET = CacheBudget(sink=3, recent=20, top_k=9, window=6)
+
+
+def batch(rng, manager, kernel, budget):
+    """Random requests in random phases: ids, computed, scheduled, block table in the kernel's blocks."""
+    sequences = Sequences(budget, manager)
+    rows, computed, scheduled, plans = [], [], [], []
+    for number in range(rng.randrange(1, 7)):
+        length = rng.randrange(1, 120)
+        sequences.admit(f"r{number}", length, length, None)
+        plans.append(plan_pages(length, budget, manager))
+        if rng.random() < 0.5:
+            computed.append(rng.randrange(length))
+            scheduled.append(rng.randrange(1, length - computed[-1] + 1))
+        else:
+            computed.append(length + rng.randrange(90))
+            scheduled.append(1)
+        rows.append(f"r{number}")
+    width = 80 * manager // kernel
+    ids = torch.tensor(rng.sample(range(1, 10_000), len(rows) * width), dtype=torch.int32).view(len(rows), width)
+    return sequences, rows, np.array(computed, np.int32), np.array(scheduled, np.int32), plans, ids
+
+
+def address(row, token, size):
+    return int(row[token // size]) * size + token % size
+
+
+@pytest.mark.parametrize(("manager", "kernel"), [(16, 16), (32, 16), (8, 8)])
+@pytest.mark.parametrize("ring", ["elastic", "paper"])
+def test_equals_the_life_of_each_sequence(manager, kernel, ring):
+    rng = random.Random(manager * 100 + kernel)
+    budget = CacheBudget(**(BUDGET.as_dict() | {"ring": ring}))
+    for _ in range(60):
+        sequences, rows, computed, scheduled, plans, table = batch(rng, manager, kernel, budget)
+        sequences.begin(rows, computed, scheduled)
+        total = int(scheduled.sum())
+        after = torch.from_numpy(computed + scheduled)
+        old = Metadata(
+            seq_lens=after.clone(),
+            max_seq_len=int(after.max()),
+            block_table_tensor=table.clone(),
+            slot_mapping=torch.full((total + 3,), -1, dtype=torch.int64),
+            seq_lens_cpu_upper_bound=after.clone(),
+            _seq_lens_cpu=after.clone(),
+            _num_computed_tokens_cpu=torch.from_numpy(computed.copy()),
+            _num_computed_tokens_cache=after.clone(),
+        )
+        new = sequences.step.rewrite(old, kernel, manager)
+        assert torch.equal(old.seq_lens, after)  # vLLM's own buffers stay as they are
+        assert torch.equal(old.block_table_tensor, table)
+        start, lengths = 0, []
+        for row, plan in enumerate(plans):
+            prompt, front = plan.prompt, plan.prompt_blocks * manager
+            if computed[row] < prompt.length:  # prefill: untouched
+                lengths.append(int(after[row]))
+                assert torch.equal(new.block_table_tensor[row], table[row])
+                assert (old.slot_mapping[start : start + scheduled[row]] == -1).all()
+            else:
+                entries = list(range(prompt.count))  # where each stored token lies, oldest first
+                for token in range(prompt.count, prompt.count + computed[row] - prompt.length + 1):
+                    turn = (token - prompt.base) % max(1, prompt.limit - prompt.base)
+                    entries.append(token if token < prompt.limit else prompt.base + turn)
+                used = len(set(entries))
+                lengths.append(used)
+                assert int(old.slot_mapping[start]) == address(table[row], front + entries[-1], kernel)
+                blocks = blocks_for(used, kernel)
+                want = table[row, front // kernel : front // kernel + blocks]
+                assert torch.equal(new.block_table_tensor[row, :blocks], want)
+            start += scheduled[row]
+        assert new.seq_lens.tolist() == lengths
+        assert new.max_seq_len == max(lengths)
+        if (computed >= [p.prompt.length for p in plans]).any():
+            assert new.seq_lens_cpu_upper_bound.tolist() == new._seq_lens_cpu.tolist() == lengths
+            assert (new._num_computed_tokens_cpu == torch.tensor(lengths) - torch.from_numpy(scheduled)).all()
+            assert new._num_computed_tokens_cache is None
+
+
+@pytest.mark.parametrize(("manager", "kernel"), [(16, 16), (32, 16)])
+def test_every_window_is_seen_whole_and_once(manager, kernel):
+    """Chunks of any size: their parts join to the last W tokens, and the last one knows where to write."""
+    rng = random.Random(manager + kernel)
+    for _ in range(80):
+        length = rng.randrange(33, 120)
+        sequences = Sequences(BUDGET, manager)
+        sequences.admit("r", length, length, None)
+        plan = plan_pages(length, BUDGET, manager)
+        table = torch.tensor([rng.sample(range(1, 999), 40)], dtype=torch.int32)
+        seen, computed = [], rng.randrange(length - BUDGET.window + 1)
+        while computed < length:
+            size = rng.choice([1, 2, 5, 40])
+            size = min(size, length - computed)
+            sequences.begin(["r"], np.array([computed]), np.array([size]))
+            sequences.step.rewrite(Metadata(torch.tensor([computed + size]), 0, table, torch.zeros(size)), kernel, manager)
+            for window in sequences.step.windows:
+                seen += [computed + i for i in range(window.start, window.stop)]
+                assert window.last == (computed + size == length)
+                if window.last:
+                    target = sequences.step.targets["r"]
+                    assert target.blocks.tolist() == table[0, : blocks_for(length, kernel)].tolist()
+                    front = plan.prompt_blocks * manager
+                    want = [address(table[0], front + entry, kernel) for entry in range(plan.prompt.limit)]
+                    assert target.slots.tolist() == want
+            computed += size
+        assert seen == list(range(length - BUDGET.window, length))
+
+
+def test_requests_come_back_longer_and_with_their_own_budget():
+    forgotten = []
+    sequences = Sequences(BUDGET, 16)
+    sequences.on_forget.append(forgotten.append)
+    sequences.admit("r", 50, 50, {"kv_budget": 30})
+    sequences.begin(["r"], np.array([50]), np.array([1]))
+    assert sequences.step.used.tolist() == [30]
+    sequences.pause(["r"])
+    sequences.resume("r", 7)
+    sequences.begin(["r"], np.array([40]), np.array([17]))
+    assert [window.plan.prompt.length for window in sequences.step.windows] == [57]
+    assert sequences.step.windows[0].plan.budget.capacity == 30
+    sequences.end()
+    assert sequences.step is None
+    sequences.forget(["r", "unknown"])
+    assert forgotten.count("r") >= 2
