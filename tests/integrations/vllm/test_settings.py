@@ -18,7 +18,12 @@ BUDGET = CacheBudget.of(512)
 
 def vllm_config(**changes):
     parts = {
-        "model": {"runner_type": "generate", "is_encoder_decoder": False, "is_hybrid": False, "is_attention_free": False},
+        "model": {
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "is_hybrid": False,
+            "is_attention_free": False,
+        },
         "cache": {"cache_dtype": "auto"},
         "parallel": {
             "tensor_parallel_size": 1,

@@ -118,7 +118,9 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
             size = rng.choice([1, 2, 5, 40])
             size = min(size, length - computed)
             sequences.begin(["r"], np.array([computed]), np.array([size]))
-            sequences.step.rewrite(Metadata(torch.tensor([computed + size]), 0, table, torch.zeros(size)), kernel, manager)
+            sequences.step.rewrite(
+                Metadata(torch.tensor([computed + size]), 0, table, torch.zeros(size)), kernel, manager
+            )
             for window in sequences.step.windows:
                 seen += [computed + i for i in range(window.start, window.stop)]
                 assert window.last == (computed + size == length)

@@ -75,14 +75,13 @@ def budgeted(name: str, spec: Any, budget: CacheBudget) -> Any:
     return kind(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init}, budget=budget)
 
 
-class SnapStreamBlockManager(FullAttentionManager):  # type: ignore[misc]
+class SnapStreamBlockManager(FullAttentionManager):
     """vLLM's manager of full attention, with rows as long as a :class:`PagePlan` says.
 
     Attributes:
         plans: Plan of each request that holds blocks, or is about to.
-        requests_compressed: Requests whose prompt was compressed, ever.
-        tokens_dropped: Prompt tokens left out of compressed caches, ever.
-        blocks_released: Blocks given back by compression, ever.
+        counters: What compression has done so far, in the order of ``metrics.COUNTERS``: requests compressed, prompt
+            tokens dropped, blocks given back.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +89,7 @@ class SnapStreamBlockManager(FullAttentionManager):  # type: ignore[misc]
         self.plans: dict[str, PagePlan] = {}
         self._longest: dict[str, int] = {}
         self._released: set[str] = set()
-        self.requests_compressed = self.tokens_dropped = self.blocks_released = 0
+        self.counters = (0, 0, 0)
 
     def plan(self, request: Any) -> PagePlan:
         """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
@@ -130,9 +129,8 @@ class SnapStreamBlockManager(FullAttentionManager):  # type: ignore[misc]
         if processed_computed_tokens >= plan.prompt.length:
             self._remove_blocks_in_range(request_id, 0, plan.prompt_blocks)
             self._released.add(request_id)
-            self.requests_compressed += 1
-            self.tokens_dropped += plan.prompt.dropped
-            self.blocks_released += plan.prompt_blocks
+            requests, dropped, blocks = self.counters
+            self.counters = (requests + 1, dropped + plan.prompt.dropped, blocks + plan.prompt_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[Any]:
         """Forget the request and hand its blocks over."""

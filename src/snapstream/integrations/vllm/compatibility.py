@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import re
+from typing import Any
 
 OLDEST, NEWEST = (0, 29), (0, 33)
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
@@ -15,11 +16,11 @@ _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 # Function, and the arguments that are named or counted on.
-FRONT_HOOKS = {
+FRONT_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": ("self", "request_id", "prompt", "params"),
 }
-CORE_HOOKS = {
+CORE_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ("self", "request"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": ("self", "request"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": ("self", "blocks", "num_computed_tokens"),
@@ -30,18 +31,18 @@ CORE_HOOKS = {
     f"{_MANAGER}.pop_blocks_for_free": ("self", "request_id"),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": ("kvcache_spec_cls", "manager_class"),
 }
-WORKER_HOOKS = {
+WORKER_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build": ("self", "common_prefix_len", "common_attn_metadata"),
     "vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward_impl": (
         *("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
     ),
 }
-RUNNER_V1_HOOKS = {
+RUNNER_V1_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_RUNNER_V1}._update_states": ("self", "scheduler_output"),
     f"{_RUNNER_V1}._prepare_inputs": ("self", "scheduler_output", "num_scheduled_tokens"),
     f"{_RUNNER_V1}.execute_model": ("self", "scheduler_output"),
 }
-RUNNER_V2_HOOKS = {
+RUNNER_V2_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_RUNNER_V2}.add_requests": ("self", "scheduler_output"),
     f"{_RUNNER_V2}.finish_requests": ("self", "scheduler_output"),
     f"{_RUNNER_V2}.prepare_inputs": ("self", "scheduler_output"),
@@ -67,10 +68,11 @@ def missing_hook(hooks: dict[str, tuple[str, ...]]) -> str | None:
     for path, wanted in hooks.items():
         module, name = path.split(":")
         try:
-            target = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            target: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
             found = tuple(inspect.signature(target).parameters)
         except (ImportError, AttributeError):
             return f"vLLM {vllm.__version__} has no {path}; {advice}"
         if found[: len(wanted)] != wanted:
-            return f"{path} of vLLM {vllm.__version__} takes ({', '.join(found)}), not ({', '.join(wanted)}, ...); {advice}"
+            takes = f"({', '.join(found)}), not ({', '.join(wanted)}, ...)"
+            return f"{path} of vLLM {vllm.__version__} takes {takes}; {advice}"
     return None

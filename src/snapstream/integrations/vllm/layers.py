@@ -34,7 +34,7 @@ class LayerCompressor:
         self.heads_total = heads_total
         self.cache: PagedCache | None = None
         self._windows: dict[str, list[Tensor]] = {}
-        sequences.on_forget.append(lambda request_id: self._windows.pop(request_id, None))
+        sequences.on_forget.append(self._forget)
 
     def bind(self, block_size: int) -> None:
         """Find out the layout of the layer's cache, once it is there."""
@@ -57,6 +57,9 @@ class LayerCompressor:
                 self._compress(torch.cat(parts), cache, window)
             else:  # the batch's buffers are used again in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
+
+    def _forget(self, request_id: str) -> None:
+        self._windows.pop(request_id, None)
 
     def _compress(self, queries: Tensor, cache: Tensor, window: Window) -> None:
         """Choose what the finished prompt keeps and copy it into its own blocks; ``queries`` is ``[W, H, D]``."""
@@ -85,7 +88,7 @@ class LayerCompressor:
         layer = self.layer
         if not hasattr(layer, "kv_lora_rank"):
             return queries
-        nope, rope = queries.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+        nope, rope = torch.split(queries, [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
         absorbed = torch.einsum("thp,hpr->thr", nope, self._key_projection())
         return torch.cat([absorbed, rope], dim=-1)
 
@@ -158,7 +161,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
 def _compressing_impl(base: Any) -> type:
     """An ``AttentionImpl`` that compresses after its attention; ``snapstream`` is set on each object."""
 
-    class CompressingImpl(base):  # type: ignore[misc]
+    class CompressingImpl(base):
         def forward(
             self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any, **kwargs: Any
         ) -> Any:
@@ -173,7 +176,7 @@ def _compressing_impl(base: Any) -> type:
 def _compressing_latent_layer(base: Any) -> type:
     """An ``MLAAttention`` that compresses. Not its impl: only the layer sees all queries of a batch."""
 
-    class CompressingLayer(base):  # type: ignore[misc]
+    class CompressingLayer(base):
         def forward_impl(
             self, q: Tensor, latent: Tensor, rope: Tensor, kv_cache: Tensor, metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
@@ -187,8 +190,9 @@ def _compressing_latent_layer(base: Any) -> type:
 
 def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
     """A backend whose metadata builders see the step as the kernels should."""
+    builder: Any = backend.get_builder_cls()
 
-    class RewritingBuilder(backend.get_builder_cls()):  # type: ignore[misc]
+    class RewritingBuilder(builder):
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             if sequences.step is not None:
                 common_attn_metadata = sequences.step.rewrite(
@@ -196,7 +200,7 @@ def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
                 )
             return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
-    class RewritingBackend(backend):  # type: ignore[misc]
+    class RewritingBackend(backend):
         @staticmethod
         def get_builder_cls() -> type:
             return RewritingBuilder

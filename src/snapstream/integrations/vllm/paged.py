@@ -79,7 +79,7 @@ class PagedCache:
         layer = self.layer
         entries = keys.transpose(0, 1)
         if values is None:
-            latent, rope = entries[:, 0].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+            latent, rope = torch.split(entries[:, 0], [layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
             layer.impl.do_kv_cache_update(
                 latent.contiguous(), rope[:, None].contiguous(), cache, slots, layer.kv_cache_dtype, layer._k_scale
             )

@@ -18,11 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from snapstream.config import CacheBudget
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.vllm.compatibility import CORE_HOOKS, FRONT_HOOKS, missing_hook, unsupported_version
+from snapstream.integrations.vllm.metrics import publish_counters
 from snapstream.integrations.vllm.settings import (
     ENVIRONMENT,
     KEY,
+    REQUEST_KEY,
     active_budget,
     check_supported,
     request_budget,
@@ -77,6 +79,7 @@ def _create_engine_config(original: Callable[..., Any], arguments: Any, *args: A
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         check_supported(config, budget)
         _take_over(config, budget)
+        publish_counters()
     return config
 
 
@@ -110,9 +113,16 @@ def _process_inputs(
     original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse a request that the plugin cannot serve; the client gets a 400, others are unharmed."""
+    from vllm.exceptions import VLLMValidationError
+
     budget = active_budget(processor.vllm_config)
     if budget is not None:
-        request_budget(budget, getattr(params, "extra_args", None))
+        try:
+            request_budget(budget, getattr(params, "extra_args", None))
+        except RequestError as error:
+            raise VLLMValidationError(str(error), parameter=REQUEST_KEY) from error
         if kwargs.get("resumable"):
-            raise ValueError("streaming input is not supported with the SnapStream plugin: send the whole prompt")
+            raise VLLMValidationError(
+                "streaming input is not supported with the SnapStream plugin; send the whole prompt at once"
+            )
     return original(processor, request_id, prompt, params, *args, **kwargs)

@@ -18,7 +18,7 @@ from snapstream.integrations.vllm.step import Sequences
 def _reporting_v1(base: Any) -> type:
     """A subclass of ``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` that reports its steps."""
 
-    class ReportingRunner(base):  # type: ignore[misc]
+    class ReportingRunner(base):
         snapstream: Sequences
 
         def _update_states(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def _reporting_v1(base: Any) -> type:
 def _reporting_v2(base: Any) -> type:
     """A subclass of ``vllm.v1.worker.gpu.model_runner.GPUModelRunner`` that reports its steps."""
 
-    class ReportingRunner(base):  # type: ignore[misc]
+    class ReportingRunner(base):
         snapstream: Sequences
 
         def finish_requests(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

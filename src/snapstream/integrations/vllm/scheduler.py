@@ -15,12 +15,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.blocks import SnapStreamBlockManager
+from snapstream.integrations.vllm.metrics import CounterWriter
 from snapstream.integrations.vllm.pages import blocks_for
 
 logger = logging.getLogger("vllm.snapstream")
 
 
-class SnapStreamKVCacheManager(KVCacheManager):  # type: ignore[misc]
+class SnapStreamKVCacheManager(KVCacheManager):
     """vLLM's facade; plans every request, and limits what it may take from the prefix cache."""
 
     @property
@@ -48,6 +49,7 @@ class _Budgeted:
 
     kv_cache_manager: Any
     kv_cache_config: Any
+    vllm_config: Any
     max_model_len: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +63,13 @@ class _Budgeted:
             )
         # The scheduler builds its facade itself; a subclass without state of its own is put in its place.
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
+        self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_rank)
         self._announce(managers[0])
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's statistics of a step; ours go out at the same time."""
+        self._counters.write(self.kv_cache_manager.snapstream.counters)
+        return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 
     def _announce(self, manager: SnapStreamBlockManager) -> None:
         """One line beside vLLM's own "Maximum concurrency", which assumes full caches."""
@@ -77,9 +85,9 @@ class _Budgeted:
         )
 
 
-class SnapStreamScheduler(_Budgeted, Scheduler):  # type: ignore[misc]
+class SnapStreamScheduler(_Budgeted, Scheduler):
     """vLLM's scheduler."""
 
 
-class SnapStreamAsyncScheduler(_Budgeted, AsyncScheduler):  # type: ignore[misc]
+class SnapStreamAsyncScheduler(_Budgeted, AsyncScheduler):
     """vLLM's asynchronous scheduler."""

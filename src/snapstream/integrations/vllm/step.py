@@ -78,7 +78,7 @@ class Step:
     targets: dict[str, Target]
 
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
-        """vLLM's ``CommonAttentionMetadata`` as the kernels should see it.
+        """VLLM's ``CommonAttentionMetadata`` as the kernels should see it.
 
         Nothing waits for the device: what is copied to it comes from the host, and no shape depends on its data.
 
@@ -217,7 +217,7 @@ class Sequences:
                     int(stops[row]),
                     bool(computed[row] + scheduled[row] >= length[row]),
                 )
-                for row in np.flatnonzero(~decoding)
+                for row in np.flatnonzero(~decoding).tolist()
                 if plans[row].compressed and computed[row] + scheduled[row] > length[row] - plans[row].budget.window
             ],
             targets={},

@@ -20,7 +20,7 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
 
-class SnapStreamWorker(Worker):  # type: ignore[misc]
+class SnapStreamWorker(Worker):
     """The platform's worker, for a configuration that carries a budget."""
 
     compressors: list[LayerCompressor]
@@ -31,10 +31,10 @@ class SnapStreamWorker(Worker):  # type: ignore[misc]
         if obstacle := missing_hook(WORKER_HOOKS):
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         super().init_device()
-        self.budget = active_budget(self.vllm_config)
-        if self.budget is None:
+        budget = active_budget(self.vllm_config)
+        if budget is None:
             raise ConfigurationError("the SnapStream worker was chosen, but the configuration carries no budget")
-        self.sequences = Sequences(self.budget, self.cache_config.block_size)
+        self.sequences = Sequences(budget, self.cache_config.block_size)
         adopt_runner(self.model_runner, self.sequences, is_v2=bool(self.use_v2_model_runner))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -44,13 +44,13 @@ class SnapStreamWorker(Worker):  # type: ignore[misc]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What every layer needs of the cache: vLLM's specs, with the budget."""
-        return {name: budgeted(name, spec, self.budget) for name, spec in super().get_kv_cache_spec().items()}
+        return {name: budgeted(name, spec, self.sequences.budget) for name, spec in super().get_kv_cache_spec().items()}
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and find out how its blocks are laid out."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self.sequences.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        sizes = {}
+        sizes: dict[str, int] = {}
         for group in self.model_runner.attn_groups[0]:
             if getattr(group, "kernel_block_size", None) is not None:
                 raise ConfigurationError("the SnapStream plugin needs one block size for all attention layers")

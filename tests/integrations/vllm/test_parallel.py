@@ -1,0 +1,51 @@
+"""Several ranks: each compresses what it holds, and all of them keep the same tokens."""
+
+import os
+
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.integrations.vllm.engines import BUDGET, MLA, prompt
+from tests.integrations.vllm.offline import run_offline
+from tests.peers import peer_generate
+
+pytest.importorskip("vllm")
+
+LENGTHS = (700, 300, 37, 513)
+CORES = os.cpu_count() or 1
+
+
+def ranks(number):
+    """Where the threads of each rank run; on few cores they share."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % CORES) for rank in range(number))}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def test_tensor_parallel_with_a_kv_head_per_rank(llama, prompts):
+    got = run_offline(llama, prompts, 60, BUDGET, ranks(2), tensor_parallel_size=2, max_num_batched_tokens=333)
+    assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]
+
+
+def test_tensor_parallel_with_one_kv_head_on_both_ranks(tmp_path, prompts):
+    """Each rank sees half of the query heads that share the KV head: their votes are summed."""
+    save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
+    save_tokenizer(tmp_path)
+    got = run_offline(tmp_path, prompts, 60, BUDGET, ranks(2), tensor_parallel_size=2)
+    assert got == [peer_generate(tmp_path, tokens, BUDGET, 60) for tokens in prompts]
+
+
+def test_tensor_parallel_latent_attention(deepseek, prompts):
+    got = run_offline(deepseek, prompts, 60, BUDGET, ranks(2), tensor_parallel_size=2, **MLA)
+    assert got == [peer_generate(deepseek, tokens, BUDGET, 60, latent=True) for tokens in prompts]
+
+
+def test_pipeline_parallel(llama, prompts):
+    settings = {"pipeline_parallel_size": 2, "max_num_batched_tokens": 333}
+    settings["enforce_eager"] = False  # eager, stock vLLM 0.32 fails on a CPU: its buffers come from the warm-up
+    got = run_offline(llama, prompts, 60, BUDGET, ranks(2), **settings)
+    assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]

@@ -1,0 +1,148 @@
+"""How the plugin is switched on, and what stops it."""
+
+import logging
+
+import pytest
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.vllm import compatibility, plugin
+from tests.integrations.vllm.engines import BUDGET, vllm_engine
+
+vllm = pytest.importorskip("vllm")
+
+
+def engine_config(checkpoint, **settings):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"model": str(checkpoint), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
+    return EngineArgs(**(arguments | settings)).create_engine_config()
+
+
+def test_without_a_budget_vllm_stays_as_it_is(llama):
+    config = engine_config(llama)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.scheduler_config.scheduler_cls is None
+    assert not config.additional_config
+
+
+def test_a_budget_names_our_worker_and_scheduler_and_keeps_other_settings(llama, monkeypatch):
+    config = engine_config(llama, additional_config={"snapstream": 128, "other": 1})
+    assert config.parallel_config.worker_cls == "snapstream.integrations.vllm.worker.SnapStreamWorker"
+    assert config.scheduler_config.scheduler_cls.startswith("snapstream.")
+    assert config.additional_config == {"snapstream": CacheBudget.of(128).as_dict(), "other": 1}
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", "256")
+    assert engine_config(llama).additional_config == {"snapstream": CacheBudget.of(256).as_dict()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"additional_config": {"snapstream": {"capacity": 128, "windw": 4}}}, "unknown field windw; allowed"),
+        ({"additional_config": {"snapstream": "many"}}, "neither a number"),
+        ({"additional_config": {"snapstream": 128}, "kv_cache_dtype": "fp8"}, "use auto"),
+        ({"additional_config": {"snapstream": 128}, "worker_cls": "my.Worker"}, "--worker-cls my.Worker"),
+        (
+            {
+                "additional_config": {"snapstream": 128},
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+            },
+            "leave --speculative-config out",
+        ),
+    ],
+)
+def test_what_cannot_work_stops_the_server_at_start(llama, settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        engine_config(llama, **settings)
+
+
+@pytest.mark.parametrize("family", ["sliding window", "soft cap"])
+def test_models_it_cannot_serve_are_refused(tmp_path, family):
+    """Where the configuration does not tell, the layers do."""
+    from tests.checkpoints import save_checkpoint
+    from tests.conftest import save_tokenizer
+
+    if family == "sliding window":
+        save_checkpoint(tmp_path, "mistral", sliding_window=64)
+    else:
+        from transformers import Gemma2Config, Gemma2ForCausalLM
+
+        config = Gemma2Config(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            sliding_window=64,
+            max_position_embeddings=512,
+        )
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with (
+        pytest.raises((ConfigurationError, RuntimeError), match="SnapStream"),
+        vllm_engine(tmp_path, BUDGET, max_model_len=512),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("version", "is_supported"),
+    [("0.28.1", False), ("0.29.0", True), ("0.33.2", True), ("0.34.0", False), ("dev", False)],
+)
+def test_versions(monkeypatch, version, is_supported):
+    monkeypatch.setattr(vllm, "__version__", version)
+    obstacle = compatibility.unsupported_version()
+    assert (obstacle is None) == is_supported
+    if obstacle:
+        assert version in obstacle
+        assert "install vLLM 0.29 to 0.33" in obstacle
+
+
+def test_another_version_stops_whoever_asked_and_warns_the_others(monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="vllm.snapstream"):
+        plugin.register()
+    assert "SnapStream is installed but off: vLLM 0.99.0 is not supported" in caplog.text
+    monkeypatch.setenv("SNAPSTREAM_BUDGET", "512")
+    with pytest.raises(ConfigurationError, match=r"SNAPSTREAM_BUDGET is set, but vLLM 0.99.0 is not supported"):
+        plugin.register()
+
+
+def test_every_hook_is_there_and_a_missing_one_is_named():
+    hooks = compatibility.FRONT_HOOKS | compatibility.CORE_HOOKS | compatibility.WORKER_HOOKS
+    assert compatibility.missing_hook(hooks | compatibility.RUNNER_V1_HOOKS) is None
+    gone = {"vllm.v1.core.kv_cache_manager:KVCacheManager.no_such_function": ("self",)}
+    assert "has no vllm.v1.core.kv_cache_manager:KVCacheManager.no_such_function" in compatibility.missing_hook(gone)
+    other = {"vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": ("self", "sequence")}
+    assert "takes (self, request, " in compatibility.missing_hook(other)
+
+
+def test_registering_twice_wraps_once():
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    once = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is once
+
+
+def test_cuda_graphs_leave_attention_outside():
+    from types import SimpleNamespace
+
+    from vllm.config import CUDAGraphMode
+
+    cases = {
+        CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
+        CUDAGraphMode.FULL: CUDAGraphMode.NONE,
+        CUDAGraphMode.PIECEWISE: CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.NONE: CUDAGraphMode.NONE,
+        None: None,
+    }
+    for mode, want in cases.items():
+        compilation = SimpleNamespace(cudagraph_mode=mode)
+        plugin._forbid_full_graphs(compilation)
+        assert compilation.cudagraph_mode == want
