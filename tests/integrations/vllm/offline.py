@@ -12,20 +12,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def run_offline(model, prompts, steps, budget=None, environment=None, timeout=420, **settings):
-    """Greedy tokens of every prompt, from another process."""
+def run_offline(model, prompts, steps, budget=None, environment=None, timeout=420, script=__name__, **settings):
+    """Greedy tokens of every prompt, from another process that runs `script`."""
     task = {"model": str(model), "prompts": prompts, "steps": steps, "budget": budget and budget.as_dict(), **settings}
+    whole = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.vllm.offline", json.dumps(task)],
+        [sys.executable, "-m", script, json.dumps(task)],
         cwd=ROOT,
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {}),
+        env={name: value for name, value in whole.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
-    assert lines, f"no tokens; {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+    assert lines, "no tokens:\n" + "\n".join(dict.fromkeys(said))[:4000]
     return json.loads(lines[0].removeprefix("TOKENS "))
 
 

@@ -7,6 +7,8 @@ import pytest
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm import compatibility, plugin
+from tests.checkpoints import save_checkpoint
+from tests.conftest import save_tokenizer
 from tests.integrations.vllm.engines import BUDGET, vllm_engine
 
 vllm = pytest.importorskip("vllm")
@@ -56,32 +58,21 @@ def test_what_cannot_work_stops_the_server_at_start(llama, settings, message):
         engine_config(llama, **settings)
 
 
-@pytest.mark.parametrize("family", ["sliding window", "soft cap"])
-def test_models_it_cannot_serve_are_refused(tmp_path, family):
-    """Where the configuration does not tell, the layers do."""
-    from tests.checkpoints import save_checkpoint
-    from tests.conftest import save_tokenizer
+def test_a_sliding_window_is_refused(tmp_path):
+    save_checkpoint(tmp_path, "mistral", sliding_window=64)
+    save_tokenizer(tmp_path)
+    with pytest.raises(ConfigurationError, match="sliding-window layers"):
+        engine_config(tmp_path, additional_config={"snapstream": 128})
 
-    if family == "sliding window":
-        save_checkpoint(tmp_path, "mistral", sliding_window=64)
-    else:
-        from transformers import Gemma2Config, Gemma2ForCausalLM
 
-        config = Gemma2Config(
-            vocab_size=96,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            sliding_window=64,
-            max_position_embeddings=512,
-        )
-        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+def test_attention_that_depends_on_where_entries_lie_is_refused(tmp_path):
+    """Nothing in the configuration says ALiBi; the layers do."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=64, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     with (
-        pytest.raises((ConfigurationError, RuntimeError), match="SnapStream"),
+        pytest.raises(ConfigurationError, match=r"SnapStream plugin cannot serve layer .*ALiBi"),
         vllm_engine(tmp_path, BUDGET, max_model_len=512),
     ):
         pass

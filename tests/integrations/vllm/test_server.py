@@ -154,7 +154,9 @@ def test_a_budget_for_one_request(client, engine, document, asked):
     want = engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, kv_budget=64))[0]
     assert got.choices[0].text.strip() == want.text.strip()
     server_wide = client.completions.create(**options, extra_body={"ignore_eos": True})
-    assert server_wide.choices[0].text.strip() != want.text.strip()  # 64 entries are too few, so the setting did something
+    assert (
+        server_wide.choices[0].text.strip() != want.text.strip()
+    )  # 64 entries are too few, so the setting did something
 
 
 @pytest.mark.parametrize("asked_for", [2001, 5, "many", 1.5])

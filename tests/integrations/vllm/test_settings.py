@@ -9,6 +9,7 @@ from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.vllm.settings import (
     active_budget,
     check_supported,
+    granted_budget,
     request_budget,
     requested_budget,
 )
@@ -104,6 +105,7 @@ def test_per_request_budgets():
 def test_bad_per_request_budgets(asked, message):
     with pytest.raises(RequestError, match=message):
         request_budget(BUDGET, {"kv_budget": asked})
+    assert granted_budget(BUDGET, {"kv_budget": asked}) == BUDGET  # past the door, it must hurt nobody
 
 
 def test_a_plain_configuration_is_supported():

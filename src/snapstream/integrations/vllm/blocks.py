@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.pages import PagePlan, blocks_for, plan_pages
-from snapstream.integrations.vllm.settings import request_budget
+from snapstream.integrations.vllm.settings import granted_budget
 
 
 class _Budgeted:
@@ -94,7 +94,7 @@ class SnapStreamBlockManager(FullAttentionManager):
     def plan(self, request: Any) -> PagePlan:
         """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
         if not self.req_to_blocks.get(request.request_id):
-            budget = request_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
+            budget = granted_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
             self.plans[request.request_id] = plan_pages(request.num_tokens, budget, self.block_size)
             self._longest[request.request_id] = request.num_prompt_tokens + request.max_tokens
         return self.plans[request.request_id]

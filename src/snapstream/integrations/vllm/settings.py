@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapstream.config import CacheBudget
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 
 ENVIRONMENT = "SNAPSTREAM_BUDGET"
 KEY = "snapstream"
@@ -58,6 +58,18 @@ def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
     """
     asked = (extra_args or {}).get(REQUEST_KEY)
     return budget.for_request(int(asked) if isinstance(asked, str) and asked.isdigit() else asked)
+
+
+def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
+    """What a request gets, on every side alike: what it asked for, or the server's if that makes no sense.
+
+    Requests that ask for nonsense are refused when they arrive. Should one come by another way, it must not stop the
+    engine that serves all the others.
+    """
+    try:
+        return request_budget(budget, extra_args)
+    except RequestError:
+        return budget
 
 
 def check_supported(config: Any, budget: CacheBudget) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from snapstream.compression.layout import next_slot
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.pages import PagePlan, plan_pages
-from snapstream.integrations.vllm.settings import request_budget
+from snapstream.integrations.vllm.settings import granted_budget
 
 
 class Window(NamedTuple):
@@ -161,7 +161,7 @@ class Sequences:
             extra_args: Of its sampling parameters.
         """
         self.pause([request_id])
-        self._prompts[request_id] = (prompt, request_budget(self.budget, extra_args))
+        self._prompts[request_id] = (prompt, granted_budget(self.budget, extra_args))
         self._plan(request_id, known)
 
     def resume(self, request_id: str, generated: int) -> None:

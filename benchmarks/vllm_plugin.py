@@ -1,0 +1,258 @@
+"""The vLLM plugin beside stock vLLM: requests at once, decoding at 16k context, prefill.
+
+Each engine lives in a process of its own; they are asked in turn, round after round, so that both see the same
+machine, and what is reported are ratios with their spread. Prints Markdown; `--json FILE` keeps the raw numbers.
+
+    python benchmarks/vllm_plugin.py               # everything
+    python benchmarks/vllm_plugin.py --only pool   # or: decode, prefill
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SECTIONS = ("pool", "decode", "prefill")
+BUDGET = 4096
+CONTEXT = 16384
+# The model of benchmarks/engine.py.
+CONFIG = {
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+}
+POOL_BLOCKS, POOL_BLOCK_SIZE, POOL_PROMPTS, POOL_TOKENS = 160, 32, 20, 100
+POOL_BUDGET = 320  # the prompts are 900 to 1500 tokens long: about four times as much
+
+
+class Engine:
+    """vLLM in a process of its own, driven by lines of JSON."""
+
+    def __init__(self, name: str, model: str, budget: int | None, **settings: Any) -> None:
+        self.name = name
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "3"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("SNAPSTREAM_BUDGET", None)
+        if budget is not None:
+            environment["SNAPSTREAM_BUDGET"] = str(budget)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps({"model": model, **settings})],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.ask("ready")
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise SystemExit(f"{self.name}: the engine died")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+class Server:
+    """The other end: one engine, and what may be asked of it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(skip_tokenizer_init=True, disable_log_stats=True, enable_prefix_caching=False, **settings)
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.number = 0
+
+    def ready(self) -> str:
+        return "yes"
+
+    def _add(self, length: int, tokens: int, seed: int) -> None:
+        from vllm import SamplingParams
+
+        rng = random.Random(seed)
+        prompt = [rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        self.engine.add_request(f"r{self.number}", {"prompt_token_ids": prompt}, params)
+        self.number += 1
+
+    def pool(self) -> dict[str, float]:
+        """Twenty long prompts through a small pool."""
+        for index in range(POOL_PROMPTS):
+            self._add(900 + index * 600 // (POOL_PROMPTS - 1), POOL_TOKENS, index)
+        requests = list(self.scheduler.requests.values())
+        running = steps = 0
+        start = time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+            running = max(running, len(self.scheduler.running))
+            steps += 1
+        seconds = time.perf_counter() - start
+        preempted = sum(request.num_preemptions for request in requests)
+        return {"running": running, "steps": steps, "preempted": preempted, "seconds": seconds}
+
+    def fill(self, batch: int, context: int) -> int:
+        """Read `batch` prompts; leaves their sequences in the middle of decoding."""
+        for index in range(batch):
+            self._add(context, 4000, index)
+        requests = list(self.scheduler.requests.values())
+        while any(request.num_output_tokens < 4 for request in requests):
+            self.engine.step()
+        return len(self.scheduler.running)
+
+    def decode(self, steps: int) -> float:
+        """Seconds per decode step of what was filled in."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.engine.step()
+        return (time.perf_counter() - start) / steps
+
+    def clear(self) -> int:
+        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return len(self.scheduler.running)
+
+    def prefill(self, context: int, seed: int) -> float:
+        """Seconds to read one prompt and say one token."""
+        self._add(context, 1, seed)
+        start = time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return time.perf_counter() - start
+
+
+def serve(settings: dict[str, Any]) -> None:
+    server = Server(settings)
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        print("ANSWER", json.dumps(getattr(server, what)(**arguments)), flush=True)
+
+
+def show(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def pool(model: str, rounds: int) -> dict[str, Any]:
+    settings = {
+        "dtype": "bfloat16",
+        "max_model_len": 1792,
+        "block_size": POOL_BLOCK_SIZE,
+        "num_gpu_blocks_override": POOL_BLOCKS,
+        "max_num_batched_tokens": 2048,
+    }
+    engines = [Engine("stock", model, None, **settings), Engine("plugin", model, POOL_BUDGET, **settings)]
+    measured: dict[str, list[dict[str, float]]] = {engine.name: [] for engine in engines}
+    for engine in engines:
+        engine.ask("pool")  # once for the compiler
+    for _ in range(rounds):
+        for engine in engines:
+            measured[engine.name].append(engine.ask("pool"))
+    for engine in engines:
+        engine.close()
+    print(
+        f"\n## {POOL_PROMPTS} prompts of 900 to 1500 tokens, {POOL_TOKENS} tokens each, "
+        f"pool of {POOL_BLOCKS} blocks of {POOL_BLOCK_SIZE}\n\n"
+        "| | running at once | steps | preemptions | time, stock / this |\n|---|---|---|---|---|"
+    )
+    for name, runs in measured.items():
+        faster = [a["seconds"] / b["seconds"] for a, b in zip(measured["stock"], runs, strict=True)]
+        first = runs[0]
+        label = "stock" if name == "stock" else f"budget {POOL_BUDGET}"
+        print(f"| {label} | {first['running']} | {first['steps']} | {first['preempted']} | {show(faster)}x |")
+    return measured
+
+
+def decode(model: str, rounds: int) -> dict[str, Any]:
+    settings = {"dtype": "bfloat16", "max_model_len": CONTEXT + 4352, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    engines = [Engine("stock", model, None, **settings), Engine("plugin", model, BUDGET, **settings)]
+    print(
+        f"\n## Decode, {CONTEXT} tokens of context, budget {BUDGET}: time of a step, stock / plugin\n\n"
+        "| batch | ratio |\n|---|---|"
+    )
+    measured: dict[str, Any] = {}
+    for batch in (1, 4):
+        times: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        for engine in engines:
+            assert engine.ask("fill", batch=batch, context=CONTEXT) == batch
+            engine.ask("decode", steps=10)
+        for _ in range(rounds):
+            for engine in engines:
+                times[engine.name].append(engine.ask("decode", steps=40 // batch))
+        for engine in engines:
+            assert engine.ask("clear") == 0
+        ratios = [a / b for a, b in zip(times["stock"], times["plugin"], strict=True)]
+        print(f"| {batch} | {show(ratios)}x |", flush=True)
+        measured[str(batch)] = times
+    for engine in engines:
+        engine.close()
+    return measured
+
+
+def prefill(model: str, rounds: int) -> dict[str, Any]:
+    settings = {"dtype": "bfloat16", "max_model_len": CONTEXT + 64, "max_num_seqs": 2, "max_num_batched_tokens": 2048}
+    engines = [Engine("stock", model, None, **settings), Engine("plugin", model, BUDGET, **settings)]
+    times: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    for engine in engines:
+        engine.ask("prefill", context=2048, seed=99)
+    for seed in range(rounds):
+        for engine in engines:
+            times[engine.name].append(engine.ask("prefill", context=CONTEXT, seed=seed))
+    for engine in engines:
+        engine.close()
+    ratios = [b / a for a, b in zip(times["stock"], times["plugin"], strict=True)]
+    print(f"\n## Prefill of {CONTEXT} tokens and the first token: time, plugin / stock\n\n{show(ratios)}x")
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(json.loads(arguments.serve))
+        return
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    results = {}
+    with tempfile.TemporaryDirectory() as model:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16).save_pretrained(model)
+        for section in (arguments.only,) if arguments.only else SECTIONS:
+            rounds = arguments.rounds if section != "prefill" else min(arguments.rounds, 5)
+            results[section] = globals()[section](model, rounds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
