@@ -222,12 +222,14 @@ def test_aborted_requests_give_everything_back(llama, prompts, expected):
 
 
 def test_per_request_budgets_hold_fewer_blocks(llama, prompts):
+    from vllm.exceptions import VLLMValidationError
+
     budgets = [None, 64, None, 96, 128, 40]
     with vllm_engine(llama, BUDGET, max_num_batched_tokens=4096) as llm:
         seen = []
         params = [sampling(50, kv_budget=entries) for entries in budgets]
         got = run_by_hand(llm, prompts, params, lambda _: seen.append(list(held_blocks(llm).values())))
-        with pytest.raises(ValueError, match="server's is 128"):
+        with pytest.raises(VLLMValidationError, match="server's is 128"):
             llm.llm_engine.add_request("bad", {"prompt_token_ids": [5]}, sampling(5, kv_budget=129))
         assert not scheduler(llm).requests
     assert seen[-2] == [4, 2, 3, 3, 4, 2]
