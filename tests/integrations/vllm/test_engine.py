@@ -74,6 +74,8 @@ def test_equals_both_references_and_holds_the_planned_blocks(llama, prompts, exp
     assert rows[0] == [26, 14, 2, 36, 21, 3]  # prompt and compressed cache, for one step
     assert rows[1] == [4, 4, 2, 4, 4, 3]  # 128 entries; the short ones grow up to that
     assert rows[-1] == [4, 4, 4, 4, 4, 4]
+    full = [step[name] for step in seen for name in step if name.startswith(("r2", "r5"))]
+    assert max(full) == 8  # for the one step in which a full cache moves out of blocks that others may share
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,20 @@ def test_shared_prefixes_and_their_hits(llama):
         for _ in range(2):  # now everything is in the prefix cache, rings have turned many times
             outputs = llm.generate([{"prompt_token_ids": t} for t in some], sampling(100), use_tqdm=False)
             assert [list(output.outputs[0].token_ids) for output in outputs] == want
-        # Whole blocks below the window of 32; below the ring for what will outgrow its cache (base 32 + 4, or 35).
-        assert [output.num_cached_tokens for output in outputs] == [416, 352, 544, 32, 32, 32, 352]
-        # What fits and never reaches its ring shares as stock vLLM does.
-        assert generate(llm, [short], 20) == [want[5][:20]]
-        (again,) = llm.generate({"prompt_token_ids": short}, sampling(20), use_tqdm=False)
-        assert list(again.outputs[0].token_ids) == want[5][:20]
-        assert again.num_cached_tokens == 64
+        # Whole blocks below the window of 32; of what fits, all but the last token, as in stock vLLM.
+        assert [output.num_cached_tokens for output in outputs] == [416, 352, 544, 96, 96, 64, 352]
+
+
+def test_a_conversation_within_the_budget_shares_as_in_stock_vllm(llama):
+    """Also what was generated is published, until the cache is full; then it moves, and what was published stays."""
+    first = prompt(70, 1)
+    with vllm_engine(llama, BUDGET, enable_prefix_caching=True) as llm:
+        (said,) = generate(llm, [first], 300)
+        assert said == peer_generate(llama, first, BUDGET, 300)
+        turn = first + said[:40] + prompt(9, 2)
+        (answer,) = llm.generate({"prompt_token_ids": turn}, sampling(60), use_tqdm=False)
+        assert answer.num_cached_tokens == 96
+        assert list(answer.outputs[0].token_ids) == peer_generate(llama, turn, BUDGET, 60)
 
 
 def test_a_small_pool_serves_more_at_once(llama):

@@ -102,6 +102,13 @@ def test_another_version_stops_whoever_asked_and_warns_the_others(monkeypatch, c
         plugin.register()
 
 
+def test_another_version_also_stops_who_asks_by_additional_config(llama, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(ConfigurationError, match=r"vLLM 0.99.0 is not supported"):
+        engine_config(llama, additional_config={"snapstream": 128})
+    assert engine_config(llama).scheduler_config.scheduler_cls is None
+
+
 def test_every_hook_is_there_and_a_missing_one_is_named():
     hooks = compatibility.FRONT_HOOKS | compatibility.CORE_HOOKS | compatibility.WORKER_HOOKS
     assert compatibility.missing_hook(hooks | compatibility.RUNNER_V1_HOOKS) is None
@@ -120,20 +127,17 @@ def test_registering_twice_wraps_once():
     assert EngineArgs.create_engine_config is once
 
 
-def test_cuda_graphs_leave_attention_outside():
+@pytest.mark.parametrize("is_split", [True, False])
+def test_cuda_graphs_leave_attention_outside(is_split):
     from types import SimpleNamespace
 
     from vllm.config import CUDAGraphMode
 
-    cases = {
-        CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
-        CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
-        CUDAGraphMode.FULL: CUDAGraphMode.NONE,
-        CUDAGraphMode.PIECEWISE: CUDAGraphMode.PIECEWISE,
-        CUDAGraphMode.NONE: CUDAGraphMode.NONE,
-        None: None,
-    }
-    for mode, want in cases.items():
-        compilation = SimpleNamespace(cudagraph_mode=mode)
+    for mode in (*CUDAGraphMode, None):
+        compilation = SimpleNamespace(cudagraph_mode=mode, is_attention_compiled_piecewise=lambda: is_split)
         plugin._forbid_full_graphs(compilation)
-        assert compilation.cudagraph_mode == want
+        if mode in (None, CUDAGraphMode.NONE):
+            assert compilation.cudagraph_mode == mode
+        else:
+            want = CUDAGraphMode.PIECEWISE if is_split else CUDAGraphMode.NONE
+            assert compilation.cudagraph_mode == want

@@ -93,7 +93,7 @@ class Second:
 
 def runner(generation):
     made = (_reporting_v1(First) if generation == 1 else _reporting_v2(Second))()
-    made.snapstream = Sequences(BUDGET, 16)
+    made.snapstream = Sequences(BUDGET, 16, shares=False)
     return made
 
 

@@ -181,7 +181,7 @@ def test_counters_are_on_vllms_own_page(client, server, document, asked):
     )
     client.completions.create(model="retrieval", prompt="a short one", max_tokens=4)
     deadline = time.monotonic() + 20
-    name = "snapstream_requests_compressed_total"
+    name = "snapstream_prompts_compressed_total"
     while metrics(server)[name] == before[name] and time.monotonic() < deadline:
         time.sleep(0.2)
     after = metrics(server)

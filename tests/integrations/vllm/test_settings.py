@@ -29,7 +29,7 @@ def vllm_config(**changes):
         "parallel": {
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
-            "enable_dbo": False,
+            "use_ubatching": False,
             "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
         },
         "scheduler": {"scheduler_cls": None},
@@ -99,6 +99,8 @@ def test_per_request_budgets():
         (True, "whole number"),
         (2.5, "whole number"),
         ("many", "whole number"),
+        ("\u00b2", "whole number"),
+        ("9" * 5000, "whole number"),
         ([256], "whole number"),
     ],
 )
@@ -124,7 +126,8 @@ def test_a_plain_configuration_is_supported():
         ({"model__is_hybrid": True}, "hybrid"),
         ({"model__get_sliding_window": lambda: 4096}, "sliding-window"),
         ({"parallel__decode_context_parallel_size": 2}, "decode context parallelism"),
-        ({"parallel__enable_dbo": True}, "dual-batch overlap"),
+        ({"parallel__use_ubatching": True}, "microbatches"),
+        ({"model__is_diffusion": True}, "diffusion"),
         ({"parallel__worker_cls": "my.Worker"}, "--worker-cls my.Worker"),
         ({"scheduler__scheduler_cls": "my.Scheduler"}, "--scheduler-cls my.Scheduler"),
     ],

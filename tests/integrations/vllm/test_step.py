@@ -31,12 +31,12 @@ BUDGET = CacheBudget(sink=3, recent=20, top_k=9, window=6)
 
 def batch(rng, manager, kernel, budget):
     """Random requests in random phases: ids, computed, scheduled, block table in the kernel's blocks."""
-    sequences = Sequences(budget, manager)
+    sequences = Sequences(budget, manager, shares=rng.random() < 0.5)
     rows, computed, scheduled, plans = [], [], [], []
     for number in range(rng.randrange(1, 7)):
         length = rng.randrange(1, 120)
         sequences.admit(f"r{number}", length, length, None)
-        plans.append(plan_pages(length, budget, manager))
+        plans.append(plan_pages(length, budget, manager, shares=sequences.shares))
         if rng.random() < 0.5:
             computed.append(rng.randrange(length))
             scheduled.append(rng.randrange(1, length - computed[-1] + 1))
@@ -78,7 +78,7 @@ def test_equals_the_life_of_each_sequence(manager, kernel, ring):
         assert torch.equal(old.block_table_tensor, table)
         start, lengths = 0, []
         for row, plan in enumerate(plans):
-            prompt, front = plan.prompt, plan.prompt_blocks * manager
+            prompt, front = plan.prompt, plan.front_blocks * manager if plan.has_moved(computed[row]) else 0
             if computed[row] < prompt.length:  # prefill: untouched
                 lengths.append(int(after[row]))
                 assert torch.equal(new.block_table_tensor[row], table[row])
@@ -109,9 +109,9 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
     rng = random.Random(manager + kernel)
     for _ in range(80):
         length = rng.randrange(33, 120)
-        sequences = Sequences(BUDGET, manager)
+        sequences = Sequences(BUDGET, manager, shares=True)
         sequences.admit("r", length, length, None)
-        plan = plan_pages(length, BUDGET, manager)
+        plan = plan_pages(length, BUDGET, manager, shares=True)
         table = torch.tensor([rng.sample(range(1, 999), 40)], dtype=torch.int32)
         seen, computed = [], rng.randrange(length - BUDGET.window + 1)
         while computed < length:
@@ -127,7 +127,7 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
                 if window.last:
                     target = sequences.step.targets["r"]
                     assert target.blocks.tolist() == table[0, : blocks_for(length, kernel)].tolist()
-                    front = plan.prompt_blocks * manager
+                    front = plan.front_blocks * manager
                     want = [address(table[0], front + entry, kernel) for entry in range(plan.prompt.limit)]
                     assert target.slots.tolist() == want
             computed += size
@@ -136,7 +136,7 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
 
 def test_requests_come_back_longer_and_with_their_own_budget():
     forgotten = []
-    sequences = Sequences(BUDGET, 16)
+    sequences = Sequences(BUDGET, 16, shares=False)
     sequences.on_forget.append(forgotten.append)
     sequences.admit("r", 50, 50, {"kv_budget": 30})
     sequences.begin(["r"], np.array([50]), np.array([1]))
@@ -150,3 +150,30 @@ def test_requests_come_back_longer_and_with_their_own_budget():
     assert sequences.step is None
     sequences.forget(["r", "unknown"])
     assert forgotten.count("r") >= 2
+
+
+@pytest.mark.parametrize("manager", [8, 16])
+def test_a_full_cache_moves_once_and_only_where_blocks_are_shared(manager):
+    """A prompt that fits is copied out in the step that fills its cache, be it prefill or decoding."""
+    limit = BUDGET.capacity
+    table = torch.tensor([random.Random(manager).sample(range(1, 999), 40)], dtype=torch.int32)
+    for length in (1, 20, limit - 1, limit):
+        for shares in (True, False):
+            sequences = Sequences(BUDGET, manager, shares=shares)
+            sequences.admit("r", length, length, None)
+            moved = []
+            for computed in [0, *range(length, limit + 40)]:
+                size = length if computed == 0 else 1
+                sequences.begin(["r"], np.array([computed]), np.array([size]))
+                metadata = Metadata(torch.tensor([computed + size]), 0, table.clone(), torch.zeros(size))
+                sequences.step.rewrite(metadata, manager, manager)
+                for window in sequences.step.windows:
+                    moved.append(computed + size)
+                    assert window.last
+                    assert window.start == window.stop  # nothing is voted on
+                    target = sequences.step.targets["r"]
+                    front = blocks_for(limit, manager)
+                    assert target.blocks.tolist() == table[0, :front].tolist()
+                    want = [address(table[0], front * manager + entry, manager) for entry in range(limit)]
+                    assert target.slots.tolist() == want
+            assert moved == ([limit] if shares else [])

@@ -80,65 +80,62 @@ class SnapStreamBlockManager(FullAttentionManager):
 
     Attributes:
         plans: Plan of each request that holds blocks, or is about to.
-        counters: What compression has done so far, in the order of ``metrics.COUNTERS``: requests compressed, prompt
-            tokens dropped, blocks given back.
+        counters: What compression has done so far, in the order of ``metrics.COUNTERS``: prompts compressed, tokens
+            dropped, blocks given back.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.plans: dict[str, PagePlan] = {}
-        self._longest: dict[str, int] = {}
-        self._released: set[str] = set()
         self.counters = (0, 0, 0)
+        self._moved: set[str] = set()
+        self._released: set[str] = set()
 
     def plan(self, request: Any) -> PagePlan:
         """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
         if not self.req_to_blocks.get(request.request_id):
             budget = granted_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
-            self.plans[request.request_id] = plan_pages(request.num_tokens, budget, self.block_size)
-            self._longest[request.request_id] = request.num_prompt_tokens + request.max_tokens
+            plan = plan_pages(request.num_tokens, budget, self.block_size, shares=self.enable_caching)
+            self.plans[request.request_id] = plan
         return self.plans[request.request_id]
 
     def reusable_tokens(self, request: Any) -> int:
         """Whole blocks' worth of tokens at the start that ``request`` may take from the prefix cache."""
-        tokens = max(0, self.plan(request).reusable(self._longest[request.request_id]))
-        return tokens // self.block_size * self.block_size
+        return max(0, self.plan(request).reusable()) // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks that ``num_tokens`` computed tokens need beyond those held."""
-        tokens = self._row_tokens(request_id, num_tokens)
-        count: int = super().get_num_blocks_to_allocate(request_id, tokens, *args, **kwargs)
-        return count
+        return super().get_num_blocks_to_allocate(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Lengthen the row to what the plan says for ``num_tokens`` computed tokens."""
+        plan = self.plans[request_id]
+        if plan.has_moved(num_tokens) and request_id not in self._moved:
+            self._moved.add(request_id)
+            prompts, dropped, blocks = self.counters
+            if plan.compressed:
+                self.counters = (prompts + 1, dropped + plan.prompt.dropped, blocks + plan.front_blocks)
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Publish the blocks that will never change; the compressed cache and the ring stay private."""
-        shareable = self.plans[request.request_id].shareable(self._longest[request.request_id])
-        super().cache_blocks(request, min(num_tokens, shareable), *args, **kwargs)
+        """Publish the blocks that will never change; the copy, where the ring turns, stays private."""
+        super().cache_blocks(request, self.plans[request.request_id].shareable(num_tokens), *args, **kwargs)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give the prompt's blocks back once the step that copied its kept entries has run."""
+        """Give the front of the row back once the step that copied it has run."""
         plan = self.plans.get(request_id)
-        if plan is None or not plan.compressed or request_id in self._released:
-            return
-        if processed_computed_tokens >= plan.prompt.length:
-            self._remove_blocks_in_range(request_id, 0, plan.prompt_blocks)
+        if plan is not None and plan.has_moved(processed_computed_tokens) and request_id not in self._released:
+            self._remove_blocks_in_range(request_id, 0, plan.front_blocks)
             self._released.add(request_id)
-            requests, dropped, blocks = self.counters
-            self.counters = (requests + 1, dropped + plan.prompt.dropped, blocks + plan.prompt_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[Any]:
         """Forget the request and hand its blocks over."""
         self.plans.pop(request_id, None)
-        self._longest.pop(request_id, None)
+        self._moved.discard(request_id)
         self._released.discard(request_id)
-        blocks: Sequence[Any] = super().pop_blocks_for_free(request_id)
-        return blocks
+        return super().pop_blocks_for_free(request_id)
 
     def _row_tokens(self, request_id: str, num_tokens: int) -> int:
         """``num_tokens`` as a number that vLLM's own arithmetic turns into the row length of the plan."""

@@ -12,6 +12,8 @@ OLDEST, NEWEST = (0, 29), (0, 33)
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
+_SPEC = "vllm.v1.kv_cache_interface:FullAttentionSpec"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
@@ -29,9 +31,24 @@ CORE_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_MANAGER}.remove_skipped_blocks": ("self", "request_id", "processed_computed_tokens"),
     f"{_MANAGER}.cache_blocks": ("self", "request", "num_tokens"),
     f"{_MANAGER}.pop_blocks_for_free": ("self", "request_id"),
+    f"{_MANAGER}._remove_blocks_in_range": ("self", "request_id", "first_block", "last_block"),
+    f"{_SPEC}.max_num_blocks_per_req": ("self", "vllm_config", "max_len"),
+    f"{_SPEC}.max_memory_usage_bytes": ("self", "vllm_config"),
+    f"{_SPEC}.merge": ("specs",),
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": (),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": ("self",),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler.make_stats": ("self",),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": ("kvcache_spec_cls", "manager_class"),
 }
 WORKER_HOOKS: dict[str, tuple[str, ...]] = {
+    f"{_WORKER}.init_device": ("self",),
+    f"{_WORKER}.load_model": ("self",),
+    f"{_WORKER}.get_kv_cache_spec": ("self",),
+    f"{_WORKER}.determine_available_memory": ("self",),
+    f"{_WORKER}.initialize_from_config": ("self", "kv_cache_config"),
+    "vllm.v1.attention.backend:AttentionImpl.forward": (
+        *("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata"),
+    ),
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build": ("self", "common_prefix_len", "common_attn_metadata"),
     "vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward_impl": (
         *("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.compression import choose_entries, plan_tensors
+from snapstream.compression import choose_entries
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.paged import PagedCache
 from snapstream.integrations.vllm.step import Sequences, Window
@@ -36,9 +36,9 @@ class LayerCompressor:
         self._windows: dict[str, list[Tensor]] = {}
         sequences.on_forget.append(self._forget)
 
-    def bind(self, block_size: int) -> None:
+    def bind(self, block_size: int, blocks: int) -> None:
         """Find out the layout of the layer's cache, once it is there."""
-        self.cache = PagedCache(self.layer, block_size)
+        self.cache = PagedCache(self.layer, block_size, blocks)
 
     def __call__(self, queries: Tensor, cache: Tensor) -> None:
         """Do what is due after the layer's attention has run.
@@ -54,31 +54,34 @@ class LayerCompressor:
             part = self._absorb(queries[window.start : window.stop])
             if window.last:
                 parts = [*self._windows.pop(window.request_id, ()), part]
-                self._compress(torch.cat(parts), cache, window)
+                self._copy_out(torch.cat(parts), cache, window)
             else:  # the batch's buffers are used again in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
 
     def _forget(self, request_id: str) -> None:
         self._windows.pop(request_id, None)
 
-    def _compress(self, queries: Tensor, cache: Tensor, window: Window) -> None:
-        """Choose what the finished prompt keeps and copy it into its own blocks; ``queries`` is ``[W, H, D]``."""
+    def _copy_out(self, queries: Tensor, cache: Tensor, window: Window) -> None:
+        """Copy a sequence into its own blocks: of a prompt over its budget what the queries ``[W, H, D]`` choose."""
         step, paged, plan = self.sequences.step, self.cache, window.plan
         assert step is not None
         assert paged is not None
         target = step.targets[window.request_id]
         pages = paged.read_pages(cache, target.blocks)
-        keys = paged.keys(pages, plan.prompt.length)
-        chosen = choose_entries(
-            queries.transpose(0, 1)[None],
-            keys[None],
-            plan_tensors([plan.prompt], keys.device),
-            plan.budget,
-            scale=float(self.layer.impl.scale),
-            layer=self.index,
-            combine=self._combine,
-        )
-        positions = chosen[0, :, : plan.prompt.limit]
+        keys = paged.keys(pages, plan.moves_at or 0)
+        if plan.compressed:
+            chosen = choose_entries(
+                queries.transpose(0, 1)[None],
+                keys[None],
+                target.plan,
+                plan.budget,
+                scale=float(self.layer.impl.scale),
+                layer=self.index,
+                combine=self._combine,
+            )
+            positions = chosen[0, :, : plan.prompt.limit]
+        else:
+            positions = torch.arange(plan.prompt.limit, device=keys.device).expand(keys.shape[0], -1)
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
         values = None if paged.latent else paged.values(pages, positions)
         paged.write(cache, kept, values, target.slots)
@@ -132,15 +135,17 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
 
     compressors = []
     backends: dict[type, type] = {}
+    heads_total = vllm_config.model_config.get_total_num_kv_heads()
+    heads_here = max(1, heads_total // vllm_config.parallel_config.tensor_parallel_size)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase):
             continue
         if type(layer) not in (Attention, MLAAttention):
             raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
-        _check_layer(name, layer)
         is_latent = isinstance(layer, MLAAttention)
-        heads = 1 if is_latent else vllm_config.model_config.get_total_num_kv_heads()
-        compressor = LayerCompressor(name, extract_layer_index(name), layer, sequences, heads)
+        _check_layer(name, layer, 1 if is_latent else heads_here)
+        index = extract_layer_index(name) if sequences.budget.selection == "random" else 0
+        compressor = LayerCompressor(name, index, layer, sequences, 1 if is_latent else heads_total)
         if is_latent:
             layer.__class__ = _compressing_latent_layer(type(layer))
             layer.snapstream = compressor
@@ -193,8 +198,12 @@ def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
     builder: Any = backend.get_builder_cls()
 
     class RewritingBuilder(builder):
+        # Would give a second group of layers the first one's metadata with a block table that was not rewritten.
+        supports_update_block_table = False
+
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             if sequences.step is not None:
+                common_prefix_len = 0  # rows no longer begin with what requests have in common
                 common_attn_metadata = sequences.step.rewrite(
                     common_attn_metadata, self.kv_cache_spec.block_size, sequences.block_size
                 )
@@ -214,7 +223,13 @@ def _named(made: type, base: type) -> type:
     return made
 
 
-def _check_layer(name: str, layer: Any) -> None:
+def _is_composite(impl: Any) -> bool:
+    """Whether ``impl`` hands its work to others, which do not have our code around them."""
+    variants = getattr(impl, "get_impl_variants", None)
+    return variants is not None and tuple(variants()) != (impl,)
+
+
+def _check_layer(name: str, layer: Any, heads: int) -> None:
     """Refuse what moving entries around would change."""
     impl, backend = layer.impl, layer.attn_backend
     window = getattr(impl, "sliding_window", None)
@@ -229,6 +244,12 @@ def _check_layer(name: str, layer: Any) -> None:
             f"backend {backend.get_name()}, which writes its cache by itself",
         ),
         (not hasattr(impl, "do_kv_cache_update"), f"backend {backend.get_name()}, which has no cache update"),
+        (_is_composite(impl), f"backend {backend.get_name()}, which is made of several"),
+        (layer.num_kv_heads != heads, f"{layer.num_kv_heads} KV heads where other layers have {heads}"),
+        (
+            backend.is_mla() and getattr(layer, "W_UK_T", None) is None,
+            f"backend {backend.get_name()}, which packs its weights; choose another --attention-backend",
+        ),
     ]
     found = [text for is_met, text in obstacles if is_met]
     if found:

@@ -18,7 +18,7 @@ from typing import Any
 
 DIRECTORY = "SNAPSTREAM_METRICS_DIR"
 COUNTERS = (
-    ("snapstream_requests_compressed", "Requests whose prompt was compressed."),
+    ("snapstream_prompts_compressed", "Prompts that were compressed."),
     ("snapstream_tokens_dropped", "Prompt tokens left out of compressed caches."),
     ("snapstream_blocks_released", "KV blocks given back to the pool by compression."),
 )
@@ -44,7 +44,7 @@ class CounterWriter:
         self._written = tuple(values)
         try:
             # Less than a page and replaced as a whole: a reader sees the old numbers or the new ones.
-            fresh = self._path.with_suffix(".new")
+            fresh = self._path.with_name(f".{self._path.name}")
             fresh.write_bytes(_FORMAT.pack(*values))
             fresh.replace(self._path)
         except OSError:

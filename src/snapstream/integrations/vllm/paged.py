@@ -28,18 +28,21 @@ class PagedCache:
         value_shape: Shape of one entry's values, ``(N, D_v)``; ``None`` where keys and values are one latent (MLA).
     """
 
-    def __init__(self, layer: Any, block_size: int) -> None:
+    def __init__(self, layer: Any, block_size: int, blocks: int) -> None:
         """Find out the layout of a layer's cache.
 
         Args:
             layer: vLLM's attention layer, its cache bound.
             block_size: Tokens per block of the kernel.
+            blocks: Blocks of that size in the pool.
 
         Raises:
             ConfigurationError: The layout cannot be read.
         """
         self.layer = layer
         self.block_size = block_size
+        if layer.kv_cache.shape[0] != blocks:
+            raise self._unreadable(f"it has the shape {tuple(layer.kv_cache.shape)}, not {blocks} blocks")
         self.latent = hasattr(layer, "kv_lora_rank")
         self.key_shape: tuple[int, int]
         self.value_shape: tuple[int, int] | None
@@ -126,10 +129,13 @@ class PagedCache:
             factor *= _BASE
         place = torch.nonzero(digit >= 0)[:, 0]
         if place.numel() != size or not torch.equal(found[place].sort().values, numbers):
-            raise ConfigurationError(
-                f"the SnapStream plugin cannot read the cache of {type(self.layer.impl).__name__}: its blocks do not "
-                "hold what is written to them element by element; choose another --attention-backend"
-            )
+            raise self._unreadable("its blocks do not hold what is written to them element by element")
         offsets = torch.empty(size, dtype=torch.int64, device=page.device)
         offsets[found[place]] = place
         return offsets.view(self.block_size, *shape)
+
+    def _unreadable(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the SnapStream plugin cannot read the cache of {type(self.layer.impl).__name__}: {why}; choose another "
+            "--attention-backend"
+        )

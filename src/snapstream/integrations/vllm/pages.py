@@ -6,9 +6,12 @@ the block table gets blocks for the compressed cache at its end::
     [ blocks of the prompt | blocks of the compressed cache ]
       0..prompt_blocks       prompt_blocks..prompt_blocks + cache_blocks
 
-When that chunk has run, the kept entries have been copied and the prompt's blocks go back to the pool. Prompts are
-copied out, not rewritten in place, because prefix caching may share their blocks with other requests. A prompt that
-fits is not copied: its entries lie where the prompt put them, and the ring turns in the same blocks.
+When that chunk has run, the kept entries have been copied and the prompt's blocks go back to the pool. They are copied
+out, not rewritten in place, because prefix caching may share the blocks with other requests.
+
+A prompt that fits is not compressed. It grows in its own blocks until the cache is full; from then on the ring turns.
+With prefix caching that must not happen in blocks that others read, so a full cache is copied out in the same way;
+without, it turns where it is.
 
 Scheduler and worker compute the same plan from the same numbers, so no message passes between them.
 """
@@ -26,66 +29,62 @@ class PagePlan:
     """The blocks of one sequence.
 
     Attributes:
-        prompt: Layout of the compressed cache. Its ``length`` is the tokens known when the request was admitted: the
-            prompt, and after a preemption also what had been generated.
+        prompt: Layout of the cache. Its ``length`` is the tokens known when the request was admitted: the prompt, and
+            after a preemption also what had been generated.
         budget: The policy.
         block_size: Tokens per block of the manager.
+        shares: Whether prefix caching may share the sequence's blocks.
     """
 
     prompt: PromptPlan
     budget: CacheBudget
     block_size: int
+    shares: bool
 
     @property
     def compressed(self) -> bool:
-        """Whether the prompt is copied into a compressed cache when its prefill ends."""
+        """Whether the prompt exceeds its budget."""
         return self.prompt.dropped > 0
 
     @property
-    def prompt_blocks(self) -> int:
-        """Blocks of the row in front of the compressed cache; 0 for a prompt that fits."""
-        return blocks_for(self.prompt.length, self.block_size) if self.compressed else 0
+    def moves_at(self) -> int | None:
+        """Computed tokens after which the cache is copied into blocks of its own; ``None``: never."""
+        if self.compressed:
+            return self.prompt.length
+        return self.prompt.limit if self.shares else None
+
+    @property
+    def front_blocks(self) -> int:
+        """Blocks of the row in front of the copy; 0 if nothing is ever copied."""
+        return blocks_for(self.moves_at or 0, self.block_size)
 
     @property
     def cache_blocks(self) -> int:
-        """Blocks that the sequence holds for as long as it decodes."""
+        """Most blocks that the sequence holds while it decodes, but for the step that copies."""
         return blocks_for(self.prompt.limit, self.block_size)
+
+    def has_moved(self, tokens: int) -> bool:
+        """Whether the copy is made by the time ``tokens`` tokens have been computed."""
+        return self.moves_at is not None and tokens >= self.moves_at
 
     def blocks(self, tokens: int) -> int:
         """Length of the block table's row once ``tokens`` tokens have been computed."""
-        if not self.compressed:
-            return blocks_for(min(tokens, self.prompt.limit), self.block_size)
-        if tokens < self.prompt.length:
-            return blocks_for(tokens, self.block_size)
-        return self.prompt_blocks + self.cache_blocks
+        if self.has_moved(tokens):
+            return self.front_blocks + self.cache_blocks
+        return blocks_for(tokens if self.compressed else min(tokens, self.prompt.limit), self.block_size)
 
-    def shareable(self, longest: int) -> int:
-        """Tokens from the start whose blocks never change, so that prefix caching may publish them.
+    def shareable(self, tokens: int) -> int:
+        """How many of ``tokens`` computed tokens lie in blocks that never change and may be published."""
+        return min(tokens, self.moves_at or 0)
 
-        Args:
-            longest: Most tokens the sequence can reach (prompt and output).
-        """
-        if self.compressed:
-            return self.prompt.length
-        return longest if longest <= self.prompt.limit else self.prompt.base
-
-    def reusable(self, longest: int) -> int:
-        """Tokens from the start that may be taken from the prefix cache.
-
-        The observation window must be computed anew, for its queries; and the ring must not turn in blocks that other
-        requests read.
-
-        Args:
-            longest: Most tokens the sequence can reach (prompt and output).
-        """
-        if self.compressed:
-            return self.prompt.length - self.budget.window
-        return self.shareable(longest)
+    def reusable(self) -> int:
+        """Tokens from the start that may come from the prefix cache: the window's queries must be computed."""
+        return self.prompt.length - (self.budget.window if self.compressed else 1)
 
 
-def plan_pages(length: int, budget: CacheBudget, block_size: int) -> PagePlan:
+def plan_pages(length: int, budget: CacheBudget, block_size: int, *, shares: bool) -> PagePlan:
     """Plan the blocks of a sequence with ``length`` known tokens (1 or more)."""
-    return PagePlan(plan_prompt(length, budget), budget, block_size)
+    return PagePlan(plan_prompt(length, budget), budget, block_size, shares)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

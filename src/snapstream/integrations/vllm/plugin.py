@@ -44,15 +44,17 @@ def register() -> None:
         ConfigurationError: ``SNAPSTREAM_BUDGET`` is set, and bad, or this vLLM is not supported.
     """
     budget = requested_budget(None)
-    if obstacle := unsupported_version() or missing_hook(FRONT_HOOKS):
-        if budget is not None:
-            raise ConfigurationError(f"{ENVIRONMENT} is set, but {obstacle}")
-        logger.warning("SnapStream is installed but off: %s", obstacle)
-        return
+    obstacle = unsupported_version() or missing_hook(FRONT_HOOKS)
+    if obstacle and budget is not None:
+        raise ConfigurationError(f"{ENVIRONMENT} is set, but {obstacle}")
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.input_processor import InputProcessor
 
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    if obstacle:  # whoever asks by --additional-config is refused when the configuration is made
+        logger.warning("SnapStream is installed but off: %s", obstacle)
+        return
+    from vllm.v1.engine.input_processor import InputProcessor
+
     _wrap(InputProcessor, "process_inputs", _process_inputs)
 
 
@@ -75,7 +77,7 @@ def _create_engine_config(original: Callable[..., Any], arguments: Any, *args: A
     budget = requested_budget(arguments.additional_config)
     config = original(arguments, *args, **kwargs)
     if budget is not None:
-        if obstacle := missing_hook(CORE_HOOKS):
+        if obstacle := unsupported_version() or missing_hook(FRONT_HOOKS | CORE_HOOKS):
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         check_supported(config, budget)
         _take_over(config, budget)
@@ -103,10 +105,9 @@ def _forbid_full_graphs(compilation: Any) -> None:
     """Keep attention out of CUDA graphs: a replayed graph would run none of the plugin's code in the layers."""
     from vllm.config import CUDAGraphMode
 
-    mode = compilation.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
-        piecewise = mode.requires_piecewise_compilation()
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+    if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+        is_split = compilation.is_attention_compiled_piecewise()
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if is_split else CUDAGraphMode.NONE
 
 
 def _process_inputs(

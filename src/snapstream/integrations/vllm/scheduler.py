@@ -63,7 +63,7 @@ class _Budgeted:
             )
         # The scheduler builds its facade itself; a subclass without state of its own is put in its place.
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
-        self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_rank)
+        self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_index)
         self._announce(managers[0])
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

@@ -57,7 +57,9 @@ def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
         RequestError: Not a number of entries, more than the server's, or too few for the policy.
     """
     asked = (extra_args or {}).get(REQUEST_KEY)
-    return budget.for_request(int(asked) if isinstance(asked, str) and asked.isdigit() else asked)
+    if isinstance(asked, str) and asked.isascii() and asked.isdigit() and len(asked) < 10:
+        asked = int(asked)
+    return budget.for_request(asked)
 
 
 def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
@@ -105,7 +107,8 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism; set it to 1",
         ),
-        (parallel.enable_dbo, "dual-batch overlap; leave --enable-dbo out"),
+        (parallel.use_ubatching, "microbatches; leave --enable-dbo and --ubatch-size out"),
+        (getattr(model, "is_diffusion", False), "a diffusion model; only autoregressive models are supported"),
         (
             budget.selection == "random" and tensor_parallel > 1,
             "random selection with tensor parallelism; each rank would choose for its heads alone",

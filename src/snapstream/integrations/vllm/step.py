@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from snapstream.compression.layout import next_slot
+from snapstream.compression.layout import PlanTensors, next_slot, plan_tensors
 from snapstream.config import CacheBudget
-from snapstream.integrations.vllm.pages import PagePlan, plan_pages
+from snapstream.integrations.vllm.pages import PagePlan, blocks_for, plan_pages
 from snapstream.integrations.vllm.settings import granted_budget
+
+_NEVER = 2**62
 
 
 class Window(NamedTuple):
-    """The part of one sequence's observation window that this step computes.
+    """The part of one sequence's observation window that this step computes; empty if nothing is voted on.
 
     Attributes:
         request_id: Whose.
@@ -30,7 +32,7 @@ class Window(NamedTuple):
         row: Its row in the batch.
         start: First query token of the part, an index into the batch's tokens.
         stop: One past the last.
-        last: Whether prefill ends with this step, so that the layer compresses when its attention has run.
+        last: Whether the cache is copied out with this step, when the layer's attention has run.
     """
 
     request_id: str
@@ -42,15 +44,17 @@ class Window(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where one sequence's prompt lies and where its compressed cache goes, in the kernel's blocks.
+    """Where one sequence lies and where its copy goes, in the kernel's blocks.
 
     Attributes:
-        blocks: Block ids of the prompt, int64 ``[prompt blocks]``.
+        blocks: Block ids of what is copied from, int64 ``[blocks]``.
         slots: Slot of every kept entry, int64 ``[limit]``.
+        plan: The layout, as tensors of shape ``[1]``.
     """
 
     blocks: Tensor
     slots: Tensor
+    plan: PlanTensors
 
 
 @dataclass
@@ -62,10 +66,10 @@ class Step:
         tokens: Their query tokens, indices into the batch's tokens, int64.
         entries: Cache entry that each new token takes, int64.
         used: Entries in use with it, int64.
-        shift: Blocks of the manager in front of the compressed cache, int64.
+        shift: Blocks of the manager in front of the cache, int64; 0 until it has been copied out.
         longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
-        windows: Observation windows that this step computes, in part or whole.
-        targets: Where the windows that end now are compressed to; filled by :meth:`rewrite`.
+        windows: Observation windows that this step computes, and caches that it copies out.
+        targets: Where those are copied to; filled by :meth:`rewrite`.
     """
 
     rows: Tensor
@@ -80,7 +84,7 @@ class Step:
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
         """VLLM's ``CommonAttentionMetadata`` as the kernels should see it.
 
-        Nothing waits for the device: what is copied to it comes from the host, and no shape depends on its data.
+        Nothing waits for the device: what it is sent comes from the host, and no shape depends on its data.
 
         Args:
             metadata: What the runner built; only its slot mapping is changed in place, which vLLM computes anew in
@@ -97,6 +101,7 @@ class Step:
             return metadata
         device = table.device
         host = torch.stack([self.rows, self.tokens, self.entries, self.used, self.shift * parts])
+        host = host.pin_memory() if device.type == "cuda" else host
         rows, tokens, entries, used, shift = host.to(device, non_blocking=True)
 
         width = -(-int(self.used.max()) // block_size)
@@ -141,11 +146,13 @@ class Sequences:
     Args:
         budget: The server's budget.
         block_size: Tokens per block of the manager.
+        shares: Whether prefix caching is on.
     """
 
-    def __init__(self, budget: CacheBudget, block_size: int) -> None:
+    def __init__(self, budget: CacheBudget, block_size: int, *, shares: bool) -> None:
         self.budget = budget
         self.block_size = block_size
+        self.shares = shares
         self.step: Step | None = None
         self.on_forget: list[Callable[[str], None]] = []
         self._prompts: dict[str, tuple[int, CacheBudget]] = {}
@@ -191,9 +198,11 @@ class Sequences:
             scheduled: Tokens of each row computed in it.
         """
         plans = [self._plans[request_id] for request_id in request_ids]
-        length, base, limit, shift = np.array(
-            [(p.prompt.length, p.prompt.base, p.prompt.limit, p.prompt_blocks) for p in plans], dtype=np.int64
+        length, base, limit, front, moves_at = np.array(
+            [(p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER) for p in plans],
+            dtype=np.int64,
         ).T
+        window = self.budget.window
         computed, scheduled = computed.astype(np.int64), scheduled.astype(np.int64)
         stops = np.cumsum(scheduled)
         starts = stops - scheduled
@@ -206,19 +215,13 @@ class Sequences:
             tokens=torch.from_numpy(starts)[rows],
             entries=next_slot(count, base_t, limit_t),
             used=torch.minimum(count + 1, limit_t),
-            shift=torch.from_numpy(shift)[rows],
+            shift=torch.from_numpy(np.where(computed >= moves_at, front, 0))[rows],
             longest_other=int((computed + scheduled)[~decoding].max(initial=0)),
             windows=[
-                Window(
-                    request_ids[row],
-                    plans[row],
-                    row,
-                    int(starts[row] + max(0, length[row] - plans[row].budget.window - computed[row])),
-                    int(stops[row]),
-                    bool(computed[row] + scheduled[row] >= length[row]),
-                )
-                for row in np.flatnonzero(~decoding).tolist()
-                if plans[row].compressed and computed[row] + scheduled[row] > length[row] - plans[row].budget.window
+                _window(request_ids[row], plans[row], row, int(starts[row]), int(stops[row]), int(computed[row]))
+                for row in np.flatnonzero(
+                    (computed < moves_at) & (computed + scheduled > moves_at - np.where(length > limit, window, 1))
+                ).tolist()
             ],
             targets={},
         )
@@ -228,12 +231,21 @@ class Sequences:
         self.step = None
 
     def _plan(self, request_id: str, length: int) -> None:
-        self._plans[request_id] = plan_pages(length, self._prompts[request_id][1], self.block_size)
+        budget = self._prompts[request_id][1]
+        self._plans[request_id] = plan_pages(length, budget, self.block_size, shares=self.shares)
+
+
+def _window(request_id: str, plan: PagePlan, row: int, start: int, stop: int, computed: int) -> Window:
+    """What one row computes in this step of what will be copied out."""
+    if not plan.compressed:
+        return Window(request_id, plan, row, stop, stop, True)
+    ahead = max(0, plan.prompt.length - plan.budget.window - computed)
+    return Window(request_id, plan, row, start + ahead, stop, plan.has_moved(computed + stop - start))
 
 
 def _target(row: Tensor, plan: PagePlan, block_size: int, parts: int) -> Target:
-    """Find a sequence's prompt and compressed cache in its row of the block table."""
-    prompt = row[: -(-plan.prompt.length // block_size)].to(torch.int64)
+    """Find a sequence and the place for its copy in its row of the block table."""
+    source = row[: blocks_for(plan.moves_at or 0, block_size)].to(torch.int64)
     entry = torch.arange(plan.prompt.limit, device=row.device)
-    block = row[plan.prompt_blocks * parts + entry // block_size].to(torch.int64)
-    return Target(prompt, block * block_size + entry % block_size)
+    block = row[plan.front_blocks * parts + entry // block_size].to(torch.int64)
+    return Target(source, block * block_size + entry % block_size, plan_tensors([plan.prompt], row.device))

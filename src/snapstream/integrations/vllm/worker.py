@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.blocks import budgeted
 from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook
@@ -34,7 +35,8 @@ class SnapStreamWorker(Worker):
         budget = active_budget(self.vllm_config)
         if budget is None:
             raise ConfigurationError("the SnapStream worker was chosen, but the configuration carries no budget")
-        self.sequences = Sequences(budget, self.cache_config.block_size)
+        caching = bool(self.cache_config.enable_prefix_caching)
+        self.sequences = Sequences(budget, self.cache_config.block_size, shares=caching)
         adopt_runner(self.model_runner, self.sequences, is_v2=bool(self.use_v2_model_runner))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +48,20 @@ class SnapStreamWorker(Worker):
         """What every layer needs of the cache: vLLM's specs, with the budget."""
         return {name: budgeted(name, spec, self.sequences.budget) for name, spec in super().get_kv_cache_spec().items()}
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the cache: what vLLM found free, less what compressing the longest prompt takes for a moment.
+
+        vLLM profiles with a dummy batch, in which nothing is compressed. A layer at a time, the prompt's pages are
+        copied out, its keys once more, and its window is scored against some of them.
+        """
+        available: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes is not None:
+            return available  # asked for by the user, who is taken at his word
+        per_token = max(spec.page_size_bytes // spec.block_size for spec in self.get_kv_cache_spec().values())
+        heads = max(compressor.layer.num_heads for compressor in self.compressors)
+        logits = heads * self.sequences.budget.window * min(KEY_CHUNK, self.model_config.max_model_len) * 4
+        return available - 2 * per_token * self.model_config.max_model_len - 3 * logits
+
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and find out how its blocks are laid out."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
@@ -53,7 +69,11 @@ class SnapStreamWorker(Worker):
         sizes: dict[str, int] = {}
         for group in self.model_runner.attn_groups[0]:
             if getattr(group, "kernel_block_size", None) is not None:
-                raise ConfigurationError("the SnapStream plugin needs one block size for all attention layers")
+                raise ConfigurationError(
+                    f"the SnapStream plugin cannot split blocks of {self.sequences.block_size} tokens as "
+                    f"{group.backend.get_name()} wants it: set --block-size {group.kernel_block_size}"
+                )
             sizes |= dict.fromkeys(group.layer_names, group.get_metadata_builder(0).kv_cache_spec.block_size)
         for compressor in self.compressors:
-            compressor.bind(sizes[compressor.name])
+            size = sizes[compressor.name]
+            compressor.bind(size, kv_cache_config.num_blocks * self.sequences.block_size // size)
