@@ -246,8 +246,8 @@ def test_per_request_budgets_hold_fewer_blocks(llama, prompts):
         assert made == builtin(llama, [tokens], BUDGET, 50, kv_budget=entries)[0]
 
 
-def test_sampling_penalties_and_stops_still_work(llama, prompts):
-    """Nothing of the plugin sits in the sampler; a seeded request repeats."""
+def test_seeded_sampling_repeats(llama, prompts):
+    """Nothing of the plugin sits in the sampler."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=7, ignore_eos=True, detokenize=False)
