@@ -92,13 +92,8 @@ class LayerCompressor:
         if not hasattr(layer, "kv_lora_rank"):
             return queries
         nope, rope = torch.split(queries, [layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
-        absorbed = torch.einsum("thp,hpr->thr", nope, self._key_projection())
+        absorbed = torch.einsum("thp,hpr->thr", nope, layer.W_UK_T)  # [H, P, rank]: a head's key from the latent
         return torch.cat([absorbed, rope], dim=-1)
-
-    def _key_projection(self) -> Tensor:
-        """From a head's key without position to the latent, ``[H, P, rank]``."""
-        weight: Tensor = self.layer.W_UK_T
-        return weight
 
     def _combine(self, votes: Tensor) -> Tensor:
         """Average the votes of ranks that hold the same KV head, each with other query heads.

@@ -67,7 +67,7 @@ class _Budgeted:
         self._announce(managers[0])
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """VLLM's statistics of a step; ours go out at the same time."""
+        """Let our counters go out with vLLM's statistics of the step."""
         self._counters.write(self.kv_cache_manager.snapstream.counters)
         return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 

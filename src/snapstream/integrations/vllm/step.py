@@ -82,7 +82,7 @@ class Step:
     targets: dict[str, Target]
 
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
-        """VLLM's ``CommonAttentionMetadata`` as the kernels should see it.
+        """Turn vLLM's ``CommonAttentionMetadata`` into what the kernels should see.
 
         Nothing waits for the device: what it is sent comes from the host, and no shape depends on its data.
 
