@@ -15,12 +15,25 @@ from snapstream.integrations.vllm.compatibility import RUNNER_V1_HOOKS, RUNNER_V
 from snapstream.integrations.vllm.step import Sequences
 
 
+def _ending(base: Any) -> type:
+    """A subclass of a runner whose steps end with the forward pass, come what may."""
+
+    class EndingRunner(base):
+        snapstream: Sequences
+
+        def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().execute_model(*args, **kwargs)
+            finally:
+                self.snapstream.end()
+
+    return EndingRunner
+
+
 def _reporting_v1(base: Any) -> type:
     """A subclass of ``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` that reports its steps."""
 
-    class ReportingRunner(base):
-        snapstream: Sequences
-
+    class ReportingRunner(_ending(base)):  # type: ignore[misc]
         def _update_states(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             sequences = self.snapstream
             sequences.forget(scheduler_output.finished_req_ids)
@@ -40,21 +53,13 @@ def _reporting_v1(base: Any) -> type:
             self.snapstream.begin(batch.req_ids, batch.num_computed_tokens_cpu[: batch.num_reqs], scheduled)
             return inputs
 
-        def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super().execute_model(*args, **kwargs)
-            finally:
-                self.snapstream.end()
-
     return ReportingRunner
 
 
 def _reporting_v2(base: Any) -> type:
     """A subclass of ``vllm.v1.worker.gpu.model_runner.GPUModelRunner`` that reports its steps."""
 
-    class ReportingRunner(base):
-        snapstream: Sequences
-
+    class ReportingRunner(_ending(base)):  # type: ignore[misc]
         def finish_requests(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.snapstream.forget(scheduler_output.finished_req_ids)
             self.snapstream.forget(scheduler_output.preempted_req_ids or ())  # they come back as new requests
@@ -70,12 +75,6 @@ def _reporting_v2(base: Any) -> type:
             batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
             self.snapstream.begin(batch.req_ids, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
             return batch
-
-        def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super().execute_model(*args, **kwargs)
-            finally:
-                self.snapstream.end()
 
     return ReportingRunner
 
