@@ -63,11 +63,12 @@ DEEPSEEK = {
     "moe_intermediate_size": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-FAMILIES["deepseek-v3"] = (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK)
+# What vLLM serves with the plugin, beyond what the built-in engine does.
+PLUGIN_FAMILIES = {"deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK)}
 
 
 def make_model(family: str, seed: int = 0, **changes):
-    model_class, config_class, settings = FAMILIES[family]
+    model_class, config_class, settings = (FAMILIES | PLUGIN_FAMILIES)[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**(SMALL | settings | changes))).eval()
     with torch.no_grad():
