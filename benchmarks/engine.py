@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
@@ -34,15 +35,6 @@ from snapstream.models.weights import load_spec
 SECTIONS = ("decode", "profile", "position", "prefill", "memory")
 BUDGET = 4096
 MEMORY_PROMPT = 8192
-CONFIG = {
-    "vocab_size": 4096,  # small, so that the output projection does not hide what caches cost
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 65536,
-}
 CPU = torch.device("cpu")
 
 

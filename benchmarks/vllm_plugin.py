@@ -21,19 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from model import CONFIG
+
 SECTIONS = ("pool", "decode", "prefill")
 BUDGET = 4096
 CONTEXT = 16384
-# The model of benchmarks/engine.py.
-CONFIG = {
-    "vocab_size": 4096,
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 65536,
-}
 # Prompts of 900 to 1500 tokens, about four times the budget. The small pool holds few of them, so that the one being
 # read takes a large share of it; in the larger one it does not.
 POOL_BUDGET, POOL_TOKENS, POOL_BLOCK_SIZE = 320, 100, 32

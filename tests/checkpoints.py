@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every supported family, saved by transformers itself."""
 
+import random
 from pathlib import Path
 
 import torch
@@ -85,3 +86,9 @@ def save_checkpoint(directory: Path, family: str = "llama3-gqa", **kwargs):
     model = make_model(family, **kwargs).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     return model
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens that every checkpoint here knows, none of them special."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, SMALL["vocab_size"]) for _ in range(length)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from tests.reference import NaiveCache, naive_attention, naive_pool, naive_select, naive_votes
+from tests.reference import naive_attention, naive_compress, naive_pool, naive_votes
 
 _ORACLES = {}
 
@@ -52,13 +52,8 @@ class Oracle:
         ]
         if self.latent:
             votes = [{p: sum(v[p] for v in votes) / len(votes) for p in votes[0]}]
-        caches = []
-        for scores in votes:
-            length = key.shape[1]
-            pooled = naive_pool(scores, self.budget)
-            sink, pinned, recent = naive_select(pooled, length, self.budget)
-            spare = self.budget.top_k - len(pinned) if self.budget.ring == "elastic" else 0
-            caches.append(NaiveCache(sink, pinned, recent, self.budget.sink, self.budget.recent + spare))
+        scores = [naive_pool(v, self.budget) for v in votes]
+        caches = [naive_compress(query, key[n], self.budget, scores=s) for n, s in enumerate(scores)]
         return caches * key.shape[0] if self.latent else caches
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.engine.test_engine import greedy, make, prompt
+from tests.checkpoints import prompt
+from tests.engine.test_engine import greedy, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

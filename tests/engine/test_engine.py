@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
 from snapstream.models.weights import load_model, load_spec
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.reference import naive_attention, naive_compress
 
@@ -20,11 +20,6 @@ BUDGET = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
 def make(checkpoint, budget=BUDGET, **settings):
     defaults = {"max_model_len": 256, "slots": 3, "prefill_chunk": 32, "enforce_eager": True, "decode_steps": 3}
     return LLM(str(checkpoint), budget=budget, **(defaults | settings))
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(3, 96) for _ in range(length)]
 
 
 def greedy(tokens, **kwargs):

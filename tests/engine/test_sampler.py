@@ -5,7 +5,8 @@ import torch
 
 from snapstream import LLM, SamplingParams
 from snapstream.engine.sampler import SamplingState, sample
-from tests.engine.test_engine import make, prompt
+from tests.checkpoints import prompt
+from tests.engine.test_engine import make
 
 
 def draw(logits, seeds, **params):

@@ -8,9 +8,9 @@ from torch._dynamo.utils import counters
 
 from snapstream import LLM, SamplingParams
 from snapstream.kernels.cpu import compiler_available
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.engine.test_engine import BUDGET, make, prompt
+from tests.engine.test_engine import BUDGET, make
 
 pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 

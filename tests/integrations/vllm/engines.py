@@ -1,18 +1,12 @@
 """Engines of vLLM for the tests, and what one may ask them."""
 
 import contextlib
-import random
 
 from snapstream.config import CacheBudget
 
 BUDGET = CacheBudget(sink=4, recent=64, top_k=60, window=32)
 # Stock vLLM computes MLA on a CPU as transformers does only without its own rotary kernel.
 MLA = {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(3, 96) for _ in range(length)]
 
 
 @contextlib.contextmanager

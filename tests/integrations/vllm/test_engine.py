@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from snapstream import LLM, CacheBudget, SamplingParams
+from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import (
     BUDGET,
     MLA,
     free_blocks,
     generate,
     held_blocks,
-    prompt,
     run_by_hand,
     sampling,
     scheduler,

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.integrations.vllm.engines import BUDGET, MLA, prompt
+from tests.integrations.vllm.engines import BUDGET, MLA
 from tests.integrations.vllm.offline import run_offline
 from tests.peers import peer_generate
 

@@ -27,17 +27,19 @@ class _Budgeted:
     block_size: int
     page_size_bytes: int
 
-    def _cache_blocks(self) -> int:
+    @property
+    def cache_blocks(self) -> int:
+        """Most blocks that a sequence holds while it decodes."""
         return blocks_for(self.budget.capacity, self.block_size) if self.budget else 0
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         blocks: int = super().max_num_blocks_per_req(vllm_config, max_len)  # type: ignore[misc]
-        return blocks + self._cache_blocks()
+        return blocks + self.cache_blocks
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Most that one request holds: for one step, a prompt of full length and its compressed cache."""
         full: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
-        return full + self._cache_blocks() * self.page_size_bytes
+        return full + self.cache_blocks * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
@@ -88,8 +90,6 @@ class SnapStreamBlockManager(FullAttentionManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.plans: dict[str, PagePlan] = {}
         self.counters = (0, 0, 0)
-        self._moved: set[str] = set()
-        self._released: set[str] = set()
 
     def plan(self, request: Any) -> PagePlan:
         """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
@@ -110,11 +110,10 @@ class SnapStreamBlockManager(FullAttentionManager):
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Lengthen the row to what the plan says for ``num_tokens`` computed tokens."""
         plan = self.plans[request_id]
-        if plan.has_moved(num_tokens) and request_id not in self._moved:
-            self._moved.add(request_id)
+        is_longer = plan.blocks(num_tokens) > len(self.req_to_blocks.get(request_id, ()))
+        if plan.compressed and plan.has_moved(num_tokens) and is_longer:  # for the last time
             prompts, dropped, blocks = self.counters
-            if plan.compressed:
-                self.counters = (prompts + 1, dropped + plan.prompt.dropped, blocks + plan.front_blocks)
+            self.counters = (prompts + 1, dropped + plan.prompt.dropped, blocks + plan.front_blocks)
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -126,15 +125,12 @@ class SnapStreamBlockManager(FullAttentionManager):
     ) -> None:
         """Give the front of the row back once the step that copied it has run."""
         plan = self.plans.get(request_id)
-        if plan is not None and plan.has_moved(processed_computed_tokens) and request_id not in self._released:
+        if plan is not None and plan.has_moved(processed_computed_tokens):  # does nothing the second time
             self._remove_blocks_in_range(request_id, 0, plan.front_blocks)
-            self._released.add(request_id)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[Any]:
         """Forget the request and hand its blocks over."""
         self.plans.pop(request_id, None)
-        self._moved.discard(request_id)
-        self._released.discard(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def _row_tokens(self, request_id: str, num_tokens: int) -> int:

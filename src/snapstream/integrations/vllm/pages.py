@@ -4,7 +4,7 @@ A prompt that does not fit its budget is read into blocks of its own, as in stoc
 the block table gets blocks for the compressed cache at its end::
 
     [ blocks of the prompt | blocks of the compressed cache ]
-      0..prompt_blocks       prompt_blocks..prompt_blocks + cache_blocks
+      0..front_blocks        front_blocks..front_blocks + cache_blocks
 
 When that chunk has run, the kept entries have been copied and the prompt's blocks go back to the pool. They are copied
 out, not rewritten in place, because prefix caching may share the blocks with other requests.

@@ -31,7 +31,7 @@ class SnapStreamKVCacheManager(KVCacheManager):
         return manager
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Prefix-cache hits of ``request``, cut where its window or its ring begins."""
+        """Prefix-cache hits of ``request``, cut where the window of a long prompt begins."""
         blocks, tokens, *rest = super().get_computed_blocks(request)
         limit = self.snapstream.reusable_tokens(request)
         if tokens > limit:
@@ -74,8 +74,7 @@ class _Budgeted:
     def _announce(self, manager: SnapStreamBlockManager) -> None:
         """One line beside vLLM's own "Maximum concurrency", which assumes full caches."""
         blocks = self.kv_cache_config.num_blocks - 1
-        budget = manager.kv_cache_spec.budget
-        held = blocks_for(budget.capacity, manager.block_size)
+        budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks
         longest = blocks_for(self.max_model_len, manager.block_size)
         beside = max(0, blocks - longest - held) // held
         logger.info(

@@ -33,8 +33,8 @@ def requested_budget(additional_config: Any) -> CacheBudget | None:
     given = {}
     if text := os.environ.get(ENVIRONMENT):
         given[ENVIRONMENT] = CacheBudget.parse(text)
-    if isinstance(additional_config, Mapping) and additional_config.get(KEY) is not None:
-        given[f"--additional-config {KEY}"] = CacheBudget.parse(additional_config[KEY])
+    if (carried := _carried_budget(additional_config)) is not None:
+        given[f"--additional-config {KEY}"] = carried
     if len(set(given.values())) > 1:
         raise ConfigurationError(
             f"{ENVIRONMENT} and --additional-config ask for different cache budgets; leave one of them out"
@@ -44,10 +44,13 @@ def requested_budget(additional_config: Any) -> CacheBudget | None:
 
 def active_budget(vllm_config: Any) -> CacheBudget | None:
     """The budget that :mod:`~snapstream.integrations.vllm.plugin` wrote into a checked configuration."""
-    additional = vllm_config.additional_config
-    if not isinstance(additional, Mapping) or additional.get(KEY) is None:
+    return _carried_budget(vllm_config.additional_config)
+
+
+def _carried_budget(additional_config: Any) -> CacheBudget | None:
+    if not isinstance(additional_config, Mapping) or additional_config.get(KEY) is None:
         return None
-    return CacheBudget.parse(additional[KEY])
+    return CacheBudget.parse(additional_config[KEY])
 
 
 def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:

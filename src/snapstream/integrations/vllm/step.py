@@ -104,7 +104,7 @@ class Step:
         host = host.pin_memory() if device.type == "cuda" else host
         rows, tokens, entries, used, shift = host.to(device, non_blocking=True)
 
-        width = -(-int(self.used.max()) // block_size)
+        width = blocks_for(int(self.used.max()), block_size)
         columns = (shift[:, None] + torch.arange(width, device=device)).clamp(max=table.shape[1] - 1)
         front = table[rows[:, None], columns]
         moved = table.clone()
