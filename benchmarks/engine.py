@@ -86,7 +86,7 @@ def filled_decode(model: LlamaModel, batch: int, budget: CacheBudget, context: i
     """A decoder whose slots are in the middle of sequences of `context` tokens; cache contents are random."""
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim)
-    decode = Decode(model, backend, capacity=budget.capacity, slots=batch, max_logprobs=1, eager=False)
+    decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=1, max_logprobs=1, eager=False)
     for cache in (*decode.keys, *decode.values):
         cache.normal_()
     decode.warm_up()

@@ -205,14 +205,23 @@ class CacheBudget:
         recent = max(self.window, min(capacity - self.sink, self.recent * capacity // self.capacity))
         return replace(self, recent=recent, top_k=capacity - self.sink - recent)
 
-    def for_request(self, entries: int | None) -> CacheBudget:
-        """The budget of a request that asks for ``entries`` where the server's is this one.
+    def for_request(self, entries: int | CacheBudget | None) -> CacheBudget:
+        """The budget of a request that asks for ``entries``, or for a policy of its own, where the server's is this one.
 
         Raises:
-            RequestError: More than this budget, or too few for its policy.
+            RequestError: More than this budget, too few entries for its policy, or a larger window than is kept.
         """
         if entries is None:
             return self
+        if isinstance(entries, CacheBudget):
+            votes = entries.top_k > 0 and entries.selection == "votes"
+            if votes and entries.window > self.window:
+                raise RequestError(f"kv_budget: its window is {entries.window}; the engine keeps {self.window} queries")
+            if entries.capacity > self.capacity:
+                raise RequestError(
+                    f"kv_budget has {entries.capacity} entries; the engine's has {self.capacity}, give at most that"
+                )
+            return entries
         if not _is_integer(entries):
             raise RequestError(f"kv_budget is {entries!r}; it must be a whole number of cache entries")
         if entries > self.capacity:
@@ -245,7 +254,11 @@ class SamplingParams:
         stop: Strings that end the output; they are not part of it.
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: Go on past the model's end-of-sequence token.
-        kv_budget: Cache entries for this request, at most the engine's; ``None`` means the engine's.
+        kv_budget: Cache entries for this request, at most the engine's, or a :class:`CacheBudget` with a policy of its
+            own; ``None`` means the engine's.
+        forced: Tokens the output begins with, whatever the model would say. They are decoded like generated ones, so
+            they find the prompt compressed; they count as output, and nothing in them ends it.
+        telemetry: Report which prompt tokens were kept and how much attention they had; costs a second scoring.
     """
 
     max_tokens: int = 128
@@ -261,7 +274,9 @@ class SamplingParams:
     stop: tuple[str, ...] | str = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    kv_budget: int | None = None
+    kv_budget: int | CacheBudget | None = None
+    forced: tuple[int, ...] = ()
+    telemetry: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -269,13 +284,14 @@ class SamplingParams:
         Raises:
             RequestError: A value that is not allowed.
         """
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "forced"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | list | tuple | set | frozenset):
                 raise RequestError(f"sampling: {name} is {value!r}; it must be a list")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "forced", tuple(self.forced or ()))
         for name in _FRACTIONS:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool):
@@ -293,11 +309,22 @@ class SamplingParams:
             ("logprobs", self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "0 or more"),
             ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
             ("stop_token_ids", all(_is_integer(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more"),
-            ("kv_budget", self.kv_budget is None or _is_integer(self.kv_budget), "a whole number of cache entries"),
+            (
+                "kv_budget",
+                self.kv_budget is None or _is_integer(self.kv_budget) or isinstance(self.kv_budget, CacheBudget),
+                "a whole number of cache entries",
+            ),
+            ("forced", all(_is_integer(t) and t >= 0 for t in self.forced), "token ids of 0 or more"),
         ]
         for name, valid, allowed in checks:
             if not valid:
                 raise RequestError(f"sampling: {name} is {getattr(self, name)!r}; it must be {allowed}")
+
+        if len(self.forced) > self.max_tokens:
+            raise RequestError(
+                f"sampling: {len(self.forced)} forced tokens are more than max_tokens ({self.max_tokens}); "
+                "they count as output"
+            )
 
     @property
     def plain_greedy(self) -> bool:

@@ -26,8 +26,11 @@ def greedy(tokens, **kwargs):
     return SamplingParams(max_tokens=tokens, ignore_eos=True, **kwargs)
 
 
-def naive_generate(checkpoint, tokens, budget, steps):
-    """Prefill in one shot, then decode in per-head lists, attention in float64."""
+def naive_generate(checkpoint, tokens, budget, steps, forced=(), seen=None):
+    """Prefill in one shot, then decode in per-head lists, attention in float64.
+
+    The output begins with `forced`. `seen` gets queries, keys and what was kept of the prompt, per layer and KV head.
+    """
     spec = load_spec(checkpoint)
     model = load_model(checkpoint, spec, torch.float32, torch.device("cpu"))
     group = spec.heads // spec.kv_heads
@@ -38,6 +41,8 @@ def naive_generate(checkpoint, tokens, budget, steps):
         for n in range(spec.kv_heads):
             queries = query[:, n * group : (n + 1) * group].transpose(0, 1)
             caches[layer, n] = naive_compress(queries, key[:, n], budget)
+            if seen is not None:
+                seen[layer, n] = queries, key[:, n], caches[layer, n].tokens()
         out = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in (query, key, value)), is_causal=True, enable_gqa=True
         )
@@ -62,9 +67,11 @@ def naive_generate(checkpoint, tokens, budget, steps):
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_prompt)
         made = [int(model.logits(hidden[-1:]).argmax())]
+        made[: len(forced)] = forced[:1]
         while len(made) < steps:
             position = torch.tensor([len(tokens) + len(made) - 1])
-            made.append(int(model.logits(model(torch.tensor([made[-1]]), position, attend_token)).argmax()))
+            best = int(model.logits(model(torch.tensor([made[-1]]), position, attend_token)).argmax())
+            made.append(forced[len(made)] if len(made) < len(forced) else best)
     return tuple(made)
 
 

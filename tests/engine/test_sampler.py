@@ -16,7 +16,7 @@ def draw(logits, seeds, **params):
         state.assign(row, SamplingParams(**params), seed, torch.tensor([0]))
     active = torch.ones(len(seeds), dtype=torch.bool)
     position = torch.full((len(seeds),), 7)
-    return sample(logits.expand(len(seeds), -1), state, position, active), state
+    return sample(logits.expand(len(seeds), -1), state, position, active, -torch.ones_like(position)), state
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -56,21 +56,22 @@ def test_penalties():
     logits = torch.tensor([[3.0, 2.9, -1.0, 2.8]])
     state = SamplingState(1, 4, 3, torch.device("cpu"))
     state.assign(0, SamplingParams(presence_penalty=0.15), 0, torch.tensor([2]))
-    one, active = torch.tensor([0]), torch.tensor([True])
-    tokens = [int(sample(logits, state, one, active).tokens) for _ in range(4)]
+    one, active, none = torch.tensor([0]), torch.tensor([True]), torch.tensor([-1])
+    tokens = [int(sample(logits, state, one, active, none).tokens) for _ in range(4)]
     assert tokens == [0, 1, 0, 0]  # 0 penalised once, then 1 as well: 2.85 is the largest of what is left
     state.assign(0, SamplingParams(frequency_penalty=0.15), 0, torch.tensor([2]))
-    tokens = [int(sample(logits, state, one, active).tokens) for _ in range(4)]
+    tokens = [int(sample(logits, state, one, active, none).tokens) for _ in range(4)]
     assert tokens == [0, 1, 0, 3]
     state.assign(0, SamplingParams(repetition_penalty=2.0), 0, torch.tensor([0]))
-    assert int(sample(logits, state, one, active).tokens) == 1  # token 0 stands in the prompt
+    assert int(sample(logits, state, one, active, none).tokens) == 1  # token 0 stands in the prompt
     state.assign(0, SamplingParams(repetition_penalty=1.5), 0, torch.tensor([0, 1, 3]))
-    assert int(sample(torch.tensor([[-1.0, -2.0, -1.4, -3.0]]), state, one, active).tokens) == 2
+    assert int(sample(torch.tensor([[-1.0, -2.0, -1.4, -3.0]]), state, one, active, none).tokens) == 2
 
 
 def test_inactive_slots_are_not_counted():
     state = SamplingState(2, 6, 3, torch.device("cpu"))
-    sample(LOGITS.expand(2, -1), state, torch.zeros(2, dtype=torch.int64), torch.tensor([True, False]))
+    none = torch.full((2,), -1)
+    sample(LOGITS.expand(2, -1), state, torch.zeros(2, dtype=torch.int64), torch.tensor([True, False]), none)
     assert state.output_counts.sum(1).tolist() == [1, 0]
 
 

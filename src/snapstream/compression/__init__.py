@@ -7,7 +7,7 @@ Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query t
 
 from snapstream.compression.compress import CompressedKV, choose_entries, compress, select_entries
 from snapstream.compression.layout import PlanTensors, PromptPlan, next_slot, plan_prompt, plan_tensors
-from snapstream.compression.scoring import observation_votes, pool_votes, random_votes
+from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
 
 __all__ = [
     "CompressedKV",
@@ -15,6 +15,7 @@ __all__ = [
     "PromptPlan",
     "choose_entries",
     "compress",
+    "kept_attention",
     "next_slot",
     "observation_votes",
     "plan_prompt",

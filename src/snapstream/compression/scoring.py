@@ -81,6 +81,38 @@ def observation_votes(
     return torch.cat(chunks, -1)
 
 
+def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanTensors, *, scale: float) -> Tensor:
+    """How much of the observation window's attention went to tokens that were kept.
+
+    A measure of quality, not part of the method: what decoding loses is at least what the window would have lost.
+
+    Args:
+        queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``, as for :func:`observation_votes`.
+        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``.
+        positions: Positions that were kept, ``[B, N, P]``, int64; -1 for none.
+        plan: Layout of each sequence.
+        scale: Factor on the logits.
+
+    Returns:
+        Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
+    """
+    B, H, W, D = queries.shape
+    N, L = keys.shape[1], keys.shape[2]
+    grouped = queries.reshape(B, N, H // N, W, D).float()
+    transposed = keys.float().transpose(-1, -2)
+    kept = torch.zeros(B, N, L + 1, device=keys.device).scatter_(2, positions.where(positions >= 0, L), 1.0)[:, :, None, :L]
+    position = torch.arange(L, device=keys.device)
+    total, voters = torch.zeros(B, N, device=keys.device), torch.zeros(B, 1, device=keys.device)
+    for row in range(W):  # one at a time: all rows of a long prompt would take a lot of memory
+        query_position = plan.length[:, None] - W + row
+        causal = (position <= query_position.clamp(min=0))[:, None, None]
+        attention = (grouped[:, :, :, row] @ transposed * scale).masked_fill(~causal, float("-inf")).softmax(-1)
+        is_voter = (query_position >= 0).float()
+        total += (attention * kept).sum(-1).mean(2) * is_voter
+        voters += is_voter
+    return total / voters
+
+
 def random_votes(plan: PlanTensors, heads: int, length: int, *, sink: int, seed: Tensor) -> Tensor:
     """Uniform votes for the ``random`` baseline, repeatable on any device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from snapstream.attention import AttentionBackend
 from snapstream.compression import next_slot
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.prefill import CompressedSequence
-from snapstream.engine.sampler import Sampled, SamplingState, sample, sample_greedy
+from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.models import LlamaModel
 
 
@@ -29,6 +30,7 @@ class Decode:
         *,
         capacity: int,
         slots: int,
+        steps: int,
         max_logprobs: int,
         eager: bool,
     ) -> None:
@@ -49,6 +51,8 @@ class Decode:
         self.token, self.position = column(), column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        # Tokens that the next steps of a launch must take, the next one first; -1 where the model is free.
+        self.forced = torch.full((slots, steps), -1, dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
         self._rows = torch.arange(slots, device=device)[:, None]
         self._heads = torch.arange(spec.kv_heads, device=device)[None]
@@ -71,7 +75,7 @@ class Decode:
             sampling: State whose row 0 is the request's.
         """
         for mine, theirs in zip((*self.keys, *self.values), (*sequence.keys, *sequence.values), strict=True):
-            mine[slot].copy_(theirs)
+            mine[slot][:, : theirs.shape[1]].copy_(theirs)  # a request's budget may be smaller than the slot
         self.token[slot] = token
         self.position[slot] = sequence.position
         self.base[slot] = sequence.plan.base
@@ -86,28 +90,31 @@ class Decode:
         self.active[slot] = False
         self.count[slot] = 0
 
-    def launch(self, steps: int, *, greedy: bool) -> list[Sampled]:
+    def launch(self, steps: int, *, greedy: bool, forced: dict[int, Sequence[int]] | None = None) -> list[Sampled]:
         """Decode ``steps`` tokens in every active slot, without the host looking in between.
 
         Args:
-            steps: How many.
+            steps: How many; at most the number given at construction.
             greedy: All active requests want the most likely token and nothing else.
+            forced: Tokens that a slot must take, first step first; at most ``steps`` of them.
 
         Returns:
             Per step, tensors that are the caller's. With ``greedy`` only the tokens mean something.
         """
+        for slot, tokens in (forced or {}).items():
+            self.forced[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         graph = self.greedy_graph if greedy else self.sampling_graph
         return [Sampled(*(tensor.clone() for tensor in graph())) for _ in range(steps)]
 
     def _greedy_step(self) -> Sampled:
-        tokens = sample_greedy(self._logits())
+        tokens = impose(sample_greedy(self._logits()), self.forced[:, 0])
         self._advance(tokens)
         nothing = self.sampling.temperature
         return Sampled(tokens, nothing, tokens, nothing)
 
     def _sampling_step(self) -> Sampled:
         logits = self._logits()
-        sampled = sample(logits, self.sampling, self.position + 1, self.active)
+        sampled = sample(logits, self.sampling, self.position + 1, self.active, self.forced[:, 0])
         self._advance(sampled.tokens)
         return sampled
 
@@ -125,6 +132,7 @@ class Decode:
         return self.model.logits(hidden)
 
     def _advance(self, tokens: Tensor) -> None:
+        self.forced.copy_(torch.cat((self.forced[:, 1:], torch.full_like(self.forced[:, :1], -1)), 1))
         step = self.active.to(torch.int64)
         self.token.copy_(torch.where(self.active, tokens, self.token))
         self.count.add_(step)

@@ -111,6 +111,7 @@ class LLM:
             backend,
             capacity=self.budget.capacity,
             slots=config.slots,
+            steps=config.decode_steps,
             max_logprobs=config.max_logprobs,
             eager=eager,
         )
@@ -230,6 +231,12 @@ class LLM:
             raise RequestError(
                 f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs} (max_logprobs)"
             )
+        self._check_tokens(params.forced)
+        if len(params.forced) > self.max_model_len - len(tokens):
+            raise RequestError(
+                f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
+                f"max_model_len={self.max_model_len}"
+            )
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
         self._requests[name] = request = Request(
             request_id=name,
@@ -320,10 +327,13 @@ class LLM:
                 tokens = [operator.index(token) for token in prompt]
             except TypeError as error:
                 raise RequestError(f"a prompt is text or a list of token ids; {error}") from error
+        self._check_tokens(tokens)
+        return tokens
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
         wrong = [token for token in tokens if not 0 <= token < self.spec.vocab_size]
         if wrong:
             raise RequestError(f"token {wrong[0]} is not in the model's vocabulary of {self.spec.vocab_size}")
-        return tokens
 
     def _prefill_chunk(self, request: Request) -> bool:
         """Read one chunk of a prompt; at its end compress it, draw its first token and start decoding."""
@@ -335,19 +345,26 @@ class LLM:
 
     def _read_chunk(self, request: Request) -> bool:
         start, length = request.prefilled, len(request.prompt)
-        tokens = request.prompt[start : start + self.config.prefill_chunk]
-        logits = self.prefill.run_chunk(tokens, start)
-        request.prefilled += len(tokens)
+        logits = self.prefill.held_logits(request.prompt) if start == 0 else None
+        if logits is not None:  # the request before had the same prompt
+            request.prefilled = length
+        else:
+            tokens = request.prompt[start : start + self.config.prefill_chunk]
+            logits = self.prefill.run_chunk(tokens, start)
+            request.prefilled += len(tokens)
         if request.prefilled < length:
             return False
-        sequence = self.prefill.finish(length, request.budget, logits)
+        sequence = self.prefill.finish(request.prompt, request.budget, logits)
         request.plan = sequence.plan
+        if request.params.telemetry:
+            request.kept = self.prefill.telemetry(length, request.budget)
         with torch.inference_mode():
             prompt = torch.tensor(request.prompt, device=self.device)
             self._first_token.assign(0, request.params, request.seed, prompt)
             position = torch.tensor([length], device=self.device)
             active = torch.ones(1, dtype=torch.bool, device=self.device)
-            sampled = sample(sequence.logits, self._first_token, position, active)
+            forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
+            sampled = sample(sequence.logits, self._first_token, position, active, forced)
         token = int(sampled.tokens[0])
         request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
         slot = self.scheduler.start_decode(request)
@@ -362,7 +379,7 @@ class LLM:
         greedy = all(request.params.plain_greedy for request in going)
         # No more steps than the request that needs most can use.
         steps = min(self.config.decode_steps, max(r.max_tokens - len(r.tokens) for r in going))
-        results = self.decode.launch(steps, greedy=greedy)
+        results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
         tokens = torch.stack([step.tokens for step in results]).tolist()
         details = None if greedy else [Sampled(*(tensor.cpu() for tensor in step)) for step in results]
         for request in going:
@@ -407,7 +424,7 @@ class LLM:
         plan = request.plan
         if plan is None:
             return None
-        sink = min(self.budget.sink, plan.length)
+        sink = min(request.budget.sink, plan.length)
         return CacheUse(
             prompt_tokens=plan.length,
             sink=sink,
@@ -417,6 +434,7 @@ class LLM:
             limit=plan.limit,
             bytes_held=plan.limit * self.plan.bytes_per_token,
             bytes_full=(plan.length + len(request.tokens)) * self.plan.bytes_per_token,
+            kept=request.kept,
         )
 
 
@@ -432,6 +450,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     except (IndexError, TypeError):
         return items
     return [items]  # a list of token ids is one prompt
+
+
+def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:
+    """Forced tokens of the next steps, by slot."""
+    ahead = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps] for r in requests if r.slot is not None}
+    return {slot: tokens for slot, tokens in ahead.items() if tokens}
 
 
 def _print_plan(plan: MemoryPlan) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.compression import PromptPlan, compress, plan_prompt, plan_tensors
+from snapstream.compression import (
+    PlanTensors,
+    PromptPlan,
+    choose_entries,
+    compress,
+    kept_attention,
+    plan_prompt,
+    plan_tensors,
+)
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph
+from snapstream.engine.request import KeptTokens
 from snapstream.models import LlamaModel
 
 
@@ -21,7 +30,7 @@ class CompressedSequence:
     """The seam between prefill and decode: all that decoding needs of a prompt.
 
     Attributes:
-        keys: Per layer, ``[N, C, D]``.
+        keys: Per layer, ``[N, C, D]``; ``C`` is the request's, at most the engine's.
         values: Per layer, ``[N, C, D]``.
         plan: ``base``, ``count`` and ``limit`` of its cache.
         position: True position of the next token.
@@ -68,7 +77,10 @@ class Prefill:
         self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         self.used = torch.zeros((), dtype=torch.int64, device=device)
+        self.layers = torch.arange(spec.layers, device=device)
         self.plan = plan_tensors([plan_prompt(1, budget)], device)
+        # The prompt that the staging cache holds in full, with its logits: requests for the same one share it.
+        self._held: tuple[list[int], Tensor] | None = None
         chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
         self.chunk_graphs = {
             size: StaticGraph(self._chunk_of(size), device, compiled=not eager, captured=not eager)
@@ -97,6 +109,7 @@ class Prefill:
         Returns:
             Logits of the last token given, float32 ``[1, vocab]``.
         """
+        self._held = None
         used = len(tokens)
         self.tokens[:used] = torch.tensor(tokens, dtype=torch.int64)
         self.tokens[used:] = 0
@@ -106,20 +119,29 @@ class Prefill:
         logits: Tensor = self.chunk_graphs[size]()
         return logits.clone()
 
+    def held_logits(self, prompt: list[int]) -> Tensor | None:
+        """Logits of the last token of ``prompt`` if it is the one that was read last; then it need not be read again."""
+        return self._held[1] if self._held is not None and self._held[0] == prompt else None
+
     @torch.inference_mode()
-    def finish(self, length: int, budget: CacheBudget, logits: Tensor) -> CompressedSequence:
+    def finish(self, prompt: list[int], budget: CacheBudget, logits: Tensor) -> CompressedSequence:
         """Compress the prompt that has been read.
 
         Args:
-            length: Its length.
-            budget: The request's; at most the engine's.
+            prompt: Its tokens.
+            budget: The request's; at most the engine's. A policy of its own is computed outside the static graphs.
             logits: What the last chunk returned.
         """
+        self._held = (prompt, logits)
+        length = len(prompt)
         plan = plan_prompt(length, budget)
         if plan.dropped == 0:  # nothing to choose: entry i is token i
-            capacity = self.budget.capacity
+            capacity = budget.capacity
             keys = [staged[:, :capacity].clone() for staged in self.keys]
             values = [staged[:, :capacity].clone() for staged in self.values]
+        elif not self._same_policy(budget):
+            kept = self._compress(length, budget, plan_tensors([plan], self.device))
+            keys, values = [key for key, _ in kept], [value for _, value in kept]
         else:
             self.plan.copy_(plan_tensors([plan], self.device))
             size = next(size for size in self.compress_graphs if size >= length)
@@ -128,6 +150,43 @@ class Prefill:
                 kept = [(key.clone(), value.clone()) for key, value in kept]
             keys, values = [key for key, _ in kept], [value for _, value in kept]
         return CompressedSequence(keys, values, plan, length, logits)
+
+    @torch.inference_mode()
+    def telemetry(self, length: int, budget: CacheBudget) -> KeptTokens:
+        """Which tokens of the prompt that has been read ``budget`` keeps, and how much attention went to them."""
+        plan = plan_prompt(length, budget)
+        tensors = plan_tensors([plan], self.device)
+        mass, positions = [], []
+        for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
+            queries, keys = window[None], keys[None, :, :length]
+            chosen = choose_entries(
+                queries[:, :, -budget.window :], keys, tensors, budget, scale=self.scale, layer=layer
+            )[:, :, : plan.count]
+            mass.append(float(kept_attention(queries, keys, chosen, tensors, scale=self.scale).mean()))
+            positions.append(tuple(tuple(head) for head in chosen[0].tolist()))
+        return KeptTokens(tuple(mass), tuple(positions))
+
+    def _same_policy(self, budget: CacheBudget) -> bool:
+        """Whether the captured graphs, which are of the engine's policy, fit a request's budget."""
+        mine = self.budget
+        parts = {"recent": mine.recent, "top_k": mine.top_k, "ring": mine.ring}
+        return replace(budget, **parts) == mine and budget.top_k <= mine.top_k
+
+    def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[tuple[Tensor, Tensor]]:
+        """Compress all layers of a prompt of up to ``size`` tokens; plain tensor code."""
+        kept = []
+        for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
+            out = compress(
+                window[None, :, -budget.window :],
+                keys[None, :, :size],
+                values[None, :, :size],
+                plan,
+                budget,
+                scale=self.scale,
+                layer=self.layers[layer],
+            )
+            kept.append((out.keys[0], out.values[0]))
+        return kept
 
     def _chunk_of(self, size: int) -> Callable[[], Tensor]:
         """The function of one chunk that sees ``size`` tokens of the staging cache."""
@@ -154,25 +213,7 @@ class Prefill:
 
     def _compress_of(self, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
         """The function that compresses all layers of a prompt of up to ``size`` tokens."""
-        budget, scale, plan = self.budget, self.scale, self.plan
-        indices = torch.arange(len(self.keys), device=self.device)
-
-        def run() -> list[tuple[Tensor, Tensor]]:
-            kept = []
-            for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
-                out = compress(
-                    window[None],
-                    keys[None, :, :size],
-                    values[None, :, :size],
-                    plan,
-                    budget,
-                    scale=scale,
-                    layer=indices[layer],
-                )
-                kept.append((out.keys[0], out.values[0]))
-            return kept
-
-        return run
+        return lambda: self._compress(size, self.budget, self.plan)
 
 
 def staging_length(max_model_len: int, chunk: int) -> int:

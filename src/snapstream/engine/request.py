@@ -22,6 +22,20 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """What compression kept of one prompt, token by token.
+
+    Attributes:
+        mass: Per layer, the share of the attention of the engine's observation window that went to tokens which
+            were kept, averaged over the window and the heads; 1 if nothing was dropped.
+        positions: Per layer and KV head, the positions in the prompt that were kept, in order.
+    """
+
+    mass: tuple[float, ...]
+    positions: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
 class CacheUse:
     """What compression kept of one prompt, per layer and KV head, and what that takes over all layers.
 
@@ -34,6 +48,7 @@ class CacheUse:
         limit: Most entries the sequence will ever hold.
         bytes_held: Keys and values of ``limit`` entries.
         bytes_full: Keys and values of prompt and output so far, had none been dropped.
+        kept: Which tokens were kept, if asked for.
     """
 
     prompt_tokens: int
@@ -44,6 +59,7 @@ class CacheUse:
     limit: int
     bytes_held: int
     bytes_full: int
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
     reported: int = 0
+    forced_text: int = 0
+    kept: KeptTokens | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -110,11 +128,15 @@ class Request:
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        at_stop, at_length = token in self.stop_ids, len(self.tokens) >= self.max_tokens
+        is_forced = len(self.tokens) <= len(self.params.forced)
+        at_stop = token in self.stop_ids and not is_forced
+        at_length = len(self.tokens) >= self.max_tokens
         if not at_stop:
             self.text += self.detokenizer.add(token)
         if at_stop or at_length:
             self.text += self.detokenizer.flush()
+        if is_forced:
+            self.forced_text = len(self.text)
         if self._cut_at_stop_string() or at_stop:
             self.finish_reason = "stop"
         elif at_length:
@@ -130,7 +152,8 @@ class Request:
         return new
 
     def _cut_at_stop_string(self) -> bool:
-        found = [at for at in (self.text.find(stop, max(0, self.reported)) for stop in self.params.stop) if at >= 0]
+        start = max(self.reported, self.forced_text)
+        found = [at for at in (self.text.find(stop, start) for stop in self.params.stop) if at >= 0]
         if found:
             self.text = self.text[: min(found)]
         return bool(found)

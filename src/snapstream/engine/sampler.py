@@ -85,7 +85,12 @@ def sample_greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor) -> Sampled:
+def impose(tokens: Tensor, forced: Tensor) -> Tensor:
+    """``tokens`` of ``[B]``, or those of ``forced`` where they are not negative."""
+    return torch.where(forced >= 0, forced, tokens)
+
+
+def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor, forced: Tensor) -> Sampled:
     """Draw a token for every slot and count it.
 
     Penalties, temperature, min-p, top-k and top-p apply in this order.
@@ -95,6 +100,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         state: Parameters of the slots; counts are updated in place.
         position: Position of the new token, int64 ``[B]``.
         active: Which slots hold a running request, bool ``[B]``.
+        forced: Token to take instead of a drawn one, int64 ``[B]``; -1 for none.
     """
     logprobs = logits.log_softmax(-1)
     top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
@@ -112,7 +118,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
     noise_seed = (state.seed * 1_000_003 + position)[:, None]
     gumbel = -torch.log(-torch.log(counter_uniform(noise_seed, ids)))
     drawn = torch.where(keep, ordered + gumbel, float("-inf")).argmax(-1, keepdim=True)
-    tokens = torch.where(greedy, ids[:, 0], ids.gather(1, drawn)[:, 0])
+    tokens = impose(torch.where(greedy, ids[:, 0], ids.gather(1, drawn)[:, 0]), forced)
     state.output_counts.scatter_add_(1, tokens[:, None], active.to(torch.int32)[:, None])
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     return Sampled(tokens, chosen, top_ids, top_logprobs)

@@ -1,1 +1,141 @@
-"""Seeded task generators used by the evaluation lab, the demo and the tests."""
+"""Generated tasks, by name: what each asks, and one sample of it at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from snapstream.errors import ConfigurationError
+from snapstream.evaluation.tasks import aggregation, needle, number, pairs, reading, tracking
+from snapstream.evaluation.tasks.text import Count, DoesNotFit, Question, TaskText
+from snapstream.evaluation.tasks.words import filler
+
+__all__ = ["TASKS", "Count", "DoesNotFit", "Question", "Sample", "Task", "TaskText", "find_tasks", "make_sample"]
+
+Build = Callable[[random.Random, int, Count, float | None], TaskText]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question about a generated text.
+
+    Attributes:
+        name: As the command line and the report call it.
+        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading`` or ``continued``.
+        about: One line for people.
+        build: Draws a text of at most so many tokens, and questions about it.
+        max_tokens: Tokens an answer may take.
+        has_depth: Whether what is asked for lies at one place, which can be chosen.
+        follow_up: What happens between the prompt, which is compressed, and the question that is scored. ``late``:
+            the prompt ends with another question, and its answer and the scored question come in a second turn.
+            ``long``: the prompt ends with the scored question, thousands of tokens of filler are decoded, and it is
+            asked again. Both need a host that goes on in a compressed cache.
+    """
+
+    name: str
+    family: str
+    about: str
+    build: Build
+    max_tokens: int
+    has_depth: bool = True
+    follow_up: Literal["none", "late", "long"] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question of one task, as turns of a conversation.
+
+    A model reads ``prompt`` and ``lead``, and its cache is compressed. Then it is given ``reply`` and ``second``
+    as if they had been generated and asked, and what it writes next is scored.
+
+    Attributes:
+        task: Name of the task.
+        seed: What it was drawn from, with task, length and depth.
+        prompt: The text and its question.
+        lead: How the answer begins.
+        reply: The rest of the first answer, if there is a second question; else empty.
+        second: The second question, or empty.
+        answer: The right continuation.
+        parts: What must be found in the output.
+    """
+
+    task: str
+    seed: int
+    prompt: str
+    lead: str
+    reply: str
+    second: str
+    answer: str
+    parts: tuple[str, ...]
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("needle", "retrieval", "one note hidden in a text", needle.single, 16),
+        Task("multikey", "retrieval", "one of many notes", needle.multikey, 16),
+        Task("multivalue", "retrieval", "all four notes of one key", needle.multivalue, 64),
+        Task("multiquery", "retrieval", "the notes of four keys at once", needle.multiquery, 64),
+        Task("passkey", "retrieval", "a number of six digits in noise", number.passkey, 16),
+        Task("number", "retrieval", "a number of twelve digits with runs in noise", number.number, 32),
+        Task("kv", "retrieval", "one value out of a JSON object of random pairs", pairs.key_value, 16),
+        Task("tracking", "tracking", "which variables hold a number, over four hops", tracking.variables, 48),
+        Task("common-words", "aggregation", "three words that are ten times as common", aggregation.common_words, 24, False),
+        Task("frequent-words", "aggregation", "the three most frequent words", aggregation.frequent_words, 24, False),
+        Task("qa", "reading", "who bought what from whom, among passages alike", reading.deals, 16),
+        Task("late-question", "continued", "a second turn asks for another note", needle.multikey, 16, True, "late"),
+        Task("long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"),
+    )
+}
+
+
+def find_tasks(names: list[str]) -> list[Task]:
+    """Tasks by name; ``all`` is every one.
+
+    Raises:
+        ConfigurationError: A name that is not a task; the message lists those that are.
+    """
+    unknown = [name for name in names if name not in TASKS and name != "all"]
+    if unknown or not names:
+        given = ", ".join(unknown) or "none"
+        raise ConfigurationError(f"unknown task {given}; allowed: all, {', '.join(TASKS)}")
+    return list(TASKS.values()) if "all" in names else [TASKS[name] for name in dict.fromkeys(names)]
+
+
+def make_sample(
+    task: Task, length: int, seed: int, count: Count, *, depth: float | None = None, decode: int = 2048
+) -> Sample:
+    """Draw one sample.
+
+    Args:
+        task: Its task.
+        length: Most tokens of the prompt, its lead included; what is missing is less than one sentence.
+        seed: Equal arguments give equal samples.
+        count: Counts tokens of a text.
+        depth: Where in the text the answer lies, 0 to 1; drawn if not given.
+        decode: Tokens between prompt and question of a ``long`` follow-up.
+
+    Raises:
+        DoesNotFit: The length is too short for the task.
+    """
+    room, over = length, 1
+    while over > 0:  # tokens of the whole may be more than those of its pieces
+        rng = random.Random(f"{task.name}/{length}/{seed}/{depth}")
+        made = task.build(rng, room, count, depth)
+        asked = made.questions[0]
+        first = made.questions[1] if task.follow_up == "late" else asked
+        prompt = made.text + first.ask
+        over = count(prompt + first.lead) - length
+        room -= max(over, 0)
+    reply, second = "", ""
+    if task.follow_up == "late":
+        reply, second = first.answer, asked.ask
+    elif task.follow_up == "long":
+        pieces, size = list[str](), 0
+        while size < decode:
+            pieces.append(filler(rng))
+            size += count(pieces[-1])
+        reply, second = "".join(pieces), asked.ask
+    return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts)

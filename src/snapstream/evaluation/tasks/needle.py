@@ -1,0 +1,92 @@
+"""Needles: notes hidden in a long text of filler, in the manner of RULER's retrieval tasks.
+
+``Note for falcon: amber river.`` is the needle, ``Recall the note for falcon:`` its question. The question ends with the
+word that stands before the answer in the text, so that a base model, or a small one, can answer by continuing.
+"""
+
+from __future__ import annotations
+
+import random
+
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
+from snapstream.evaluation.tasks.words import ADJECTIVES, ANIMALS, NOUNS, filler
+
+HEADER = "Notes are hidden in this text. Remember them."
+VALUES = 4
+"""Notes under the one key of a multi-value question, and keys of a multi-query one."""
+
+
+def _note(key: str, value: str) -> str:
+    return f" Note for {key}: {value}."
+
+
+def _values(rng: random.Random, number: int) -> list[str]:
+    """Draws values of two words; no two begin with the same word."""
+    return [f"{first} {rng.choice(NOUNS)}" for first in rng.sample(ADJECTIVES, number)]
+
+
+def _single(key: str, value: str) -> Question:
+    return Question(f" Recall the note for {key}:", "", f" {value}.", (value,))
+
+
+def _distractors(room: int) -> int:
+    """How many other notes a text of ``room`` tokens gets: one for each 64 tokens, 4 to 32."""
+    return min(32, max(4, room // 64))
+
+
+def single(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """One note and nothing like it."""
+    return _keys(rng, room, count, depth, 1)
+
+
+def multikey(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """One note is asked for, among many of other keys."""
+    return _keys(rng, room, count, depth, 1 + _distractors(room))
+
+
+def _keys(rng: random.Random, room: int, count: Count, depth: float | None, number: int) -> TaskText:
+    keys, values = rng.sample(ANIMALS, number), _values(rng, number)
+    questions = tuple(_single(key, value) for key, value in zip(keys, values, strict=True))
+    notes = [_note(key, value) for key, value in zip(keys, values, strict=True)]
+    asked = max(count(question.ask) for question in questions)
+    body = hide(
+        rng, room - count(HEADER) - asked, count, filler, list(zip(depths(rng, number, depth), notes, strict=True))
+    )
+    return TaskText(HEADER + body, questions)
+
+
+def multivalue(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """Several notes under one key, all of them asked for, among notes of other keys."""
+    number = _distractors(room)
+    keys, values = rng.sample(ANIMALS, 1 + number), _values(rng, VALUES + number)
+    places = sorted(depths(rng, VALUES, depth))
+    ask = f" Recall the {VALUES} notes for {keys[0]}:"
+    notes = [_note(keys[0], value) for value in values[:VALUES]]
+    notes += [_note(key, value) for key, value in zip(keys[1:], values[VALUES:], strict=True)]
+    places += depths(rng, number, None)
+    body = hide(
+        rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, notes, strict=True))
+    )
+    wanted = tuple(values[:VALUES])
+    return TaskText(HEADER + body, (Question(ask, "", f" {', '.join(wanted)}.", wanted),))
+
+
+def multiquery(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """Several keys are asked for at once, among notes of other keys; the first has the depth asked for."""
+    number = VALUES + _distractors(room)
+    keys, values = rng.sample(ANIMALS, number), _values(rng, number)
+    notes = [_note(key, value) for key, value in zip(keys, values, strict=True)]
+    places = depths(rng, number, depth)
+    groups = [list(range(VALUES)), *(rng.sample(range(number), VALUES) for _ in range(2))]
+    questions = tuple(_several([(keys[i], values[i]) for i in group]) for group in groups)
+    asked = max(count(question.ask + question.lead) for question in questions)
+    body = hide(rng, room - count(HEADER) - asked, count, filler, list(zip(places, notes, strict=True)))
+    return TaskText(HEADER + body, questions)
+
+
+def _several(pairs: list[tuple[str, str]]) -> Question:
+    listed = " ".join(f"{key}:" for key, _ in pairs)
+    answer = ",".join(f" {key}: {value}" for key, value in pairs)
+    return Question(
+        f" Recall the notes for {listed}", " These are the notes,", f"{answer}.", tuple(value for _, value in pairs)
+    )

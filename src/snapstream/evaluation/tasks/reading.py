@@ -1,0 +1,37 @@
+"""Questions over passages: who bought what from whom, with passages about the same people and things between.
+
+Question and passage tell the deal from opposite sides (sold, bought), and every distractor shares the seller or the
+thing, so that no single word finds the answer.
+"""
+
+from __future__ import annotations
+
+import random
+
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
+from snapstream.evaluation.tasks.words import NOUNS, PEOPLE, filler
+
+HEADER = "Read these passages."
+
+
+def deals(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """One deal is asked for; up to 24 others share its seller or its thing."""
+    seller, buyer, *others = rng.sample(PEOPLE, len(PEOPLE))
+    thing, *things = rng.sample(NOUNS, 40)
+    number = min(24, max(2, room // 96))
+    told = [(seller, thing, buyer)]
+    for index in range(number):
+        other = others[1 + index // 2]
+        told.append((seller, things[index], other) if index % 2 else (other, thing, rng.choice(others)))
+    questions = tuple(
+        Question(f" Who bought the {what} from the {who}?", " It was the", f" {whom}.", (whom,))
+        for who, what, whom in told
+    )
+    sentences = [
+        f" The {who} sold the {what} to the {whom} in the {rng.choice(('morning', 'evening', 'spring', 'summer'))}."
+        for who, what, whom in told
+    ]
+    asked = max(count(question.ask + question.lead) for question in questions)
+    places = depths(rng, len(told), depth)
+    body = hide(rng, room - count(HEADER) - asked, count, filler, list(zip(places, sentences, strict=True)))
+    return TaskText(HEADER + body, questions)

@@ -1,0 +1,94 @@
+"""What every generated task is made of: a text of so many tokens, and questions about it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Count = Callable[[str], int]
+"""Number of tokens of a piece of text, under the tokenizer of the model that will read it."""
+
+
+class DoesNotFit(ValueError):
+    """A text of so few tokens cannot hold what the task hides in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question about a text.
+
+    Attributes:
+        ask: The question, to be appended to the text.
+        lead: How the answer begins; it is given to the model, as a base model needs it and a chat model can bear it.
+        answer: The right continuation of text, question and lead, for training and for reading.
+        parts: What must be found in the model's output, each as a whole word or number, for it to be right.
+    """
+
+    ask: str
+    lead: str
+    answer: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskText:
+    """A text and questions about it; each question is asked by itself.
+
+    Attributes:
+        text: From its instruction to its last sentence.
+        questions: The first is the one whose depth was asked for.
+    """
+
+    text: str
+    questions: tuple[Question, ...]
+
+
+def hide(
+    rng: random.Random,
+    room: int,
+    count: Count,
+    filler: Callable[[random.Random], str],
+    hidden: Sequence[tuple[float, str]],
+) -> str:
+    """Fill ``room`` tokens with filler and put sentences into it.
+
+    Args:
+        rng: Source of all choices.
+        room: Most tokens of the result; what is left empty is less than one sentence.
+        count: Counts tokens.
+        filler: Draws one piece of filler, which begins with a space.
+        hidden: Sentences and their depths (0 is the beginning, 1 the end); each goes to the boundary nearest to its
+            depth.
+
+    Raises:
+        DoesNotFit: The sentences alone are longer than ``room``.
+    """
+    left = room - sum(count(sentence) for _, sentence in hidden)
+    if left < 0:
+        raise DoesNotFit(f"{len(hidden)} hidden sentences do not fit into {room} tokens")
+    pieces, ends, misses = list[str](), [0], 0
+    while misses < 8:  # a shorter sentence may still fit where a long one did not
+        piece = filler(rng)
+        size = count(piece)
+        if ends[-1] + size > left:
+            misses += 1
+            continue
+        pieces.append(piece)
+        ends.append(ends[-1] + size)
+    result, at = list[str](), 0
+    for depth, sentence in sorted(hidden, key=lambda item: item[0]):
+        target = depth * ends[-1]
+        while at < len(pieces) and (ends[at] + ends[at + 1]) / 2 < target:
+            result.append(pieces[at])
+            at += 1
+        result.append(sentence)
+    return "".join([*result, *pieces[at:]])
+
+
+def depths(rng: random.Random, number: int, first: float | None) -> list[float]:
+    """Draws ``number`` depths; the first is ``first`` if given."""
+    drawn = [rng.random() for _ in range(number)]
+    if first is not None:
+        drawn[0] = first
+    return drawn
