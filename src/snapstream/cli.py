@@ -20,6 +20,7 @@ from rich.table import Table
 from snapstream.assets import RETRIEVAL_MODEL
 from snapstream.config import CacheBudget, EngineConfig, Preset, SamplingParams
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
+from snapstream.evaluation.command import evaluate
 
 app = typer.Typer(
     help="LLM inference with a KV cache of fixed size per sequence.",
@@ -315,6 +316,9 @@ def plan(
             )
         Console().print(table)
     planned.check()
+
+
+app.command("eval")(evaluate)
 
 
 def main() -> None:

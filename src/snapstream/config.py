@@ -206,7 +206,7 @@ class CacheBudget:
         return replace(self, recent=recent, top_k=capacity - self.sink - recent)
 
     def for_request(self, entries: int | CacheBudget | None) -> CacheBudget:
-        """The budget of a request that asks for ``entries``, or for a policy of its own, where the server's is this one.
+        """The budget of a request that asks for ``entries``, or brings a policy of its own, where this is the server's.
 
         Raises:
             RequestError: More than this budget, too few entries for its policy, or a larger window than is kept.

@@ -100,7 +100,9 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanT
     N, L = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(B, N, H // N, W, D).float()
     transposed = keys.float().transpose(-1, -2)
-    kept = torch.zeros(B, N, L + 1, device=keys.device).scatter_(2, positions.where(positions >= 0, L), 1.0)[:, :, None, :L]
+    kept = torch.zeros(B, N, L + 1, device=keys.device).scatter_(2, positions.where(positions >= 0, L), 1.0)[
+        :, :, None, :L
+    ]
     position = torch.arange(L, device=keys.device)
     total, voters = torch.zeros(B, N, device=keys.device), torch.zeros(B, 1, device=keys.device)
     for row in range(W):  # one at a time: all rows of a long prompt would take a lot of memory

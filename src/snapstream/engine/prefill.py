@@ -120,7 +120,7 @@ class Prefill:
         return logits.clone()
 
     def held_logits(self, prompt: list[int]) -> Tensor | None:
-        """Logits of the last token of ``prompt`` if it is the one that was read last; then it need not be read again."""
+        """Logits of the last token of ``prompt`` if it is the one that was read last: it need not be read again."""
         return self._held[1] if self._held is not None and self._held[0] == prompt else None
 
     @torch.inference_mode()
@@ -158,19 +158,19 @@ class Prefill:
         tensors = plan_tensors([plan], self.device)
         mass, positions = [], []
         for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
-            queries, keys = window[None], keys[None, :, :length]
+            queries, staged = window[None], keys[None, :, :length]
             chosen = choose_entries(
-                queries[:, :, -budget.window :], keys, tensors, budget, scale=self.scale, layer=layer
+                queries[:, :, -budget.window :], staged, tensors, budget, scale=self.scale, layer=layer
             )[:, :, : plan.count]
-            mass.append(float(kept_attention(queries, keys, chosen, tensors, scale=self.scale).mean()))
+            mass.append(float(kept_attention(queries, staged, chosen, tensors, scale=self.scale).mean()))
             positions.append(tuple(tuple(head) for head in chosen[0].tolist()))
         return KeptTokens(tuple(mass), tuple(positions))
 
     def _same_policy(self, budget: CacheBudget) -> bool:
         """Whether the captured graphs, which are of the engine's policy, fit a request's budget."""
         mine = self.budget
-        parts = {"recent": mine.recent, "top_k": mine.top_k, "ring": mine.ring}
-        return replace(budget, **parts) == mine and budget.top_k <= mine.top_k
+        alike = replace(budget, recent=mine.recent, top_k=mine.top_k, ring=mine.ring) == mine
+        return alike and budget.top_k <= mine.top_k
 
     def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[tuple[Tensor, Tensor]]:
         """Compress all layers of a prompt of up to ``size`` tokens; plain tensor code."""

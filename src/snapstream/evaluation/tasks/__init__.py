@@ -9,10 +9,10 @@ from typing import Literal
 
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.tasks import aggregation, needle, number, pairs, reading, tracking
-from snapstream.evaluation.tasks.text import Count, DoesNotFit, Question, TaskText
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
 from snapstream.evaluation.tasks.words import filler
 
-__all__ = ["TASKS", "Count", "DoesNotFit", "Question", "Sample", "Task", "TaskText", "find_tasks", "make_sample"]
+__all__ = ["TASKS", "Count", "Question", "Sample", "Task", "TaskText", "TooShortError", "find_tasks", "make_sample"]
 
 Build = Callable[[random.Random, int, Count, float | None], TaskText]
 
@@ -81,12 +81,21 @@ TASKS: dict[str, Task] = {
         Task("passkey", "retrieval", "a number of six digits in noise", number.passkey, 16),
         Task("number", "retrieval", "a number of twelve digits with runs in noise", number.number, 32),
         Task("kv", "retrieval", "one value out of a JSON object of random pairs", pairs.key_value, 16),
-        Task("tracking", "tracking", "which variables hold a number, over four hops", tracking.variables, 48),
-        Task("common-words", "aggregation", "three words that are ten times as common", aggregation.common_words, 24, False),
+        Task("tracking", "tracking", "where a number was copied to, over four hops", tracking.variables, 48),
+        Task(
+            "common-words",
+            "aggregation",
+            "three words that are ten times as common",
+            aggregation.common_words,
+            24,
+            False,
+        ),
         Task("frequent-words", "aggregation", "the three most frequent words", aggregation.frequent_words, 24, False),
         Task("qa", "reading", "who bought what from whom, among passages alike", reading.deals, 16),
         Task("late-question", "continued", "a second turn asks for another note", needle.multikey, 16, True, "late"),
-        Task("long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"),
+        Task(
+            "long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"
+        ),
     )
 }
 
@@ -118,7 +127,7 @@ def make_sample(
         decode: Tokens between prompt and question of a ``long`` follow-up.
 
     Raises:
-        DoesNotFit: The length is too short for the task.
+        TooShortError: The length is too short for the task.
     """
     room, over = length, 1
     while over > 0:  # tokens of the whole may be more than those of its pieces

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from snapstream.evaluation.tasks.text import Count, DoesNotFit, Question, TaskText
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
 from snapstream.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 HEADER = "Some words in this list are more common than others."
@@ -26,9 +26,7 @@ def frequent_words(rng: random.Random, room: int, count: Count, depth: float | N
     return _listed(rng, room, count, words, lambda rank: (rank + 1) ** -2.0)
 
 
-def _listed(
-    rng: random.Random, room: int, count: Count, words: list[str], weight: Callable[[int], float]
-) -> TaskText:
+def _listed(rng: random.Random, room: int, count: Count, words: list[str], weight: Callable[[int], float]) -> TaskText:
     ask, lead = " Which three words are the most common?", " They are"
     left = room - count(HEADER) - count(ask + lead) - 1
     weights = [weight(rank) for rank in range(len(words))]
@@ -36,7 +34,7 @@ def _listed(
     unit = left / sum(size * share for size, share in zip(sizes, weights, strict=True))
     listed = [word for word, share in zip(words, weights, strict=True) for _ in range(int(unit * share))]
     if len(set(listed)) < 6:
-        raise DoesNotFit(f"a list of words to count does not fit into {room} tokens")
+        raise TooShortError(f"a list of words to count does not fit into {room} tokens")
     rng.shuffle(listed)
     wanted = tuple(words[:3])
     text = f"{HEADER} {' '.join(listed)}."

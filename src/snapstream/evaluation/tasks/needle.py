@@ -1,7 +1,7 @@
 """Needles: notes hidden in a long text of filler, in the manner of RULER's retrieval tasks.
 
-``Note for falcon: amber river.`` is the needle, ``Recall the note for falcon:`` its question. The question ends with the
-word that stands before the answer in the text, so that a base model, or a small one, can answer by continuing.
+``Note for falcon: amber river.`` is the needle, ``Recall the note for falcon:`` its question. The question ends with
+the word that stands before the answer in the text, so that a base model, or a small one, can answer by continuing.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def multivalue(rng: random.Random, room: int, count: Count, depth: float | None)
     notes = [_note(keys[0], value) for value in values[:VALUES]]
     notes += [_note(key, value) for key, value in zip(keys[1:], values[VALUES:], strict=True)]
     places += depths(rng, number, None)
-    body = hide(
-        rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, notes, strict=True))
-    )
+    body = hide(rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, notes, strict=True)))
     wanted = tuple(values[:VALUES])
     return TaskText(HEADER + body, (Question(ask, "", f" {', '.join(wanted)}.", wanted),))
 
@@ -86,7 +84,10 @@ def multiquery(rng: random.Random, room: int, count: Count, depth: float | None)
 
 def _several(pairs: list[tuple[str, str]]) -> Question:
     listed = " ".join(f"{key}:" for key, _ in pairs)
-    answer = ",".join(f" {key}: {value}" for key, value in pairs)
+    lead, _, answer = ",".join(f" {key}: {value}" for key, value in pairs).partition(":")
     return Question(
-        f" Recall the notes for {listed}", " These are the notes,", f"{answer}.", tuple(value for _, value in pairs)
+        f" Recall the notes for {listed}",
+        f" These are the notes,{lead}:",
+        f"{answer}.",
+        tuple(value for _, value in pairs),
     )

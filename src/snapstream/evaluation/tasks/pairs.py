@@ -8,24 +8,26 @@ from __future__ import annotations
 import json
 import random
 
-from snapstream.evaluation.tasks.text import Count, DoesNotFit, Question, TaskText
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
 
 HEADER = "Find the value of a key in this JSON object.\n"
-
-_SAMPLE = [f"{key}23456" for key in range(1, 9)]
 
 
 def key_value(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
     """Pairs of six digits each, as many as fit."""
     ask = '\nThe value of "000000"?'
     lead = '\n{"000000": "'
-    size = (count(json.dumps(dict.fromkeys(_SAMPLE, "123456"))) - count("{}")) // len(_SAMPLE)
     left = room - count(HEADER) - count("{}") - count(ask + lead)
-    number = left // size
+    pairs: dict[str, str] = {}
+    while True:
+        key, value = f"{rng.randrange(10**6):06d}", f"{rng.randrange(10**6):06d}"
+        left -= count(f'{key}": "{value}", "')  # cut where tokenizers cut: before digits
+        if left < 0:
+            break
+        pairs.setdefault(key, value)
+    keys, number = list(pairs), len(pairs)
     if number < 2:
-        raise DoesNotFit(f"two pairs do not fit into {room} tokens")
-    keys = [f"{key:06d}" for key in rng.sample(range(10**6), number)]
-    pairs = {key: f"{rng.randrange(10**6):06d}" for key in keys}
+        raise TooShortError(f"two pairs do not fit into {room} tokens")
     asked = [rng.randrange(number) for _ in range(12)]
     if depth is not None:
         asked[0] = min(number - 1, int(depth * number))

@@ -1,7 +1,7 @@
 """Questions over passages: who bought what from whom, with passages about the same people and things between.
 
-Question and passage tell the deal from opposite sides (sold, bought), and every distractor shares the seller or the
-thing, so that no single word finds the answer.
+Every distractor shares the seller or the thing, so that no single word finds the answer. The answer's lead tells the
+deal in the words of the text; a question alone would be more than a small model can turn around.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def deals(rng: random.Random, room: int, count: Count, depth: float | None) -> T
         other = others[1 + index // 2]
         told.append((seller, things[index], other) if index % 2 else (other, thing, rng.choice(others)))
     questions = tuple(
-        Question(f" Who bought the {what} from the {who}?", " It was the", f" {whom}.", (whom,))
+        Question(f" Who bought the {what} from the {who}?", f" The {who} sold the {what} to the", f" {whom}.", (whom,))
         for who, what, whom in told
     )
     sentences = [

@@ -10,7 +10,7 @@ Count = Callable[[str], int]
 """Number of tokens of a piece of text, under the tokenizer of the model that will read it."""
 
 
-class DoesNotFit(ValueError):
+class TooShortError(ValueError):
     """A text of so few tokens cannot hold what the task hides in it."""
 
 
@@ -62,11 +62,11 @@ def hide(
             depth.
 
     Raises:
-        DoesNotFit: The sentences alone are longer than ``room``.
+        TooShortError: The sentences alone are longer than ``room``.
     """
     left = room - sum(count(sentence) for _, sentence in hidden)
     if left < 0:
-        raise DoesNotFit(f"{len(hidden)} hidden sentences do not fit into {room} tokens")
+        raise TooShortError(f"{len(hidden)} hidden sentences do not fit into {room} tokens")
     pieces, ends, misses = list[str](), [0], 0
     while misses < 8:  # a shorter sentence may still fit where a long one did not
         piece = filler(rng)

@@ -1,4 +1,4 @@
-"""Variable tracking: chains of assignments scattered over noise, in the manner of RULER's multi-hop tracing."""
+"""Variable tracking: chains of copies scattered over noise, in the manner of RULER's multi-hop tracing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from snapstream.evaluation.tasks.number import noise
 from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
 from snapstream.evaluation.tasks.words import ANIMALS
 
-HEADER = "Variables are assigned in this text. Follow them."
+HEADER = "A number is copied from variable to variable in this text. Follow it."
 CHAIN = 4
-"""Variables of one chain: the first gets a number, each other one gets its predecessor."""
+"""Variables of one chain: the first gets a number, each other one a copy of its predecessor."""
 
 
 def variables(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """Which variables hold a number, directly or through others; other chains lie between."""
+    """Where a number was copied to, directly or through other variables; other chains lie between."""
     chains = min(8, max(2, room // 256))
     names = rng.sample(ANIMALS, chains * CHAIN)
     numbers = [f"{value:06d}" for value in rng.sample(range(10**6), chains)]
@@ -28,10 +28,10 @@ def variables(rng: random.Random, room: int, count: Count, depth: float | None) 
             places[0] = depth * places[-1]  # where the chain begins
             places.sort()
         hidden += [
-            (place, f" Let {name} = {source}.") for place, name, source in zip(places, chain, sources, strict=True)
+            (place, f" Copy {source} to {name}.") for place, name, source in zip(places, chain, sources, strict=True)
         ]
-        ask = f" Which variables hold {number}?"
-        questions.append(Question(ask, " They are", f" {', '.join(chain)}.", tuple(chain)))
+        ask, lead = f" Where was {number} copied to?", f" It went from {number} to"
+        questions.append(Question(ask, lead, f" {' to '.join(chain)}.", tuple(chain)))
     asked = max(count(question.ask + question.lead) for question in questions)
     body = hide(rng, room - count(HEADER) - asked, count, noise, hidden)
     return TaskText(HEADER + body, tuple(questions))

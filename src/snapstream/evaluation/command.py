@@ -1,0 +1,238 @@
+"""``snapstream eval``: runs the lab and writes its records and reports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from snapstream.assets import TASK_MODEL
+from snapstream.config import EngineConfig
+from snapstream.errors import ConfigurationError, SnapStreamError
+from snapstream.evaluation.policies import (
+    ENDPOINT_POLICIES,
+    ENGINE_POLICIES,
+    Variant,
+    make_variants,
+    parse_lengths,
+    parse_sizes,
+    parse_sweeps,
+)
+from snapstream.evaluation.tasks import TASKS, find_tasks
+
+if TYPE_CHECKING:
+    from snapstream.evaluation.hosts import Host
+    from snapstream.evaluation.lab import Grid
+
+messages = Console(stderr=True)
+LAB, ENGINE, ENDPOINT = "What is asked", "Built-in engine", "Endpoint"
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Checkpoint directory or hub id; or the name an endpoint serves. Default: the small shipped model.",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(help=f"Tasks, separated by commas, or all: {', '.join(TASKS)}.", rich_help_panel=LAB)
+    ] = "all",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens of the model, such as 1k,4k.", rich_help_panel=LAB)
+    ] = "1k,2k",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            "--budgets", "-b", help="Cache sizes: entries (512, 1k) or shares of the prompt (1/4).", rich_help_panel=LAB
+        ),
+    ] = "1/4,1/8",
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Caches to compare. Engine: {', '.join(ENGINE_POLICIES)}. Endpoint: {', '.join(ENDPOINT_POLICIES)}.",
+            rich_help_panel=LAB,
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Settings of snapstream to compare: window=8,32 or pooling=avg,max; may be given again.",
+            rich_help_panel=LAB,
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Questions per task, length and cache.", rich_help_panel=LAB)
+    ] = 20,
+    depths: Annotated[
+        int, typer.Option(min=0, max=100, help="Even steps of depth, in turn; 0 draws depths.", rich_help_panel=LAB)
+    ] = 5,
+    decode: Annotated[
+        int, typer.Option(min=1, help="Tokens decoded before the question of long-decode.", rich_help_panel=LAB)
+    ] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first sample.", rich_help_panel=LAB)] = 0,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Directory for results.jsonl, report.md and report.html; a run that was stopped goes on from there.",
+        ),
+    ] = Path("eval-results"),
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at a time.", rich_help_panel=ENGINE)] = 16,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens per launch.", rich_help_panel=ENGINE)] = 512,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=ENGINE)] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)] = "auto",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--eager", help="Compile the graphs: starts later, decodes faster.", rich_help_panel=ENGINE
+        ),
+    ] = False,
+    telemetry: Annotated[
+        bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
+    ] = True,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask this OpenAI-compatible endpoint instead, such as http://localhost:8000/v1; "
+            "a key is read from OPENAI_API_KEY.",
+            rich_help_panel=ENDPOINT,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Its tokenizer, if it does not say.", rich_help_panel=ENDPOINT)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for an answer.", rich_help_panel=ENDPOINT)
+    ] = 120.0,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.", rich_help_panel=ENDPOINT)] = 8,
+) -> None:
+    """Measure what smaller caches cost, task by task: records, tables and an HTML report."""
+    from snapstream.evaluation.lab import Grid
+
+    default = "served" if endpoint else "full,streaming,snapstream"
+    allowed = ENDPOINT_POLICIES if endpoint else ENGINE_POLICIES
+    chosen = [name.strip() for name in (policies or default).split(",") if name.strip()]
+    variants = make_variants(chosen, parse_sizes(budgets), parse_sweeps(sweep or []), allowed)
+    grid = Grid(
+        tasks=find_tasks([name.strip() for name in tasks.split(",") if name.strip()]),
+        lengths=sorted(set(parse_lengths(lengths))),
+        variants=variants,
+        samples=samples,
+        depths=[index / (depths - 1) for index in range(depths)] if depths > 1 else [0.5] * depths,
+        decode=decode,
+        seed=seed,
+    )
+    config = EngineConfig(
+        slots=slots, prefill_chunk=prefill_chunk, dtype=dtype, device=device, enforce_eager=not compiled
+    )
+    with messages.status("connecting" if endpoint else "loading"):
+        host: Host
+        if endpoint:
+            host = _endpoint(endpoint, model, tokenizer, timeout, concurrency, chat, variants)
+            notes = grid.check(host.max_length)
+        else:
+            host, notes = _engine(model or str(TASK_MODEL), grid, config, chat, telemetry)
+    _run(host, grid, output, notes)
+
+
+def _engine(model: str, grid: Grid, config: EngineConfig, chat: bool | None, telemetry: bool) -> tuple[Host, list[str]]:
+    from snapstream.evaluation.engine_host import EngineHost
+    from snapstream.models.weights import load_spec, resolve_config
+
+    notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything is loaded
+    host = EngineHost(model, grid.variants, grid.lengths, room=grid.room, config=config, chat=chat, telemetry=telemetry)
+    return host, notes
+
+
+def _endpoint(
+    url: str,
+    model: str | None,
+    tokenizer: str | None,
+    timeout: float,
+    concurrency: int,
+    chat: bool | None,
+    variants: Sequence[Variant],
+) -> Host:
+    from snapstream.evaluation.endpoint_host import EndpointHost
+
+    return EndpointHost(
+        url,
+        model=model,
+        tokenizer=tokenizer,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        timeout=timeout,
+        concurrency=concurrency,
+        chat=chat,
+        needs_budgets=any(variant.policy == "snapstream" for variant in variants),
+    )
+
+
+def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
+    """Run what is missing, then report on all there is, also after an error."""
+    from snapstream import __version__
+    from snapstream.evaluation.lab import run_grid
+    from snapstream.evaluation.records import RecordFile
+
+    header: dict[str, Any] = {"snapstream": __version__, **host.describe(), "decode": grid.decode}
+    path = output / "results.jsonl"
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with RecordFile(path, header) as file:
+        if file.records:
+            messages.print(f"{path}: going on after {len(file.records)} answers", highlight=False)
+        before = len(file.records)
+        try:
+            with Progress(*columns, console=messages, transient=True) as progress:
+                bar = progress.add_task("")
+                notes += run_grid(
+                    host,
+                    grid,
+                    file,
+                    lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
+                )
+        except (SnapStreamError, KeyboardInterrupt) as error:
+            told = f"{len(file.records) - before} new answers are kept in {path}; the same command goes on from there"
+            if isinstance(error, KeyboardInterrupt):
+                messages.print(f"stopped: {told}", highlight=False)
+                raise
+            raise type(error)(f"{error}; {told}") from error
+        for note in notes:
+            messages.print(note, highlight=False)
+        if not file.records:
+            raise ConfigurationError("nothing was run: every task or cache was left out")
+        _report(header, file, output, notes)
+
+
+def _report(header: dict[str, Any], file: Any, output: Path, notes: list[str]) -> None:
+    from snapstream.evaluation.html import render_html
+    from snapstream.evaluation.markdown import render_markdown
+    from snapstream.evaluation.tables import Results
+
+    results = Results(file.records)
+    text = render_markdown(header, results, notes)
+    (output / "report.md").write_text(text, encoding="utf-8")
+    print(text)
+    try:
+        page = render_html(header, results, notes)
+    except ConfigurationError as error:
+        messages.print(f"{error}; records and Markdown are in {output}", highlight=False)
+        return
+    (output / "report.html").write_text(page, encoding="utf-8")
+    messages.print(f"{len(file.records)} answers: {output}/results.jsonl, report.md, report.html", highlight=False)

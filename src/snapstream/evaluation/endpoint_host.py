@@ -1,0 +1,187 @@
+"""Any OpenAI-compatible endpoint as a host, such as ``vllm serve`` with the SnapStream plugin."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from snapstream.errors import ConfigurationError, RequestError
+from snapstream.evaluation.hosts import Answer, Job, Prompts
+
+
+class EndpointError(RequestError):
+    """The endpoint is down, too slow, or refuses a request."""
+
+
+class EndpointHost:
+    """Asks with greedy sampling over HTTP, several requests at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None,
+        tokenizer: str | None,
+        api_key: str | None,
+        timeout: float,
+        concurrency: int,
+        chat: bool | None,
+        needs_budgets: bool,
+    ) -> None:
+        """Ask the endpoint what it serves.
+
+        Args:
+            url: Such as ``http://localhost:8000/v1``.
+            model: Name of the served model; ``None``: the first.
+            tokenizer: Directory or hub id of its tokenizer, to size prompts; ``None``: what the endpoint says.
+            api_key: If it wants one.
+            timeout: Seconds to wait for one answer; tried three times.
+            concurrency: Requests at a time.
+            chat: Use chat completions; ``None``: if the tokenizer has a chat template.
+            needs_budgets: Requests will bring a ``kv_budget``; refused if the endpoint would ignore it.
+
+        Raises:
+            EndpointError: It is down.
+            ConfigurationError: No such model, no tokenizer, or a server without SnapStream where one is needed.
+        """
+        try:
+            import openai
+        except ImportError as error:
+            raise ConfigurationError('endpoints need the openai client: pip install "snapstream[eval]"') from error
+        self._openai = openai
+        self.url, self.timeout, self.concurrency = url.rstrip("/"), timeout, concurrency
+        self.client = openai.OpenAI(base_url=self.url, api_key=api_key or "none", timeout=timeout, max_retries=2)
+        served = {entry.id: entry for entry in self._call(self.client.models.list).data}
+        self.model = model or next(iter(served), "")
+        if self.model not in served:
+            raise ConfigurationError(
+                f"{self.url} does not serve {self.model!r}; it serves {', '.join(served) or 'none'}"
+            )
+        entry = served[self.model]
+        self.max_length: int | None = getattr(entry, "max_model_len", None)
+        self.tokenizer_name = tokenizer or getattr(entry, "root", None) or self.model
+        self.prompts = Prompts(self._load_tokenizer(), chat=chat)
+        if needs_budgets:
+            self._require_snapstream()
+
+    @property
+    def continues(self) -> bool:
+        """A request is always a prompt: a server has no second turn over a compressed cache."""
+        return False
+
+    @property
+    def overhead(self) -> int:
+        """Special tokens and chat template."""
+        return self.prompts.overhead
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return self.prompts.count(text)
+
+    def describe(self) -> dict[str, Any]:
+        """Which model of which kind of endpoint; not where it is."""
+        return {"host": "endpoint", "model": self.model.rstrip("/").rpartition("/")[2], "chat": self.prompts.chat}
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
+        """Answer jobs as they come in; after the first error nothing new is asked, and what runs is waited for."""
+        todo = list(reversed(jobs))
+        running: dict[Future[Answer], Job] = {}
+        failure: EndpointError | None = None
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            while running or (todo and failure is None):
+                while todo and failure is None and len(running) < self.concurrency:
+                    job = todo.pop()
+                    running[pool.submit(self._ask, job)] = job
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    job = running.pop(done)
+                    try:
+                        answer = done.result()
+                    except EndpointError as error:
+                        failure = failure or error
+                        continue
+                    yield job, answer
+        if failure is not None:
+            raise failure
+
+    def _ask(self, job: Job) -> Answer:
+        extra: dict[str, Any] = {}
+        entries = job.variant.entries(job.length)
+        if job.variant.policy == "snapstream":
+            # The plugin reads vllm_xargs, the built-in server the plain field; each ignores the other.
+            extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
+        prompt = job.sample.prompt + job.sample.lead
+        if job.variant.policy == "truncated":
+            assert entries is not None
+            tokens = self.prompts.tokenizer.encode(prompt, add_special_tokens=False)
+            room = max(1, entries - self.prompts.overhead - job.task.max_tokens)
+            prompt = self.prompts.tokenizer.decode(self.prompts.truncated(tokens, room))
+        limit = job.task.max_tokens
+        if self.prompts.chat:
+            messages: Any = [{"role": "user", "content": prompt}]
+            reply = self._call(
+                lambda: self.client.chat.completions.create(
+                    model=self.model, messages=messages, max_tokens=limit, temperature=0, extra_body=extra
+                )
+            )
+            text = reply.choices[0].message.content or ""
+        else:
+            reply = self._call(
+                lambda: self.client.completions.create(
+                    model=self.model, prompt=prompt, max_tokens=limit, temperature=0, extra_body=extra
+                )
+            )
+            text = reply.choices[0].text
+        usage = reply.usage
+        return Answer(
+            text=text,
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            output_tokens=usage.completion_tokens if usage else 0,
+            finish_reason=reply.choices[0].finish_reason or "",
+        )
+
+    def _call(self, request: Any) -> Any:
+        """Make a request; errors of the client become one line."""
+        openai = self._openai
+        try:
+            return request()
+        except openai.APITimeoutError as error:
+            raise EndpointError(
+                f"{self.url} gave no answer within {self.timeout:g} seconds, three times; raise --timeout, or lower "
+                "--concurrency"
+            ) from error
+        except openai.APIConnectionError as error:
+            raise EndpointError(f"{self.url} cannot be reached ({error.__cause__ or error})") from error
+        except openai.APIStatusError as error:
+            message = " ".join(str(error.message).split())
+            raise EndpointError(f"{self.url} answered {error.status_code}: {message}") from error
+        except openai.OpenAIError as error:
+            raise EndpointError(f"{self.url}: {error}") from error
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer_name)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"no tokenizer {self.tokenizer_name!r} to size prompts with; give the model's directory or hub id with "
+                "--tokenizer"
+            ) from error
+
+    def _require_snapstream(self) -> None:
+        """A server that knows nothing of budgets would ignore them, and its numbers would have the wrong name."""
+        root = self.url.removesuffix("/v1")
+        try:
+            with urllib.request.urlopen(f"{root}/metrics", timeout=self.timeout) as reply:
+                metrics = reply.read().decode(errors="replace")
+        except (OSError, ValueError) as error:
+            raise EndpointError(
+                f"{root}/metrics cannot be read ({error}), so budgets cannot be trusted there"
+            ) from error
+        if "snapstream" not in metrics:
+            raise ConfigurationError(
+                f"{self.url} shows no SnapStream counters at /metrics, so it would ignore cache budgets; start it with "
+                "the plugin, or ask for --policies served"
+            )

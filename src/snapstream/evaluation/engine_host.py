@@ -1,0 +1,160 @@
+"""The built-in engine as a host: each prompt is read once, and every policy decodes from that one reading."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine import LLM
+from snapstream.engine.request import KeptTokens, RequestOutput
+from snapstream.errors import RequestError
+from snapstream.evaluation.hosts import Answer, Job, Prompts
+from snapstream.evaluation.policies import Variant
+from snapstream.models import resolve_checkpoint
+
+BINS = 100
+"""Parts of the prompt for which the kept share is recorded."""
+
+
+class EngineHost:
+    """One engine whose slots are as large as the largest variant; a job brings its own budget."""
+
+    def __init__(
+        self,
+        model: str,
+        variants: Sequence[Variant],
+        lengths: Sequence[int],
+        *,
+        room: int,
+        config: EngineConfig,
+        chat: bool | None,
+        telemetry: bool,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: Checkpoint directory or hub id.
+            variants: All that will be asked for.
+            lengths: Nominal prompt lengths.
+            room: Most tokens after a prompt: forced ones and the answer.
+            config: Engine settings; its ``max_model_len`` is set here.
+            chat: See :class:`Prompts`.
+            telemetry: Record what was kept.
+        """
+        self.max_length: int | None = max(lengths) + room
+        sized = [budget for v in variants for length in lengths if (budget := v.budget(length)) is not None]
+        full = len(sized) < len(variants) * len(lengths)
+        capacity = self.max_length if full else max(budget.capacity for budget in sized)
+        window = max((budget.window for budget in sized), default=1)
+        # A full cache that keeps the queries of the largest window: any policy can be computed from it.
+        self.full = CacheBudget(sink=0, recent=capacity, top_k=0, window=min(window, capacity))
+        self.model, self.telemetry = model, telemetry
+        self.llm = LLM(
+            model, budget=self.full, config=replace(config, max_model_len=self.max_length), report_plan=lambda _: None
+        )
+        self.prompts = Prompts(self.llm.tokenizer, chat=chat)
+
+    @property
+    def continues(self) -> bool:
+        """The engine decodes forced tokens."""
+        return True
+
+    @property
+    def overhead(self) -> int:
+        """Special tokens and chat template."""
+        return self.prompts.overhead
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return self.prompts.count(text)
+
+    def describe(self) -> dict[str, Any]:
+        """Model, its weights' hash, and how it is run."""
+        import torch
+
+        return {
+            "host": "engine",
+            "model": Path(self.model).name if Path(self.model).exists() else self.model,
+            "weights_sha256": weights_hash(resolve_checkpoint(self.model)),
+            "dtype": str(next(iter(self.llm.prefill.keys)).dtype).removeprefix("torch."),
+            "device": self.llm.device.type,
+            "torch": torch.__version__,
+            "chat": self.prompts.chat,
+        }
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
+        """Answer jobs; equal prompts should follow each other, then they are read once."""
+        waiting: dict[str, tuple[Job, int]] = {}
+        try:
+            for number, job in enumerate(jobs):
+                name = f"job-{number}"
+                forced = self.prompts.then(job.sample)
+                tokens = self.prompts.first(job.sample)
+                budget = job.variant.budget(job.length)
+                if job.variant.policy == "truncated":
+                    entries = job.variant.entries(job.length)
+                    assert entries is not None
+                    tokens = self.prompts.truncated(tokens, max(1, entries - len(forced) - job.task.max_tokens))
+                params = SamplingParams(
+                    max_tokens=len(forced) + job.task.max_tokens,
+                    forced=tuple(forced),
+                    kv_budget=budget,
+                    telemetry=self.telemetry,
+                )
+                self.llm.add_request(tokens, params, request_id=name)
+                waiting[name] = job, len(forced)
+            while waiting:
+                for output in self.llm.step():
+                    if output.finished:
+                        job, forced_tokens = waiting.pop(output.request_id)
+                        yield job, self._answer(job, output, forced_tokens)
+        finally:
+            for name in waiting:
+                self.llm.abort(name)
+
+    def _answer(self, job: Job, output: RequestOutput, forced: int) -> Answer:
+        if output.error is not None or output.cache is None:
+            raise RequestError(f"{job.task.name} at {job.length} tokens failed: {output.error}")
+        use, written = output.cache, output.token_ids[forced:]
+        budget = job.variant.budget(job.length) or self.full
+        return Answer(
+            text=str(self.llm.tokenizer.decode(list(written), skip_special_tokens=True)),
+            prompt_tokens=use.prompt_tokens,
+            output_tokens=len(written),
+            finish_reason=output.finish_reason or "",
+            settings=budget.as_dict() | {"capacity": budget.capacity},
+            mass=None if use.kept is None else tuple(round(mass, 5) for mass in use.kept.mass),
+            kept=None if use.kept is None else _binned(use.kept, use.prompt_tokens),
+        )
+
+
+def _binned(kept: KeptTokens, length: int) -> list[list[list[float]]]:
+    """Share of tokens kept in each hundredth of the prompt, per layer and KV head."""
+    bins = min(BINS, length)
+    totals = [0] * bins
+    for position in range(length):
+        totals[position * bins // length] += 1
+    result = []
+    for layer in kept.positions:
+        heads = []
+        for head in layer:
+            counts = [0] * bins
+            for position in head:
+                counts[position * bins // length] += 1
+            heads.append([round(n / total, 3) for n, total in zip(counts, totals, strict=True)])
+        result.append(heads)
+    return result
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """SHA-256 over the weight files of a checkpoint, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

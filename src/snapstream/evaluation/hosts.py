@@ -1,0 +1,140 @@
+"""Who answers: what the lab asks of a host, and how a sample becomes what a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from snapstream.errors import ConfigurationError
+from snapstream.evaluation.policies import Variant
+from snapstream.evaluation.tasks import Sample, Task
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question to one variant.
+
+    Attributes:
+        task: Its task.
+        length: Nominal length of the prompt.
+        seed: Of the sample.
+        depth: Of what is asked for, if the task has one.
+        variant: The cache.
+        sample: The question.
+    """
+
+    task: Task
+    length: int
+    seed: int
+    depth: float | None
+    variant: Variant
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host made of a job.
+
+    Attributes:
+        text: What the model wrote after the scored question.
+        prompt_tokens: Length of the prompt as it was read.
+        output_tokens: Tokens written, without forced ones.
+        finish_reason: ``stop`` or ``length``.
+        settings: The cache budget in full, or ``None`` where the host does not tell.
+        mass: Kept share of the observation window's attention, per layer, if known.
+        kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head, if known.
+    """
+
+    text: str
+    prompt_tokens: int
+    output_tokens: int
+    finish_reason: str
+    settings: dict[str, Any] | None = None
+    mass: tuple[float, ...] | None = None
+    kept: list[list[list[float]]] | None = None
+
+
+class Host(Protocol):
+    """Something that answers jobs."""
+
+    max_length: int | None
+    """Longest prompt plus output, in tokens; ``None`` if unknown."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether it can go on in a compressed cache (second turns, forced tokens)."""
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies the model and how it is run, for the record."""
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+
+    @property
+    def overhead(self) -> int:
+        """Tokens that every prompt has besides its text: special tokens, chat template."""
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
+        """Answer jobs, in any order, each as soon as it is done."""
+
+
+class Prompts:
+    """Turns samples into token ids, plain or laid out by the model's chat template."""
+
+    def __init__(self, tokenizer: Any, *, chat: bool | None) -> None:
+        """Wrap a transformers tokenizer.
+
+        Args:
+            tokenizer: The model's.
+            chat: Use its chat template; ``None``: if it has one.
+
+        Raises:
+            ConfigurationError: ``chat`` without a template.
+        """
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if chat and not has_template:
+            raise ConfigurationError("this model's tokenizer has no chat template; leave --chat out")
+        self.tokenizer = tokenizer
+        self.chat = has_template if chat is None else chat
+        self.overhead = len(self.first(Sample("", 0, "", "", "", "", "", ())))
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def first(self, sample: Sample) -> list[int]:
+        """Tokens that are read, and then compressed."""
+        if not self.chat:
+            return list(self.tokenizer.encode(sample.prompt + sample.lead))
+        text = self._render([{"role": "user", "content": sample.prompt}]) + sample.lead.lstrip()
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def then(self, sample: Sample) -> list[int]:
+        """Tokens that follow in the compressed cache, before the model is free."""
+        if not sample.second:
+            return []
+        text = sample.reply + sample.second
+        if self.chat:
+            user = {"role": "user", "content": sample.prompt}
+            reply = (sample.lead + sample.reply).strip()
+            begin = self._render([user])
+            whole = self._render(
+                [user, {"role": "assistant", "content": reply}, {"role": "user", "content": sample.second.strip()}]
+            )
+            if not whole.startswith(begin):
+                raise ConfigurationError(
+                    "this model's chat template rewrites earlier turns, so a second turn does not continue the first; "
+                    "use --no-chat for tasks with a second turn"
+                )
+            text = whole[len(begin) :].removeprefix(sample.lead.lstrip())
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def truncated(self, tokens: list[int], room: int) -> list[int]:
+        """The first and last half of ``room`` tokens: instructions and question stay, the middle goes."""
+        if len(tokens) <= room:
+            return tokens
+        return tokens[: room // 2] + tokens[len(tokens) - (room - room // 2) :]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

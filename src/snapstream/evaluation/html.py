@@ -1,0 +1,91 @@
+"""The report as one HTML page that needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from snapstream.errors import ConfigurationError
+from snapstream.evaluation import markdown
+from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tasks import TASKS
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] = ()) -> str:
+    """The whole page.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    try:
+        from snapstream.evaluation import plots
+
+        import_matplotlib()
+    except ImportError as error:
+        raise ConfigurationError('the HTML report needs matplotlib: pip install "snapstream[eval]"') from error
+    import jinja2
+
+    size = _middle(results)
+    tasks = []
+    for name in results.tasks:
+        ceiling = results.ceiling(name)
+        weak = ceiling is not None and ceiling < markdown.FLOOR
+        tasks.append(
+            {
+                "name": name,
+                "about": TASKS[name].about,
+                "weakness": markdown.weakness(ceiling) if weak and ceiling is not None else "",
+                # Of what the model cannot do there is only noise to draw.
+                "curve": plots.accuracy_by_size(results, name) if results.sizes and not weak else "",
+                "heat": None if weak else plots.depth_by_length(results, name, size),
+                "table": _cells(markdown.task_table(results, name)),
+                "kept": "" if weak else _kept(results, name, size, plots),
+            }
+        )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return page.render(
+        header=header,
+        description=markdown.describe(header, results),
+        notes=list(notes),
+        size=size,
+        summary=_cells(markdown.summary_table(results, size)),
+        swept=_cells(markdown.swept_table(results)),
+        swept_note=markdown.SWEPT_NOTE,
+        mass=_cells(markdown.mass_table(results)),
+        mass_note=markdown.MASS_NOTE,
+        tasks=tasks,
+    )
+
+
+def import_matplotlib() -> None:
+    """Raises ImportError if plots cannot be drawn."""
+    import matplotlib  # noqa: F401
+
+
+def _middle(results: Results) -> str:
+    """The size that the overview and the heat maps show: the second of those given."""
+    return results.sizes[min(1, len(results.sizes) - 1)] if results.sizes else ""
+
+
+def _kept(results: Results, task: str, size: str, plots: Any) -> str:
+    """The picture of what was kept of one prompt, of the longest length that has one."""
+    for length in reversed(results.lengths_of(task)):
+        shown = [
+            record
+            for label in results.labels
+            for record in results.of(task, length, label, size)
+            if record.kept and record.entries is not None and record.policy != "truncated"
+        ]
+        if shown:
+            return str(plots.kept_tokens(shown))
+    return ""
+
+
+def _cells(table: Sequence[str]) -> list[list[str]]:
+    """Rows of a Markdown table, its rule left out."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return [row for place, row in enumerate(rows) if place != 1]

@@ -1,0 +1,128 @@
+"""The report as Markdown: one table per task, and what was kept of the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from snapstream.evaluation.policies import UNSIZED
+from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tasks import TASKS
+
+FLOOR = 0.2
+"""With a full cache less often right than this, a model cannot do the task, and smaller caches measure nothing."""
+
+
+def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[str] = ()) -> str:
+    """The whole report, from its title on."""
+    lines = [f"# Accuracy of {header['model']}", "", describe(header, results), ""]
+    lines += [f"- {note}" for note in notes]
+    for task in results.tasks:
+        lines += ["", f"## {task}", "", f"{TASKS[task].about[0].upper()}{TASKS[task].about[1:]}.", ""]
+        if (ceiling := results.ceiling(task)) is not None and ceiling < FLOOR:
+            lines += [weakness(ceiling), ""]
+        lines += task_table(results, task)
+    swept = swept_table(results)
+    if swept:
+        lines += ["", "## Settings", "", SWEPT_NOTE, "", *swept]
+    mass = mass_table(results)
+    if mass:
+        lines += ["", "## Attention kept", "", MASS_NOTE, "", *mass]
+    return "\n".join(lines) + "\n"
+
+
+SWEPT_NOTE = (
+    "Each setting beside the first of its list, on the same questions at the same sizes: the difference in right "
+    "answers in points, with its 95 % interval; tasks that go on in a compressed cache are apart."
+)
+MASS_NOTE = (
+    "Percent of the attention of the prompt's last tokens that went to tokens which were kept, mean over layers, "
+    "heads, tasks and samples."
+)
+
+
+def describe(header: dict[str, Any], results: Results) -> str:
+    """What was measured, in a paragraph."""
+    samples = [len(results.of(r.task, r.length, r.label, r.size)) for r in results.records[:1]]
+    where = "the built-in engine" if header.get("host") == "engine" else "an OpenAI-compatible endpoint"
+    dtype = f", {header['dtype']}" if "dtype" in header else ""
+    return (
+        f"Percent of questions answered right, with 95 % intervals; {samples[0] if samples else 0} questions per cell, "
+        f"greedy decoding, on {where}{dtype}. An answer is right if every part of it stands in the output. Sizes are "
+        "shares of the prompt's length, or entries per layer and KV head; 'full' drops nothing."
+    )
+
+
+def weakness(ceiling: float) -> str:
+    """Said above a task that the model cannot do."""
+    return (
+        f"With a full cache this model is right in {100 * ceiling:.0f} % only: it cannot do this task, so the rows "
+        "below say little about caches."
+    )
+
+
+def task_table(results: Results, task: str) -> list[str]:
+    """One row per length and cache, one column per size."""
+    unsized = [label for label in results.labels if label in UNSIZED]
+    sized = [label for label in results.labels if label not in UNSIZED]
+    columns = ["tokens", *unsized, "cache", *results.sizes]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for length in results.lengths_of(task):
+        whole = [str(results.cell(task, length, label, "") or "") for label in unsized]
+        rows = [label for label in sized if any(results.cell(task, length, label, size) for size in results.sizes)]
+        for place, label in enumerate(rows or [""]):
+            cells = [str(results.cell(task, length, label, size) or "") for size in results.sizes]
+            shown = [str(length), *whole] if place == 0 else [""] * (1 + len(whole))
+            lines.append("| " + " | ".join([*shown, label, *cells]) + " |")
+    return lines
+
+
+def summary_table(results: Results, size: str) -> list[str]:
+    """All tasks at one size, all lengths together: one row per task, one column per cache."""
+    labels = results.labels
+    lines = [f"| task | {' | '.join(labels)} |", "|" + "---|" * (len(labels) + 1)]
+    for task in results.tasks:
+        cells = [str(results.over_lengths(task, label, size) or "") for label in labels]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return lines
+
+
+def swept_table(results: Results) -> list[str]:
+    """Each swept variant against the first, where there are several."""
+    swept = [label for label in results.labels if "=" in label]
+    if len(swept) < 2:
+        return []
+    first = next(record.label for record in results.records if record.label in swept)
+    once = [task for task in results.tasks if TASKS[task].follow_up == "none"]
+    later = [task for task in results.tasks if TASKS[task].follow_up != "none"]
+    lines = ["| settings | tasks | questions | right | difference |", "|---|---|---|---|---|"]
+    for kind, tasks in (("one prompt", once), ("continued", later)):
+        for label in swept:
+            found = results.difference(label, first, tasks)
+            if found is None:
+                continue
+            records = [r for r in results.records if r.label == label and r.task in tasks]
+            share = f"{100 * sum(r.right for r in records) / len(records):.1f}"
+            mean, low, high, count = found
+            gap = "" if label == first else f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+            lines.append(f"| {label.partition(' ')[2]} | {kind} | {count} | {share} | {gap} |")
+    return lines
+
+
+def mass_table(results: Results) -> list[str]:
+    """Kept attention by cache and size."""
+    lines = []
+    for label in results.labels:
+        cells = []
+        for size in results.sizes:
+            masses = [
+                sum(record.mass) / len(record.mass)
+                for record in results.records
+                if record.label == label and record.size == size and record.mass and record.policy != "truncated"
+            ]
+            cells.append(f"{100 * sum(masses) / len(masses):.1f}" if masses else "")
+        if any(cells):
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return (
+        [f"| cache | {' | '.join(results.sizes)} |", "|" + "---|" * (len(results.sizes) + 1), *lines] if lines else []
+    )

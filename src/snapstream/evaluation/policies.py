@@ -1,0 +1,169 @@
+"""What is compared: a cache policy, its size as a number of entries or a share of the prompt, and its settings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from snapstream.config import MIN_CAPACITY, CacheBudget
+from snapstream.errors import ConfigurationError
+
+ENGINE_POLICIES = ("full", "truncated", "streaming", "sage-kv", "random", "snapstream")
+ENDPOINT_POLICIES = ("served", "truncated", "snapstream")
+UNSIZED = ("full", "served")
+"""Policies without a size: a full cache, and whatever an endpoint does by itself."""
+
+_SWEPT: dict[str, type] = {
+    "window": int,
+    "kernel": int,
+    "recent": str,
+    "sink": int,
+    "pooling": str,
+    "normalize": str,
+    "ring": str,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of a comparison.
+
+    Attributes:
+        policy: One of :data:`ENGINE_POLICIES` or :data:`ENDPOINT_POLICIES`.
+        size: Entries (``512``) or a share of the prompt's length (``1/4``), as it was given; empty for ``UNSIZED``.
+        settings: Fields of :class:`CacheBudget` that differ from the policy's defaults; ``recent`` may be a share of
+            the entries.
+    """
+
+    policy: str
+    size: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The policy with its settings, without its size."""
+        return " ".join([self.policy, *(f"{name}={value}" for name, value in self.settings)])
+
+    def entries(self, length: int) -> int | None:
+        """Cache entries for prompts of ``length`` tokens; ``None`` if unsized."""
+        return None if self.policy in UNSIZED else entries_of(self.size, length)
+
+    def budget(self, length: int) -> CacheBudget | None:
+        """The cache of prompts of ``length`` tokens; ``None`` for a full one.
+
+        Raises:
+            ConfigurationError: Settings that do not work at this size.
+        """
+        entries = self.entries(length)
+        if entries is None or self.policy == "truncated":
+            return None
+        fields: dict[str, Any] = {"capacity": entries, "policy": self.policy}
+        for name, value in self.settings:
+            if name == "recent":
+                fields[name] = entries_of(value, entries)
+            else:
+                fields[name] = _SWEPT[name](value)
+        return CacheBudget.parse(fields)
+
+
+def entries_of(size: str, whole: int) -> int:
+    """A number of entries from ``512`` or from a share of ``whole`` such as ``1/4``."""
+    return int(Fraction(size) * whole) if "/" in size else int(size)
+
+
+def parse_lengths(text: str, what: str = "lengths") -> list[int]:
+    """Numbers of tokens from ``512,4k`` (``k`` is 1024).
+
+    Raises:
+        ConfigurationError: Not positive numbers.
+    """
+    return [_number(item, what) for item in _items(text, what)]
+
+
+def parse_sizes(text: str) -> list[str]:
+    """Cache sizes from ``512,2k,1/4``: numbers of entries, or shares of the prompt's length below 1.
+
+    Raises:
+        ConfigurationError: Neither.
+    """
+    sizes = []
+    for item in _items(text, "budgets"):
+        if "/" not in item:
+            sizes.append(str(_number(item, "budgets")))
+            continue
+        try:
+            share = Fraction(item)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(0)
+        if not 0 < share < 1:
+            raise ConfigurationError(f"budgets: {item!r} is not a share between 0 and 1, such as 1/4")
+        sizes.append(str(share))
+    return sizes
+
+
+def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
+    """Every combination of ``window=8,32`` and ``pooling=avg,max``; one empty combination if nothing is swept.
+
+    Raises:
+        ConfigurationError: An unknown setting, or a value that is not of its type.
+    """
+    axes: list[list[tuple[str, str]]] = []
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in _SWEPT:
+            raise ConfigurationError(f"sweep: unknown setting {name!r}; allowed: {', '.join(_SWEPT)}")
+        axis = []
+        for value in _items(values, f"sweep of {name}"):
+            if _SWEPT[name] is int and not value.isdecimal():
+                raise ConfigurationError(f"sweep: {name}={value!r} is not a whole number")
+            axis.append((name, parse_sizes(value)[0] if name == "recent" else value))
+        axes.append(axis)
+    return list(itertools.product(*axes))
+
+
+def make_variants(
+    policies: Sequence[str], sizes: Sequence[str], sweeps: Sequence[tuple[tuple[str, str], ...]], allowed: Sequence[str]
+) -> list[Variant]:
+    """Every policy at every size; settings are swept for ``snapstream`` alone.
+
+    Raises:
+        ConfigurationError: A policy that is not allowed here, or one that needs a size without any.
+    """
+    unknown = [policy for policy in policies if policy not in allowed]
+    if unknown:
+        raise ConfigurationError(f"unknown policy {', '.join(unknown)}; allowed here: {', '.join(allowed)}")
+    sized = [policy for policy in policies if policy not in UNSIZED]
+    if sized and not sizes:
+        raise ConfigurationError(f"policies {', '.join(sized)} need --budgets, such as 1/4,512")
+    made = []
+    for policy in dict.fromkeys(policies):
+        if policy in UNSIZED:
+            made.append(Variant(policy))
+            continue
+        settings = sweeps if policy == "snapstream" else [()]
+        made += [Variant(policy, size, setting) for size in dict.fromkeys(sizes) for setting in settings]
+    return made
+
+
+def fits(variant: Variant, length: int) -> bool:
+    """Whether a variant is smaller than prompts of ``length`` tokens, and large enough to be useful."""
+    entries = variant.entries(length)
+    return entries is None or MIN_CAPACITY <= entries < length
+
+
+def _items(text: str, what: str) -> list[str]:
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items:
+        raise ConfigurationError(f"{what}: nothing given")
+    return items
+
+
+def _number(item: str, what: str) -> int:
+    scale = 1024 if item.lower().endswith("k") else 1
+    digits = item[:-1] if scale > 1 else item
+    if not digits.isdecimal() or int(digits) == 0:
+        raise ConfigurationError(f"{what}: {item!r} is not a number of tokens; give 512, 4k, ...")
+    return int(digits) * scale

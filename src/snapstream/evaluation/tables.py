@@ -1,0 +1,126 @@
+"""Records to numbers: shares of right answers per task, length and cache, with intervals."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from snapstream.evaluation.policies import ENDPOINT_POLICIES, ENGINE_POLICIES, UNSIZED
+from snapstream.evaluation.records import Record
+from snapstream.evaluation.scoring import interval, paired_difference
+from snapstream.evaluation.tasks import TASKS
+
+_ORDER = {name: place for place, name in enumerate(dict.fromkeys((*ENDPOINT_POLICIES[:1], *ENGINE_POLICIES)))}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Answers to one task at one length under one cache.
+
+    Attributes:
+        samples: How many.
+        right: How many had every part of the answer.
+        equal: How many were the answer and nothing else.
+        parts: Mean share of parts found.
+        mass: Kept share of attention, mean over samples and layers, if known.
+    """
+
+    samples: int
+    right: int
+    equal: int
+    parts: float
+    mass: float | None
+
+    @property
+    def share(self) -> float:
+        """Share of right answers."""
+        return self.right / self.samples
+
+    def __str__(self) -> str:
+        """Percent, with the 95 % interval."""
+        low, high = interval(self.right, self.samples)
+        return f"{100 * self.share:.0f} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def make_cell(records: Sequence[Record]) -> Cell:
+    """Sum up records; one or more."""
+    masses = [sum(record.mass) / len(record.mass) for record in records if record.mass]
+    return Cell(
+        samples=len(records),
+        right=sum(record.right for record in records),
+        equal=sum(record.equal for record in records),
+        parts=sum(sum(record.found) / len(record.found) for record in records) / len(records),
+        mass=sum(masses) / len(masses) if masses else None,
+    )
+
+
+class Results:
+    """Records by task, length, label and size, each axis in a fixed order."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.records = list(records)
+        self.tasks = [name for name in TASKS if any(record.task == name for record in self.records)]
+        self.lengths = sorted({record.length for record in self.records})
+        self.labels = sorted({record.label for record in self.records}, key=_label_order)
+        self.sizes = sorted({record.size for record in self.records if record.size}, key=_size_order)
+        self._groups: defaultdict[tuple[str, int, str, str], list[Record]] = defaultdict(list)
+        for record in self.records:
+            self._groups[record.task, record.length, record.label, record.size].append(record)
+
+    def of(self, task: str, length: int, label: str, size: str) -> list[Record]:
+        """Records of one cell; may be empty."""
+        return self._groups.get((task, length, label, size if label not in UNSIZED else ""), [])
+
+    def cell(self, task: str, length: int, label: str, size: str) -> Cell | None:
+        """One cell, if there are records of it."""
+        records = self.of(task, length, label, size)
+        return make_cell(records) if records else None
+
+    def lengths_of(self, task: str) -> list[int]:
+        """Lengths at which a task was run."""
+        return [length for length in self.lengths if any(key[:2] == (task, length) for key in self._groups)]
+
+    def over_lengths(self, task: str, label: str, size: str) -> Cell | None:
+        """One task under one cache, all lengths together at which every sized cache was run."""
+        records = [record for length in self.lengths for record in self.of(task, length, label, size)]
+        return make_cell(records) if records else None
+
+    def ceiling(self, task: str) -> float | None:
+        """Share of right answers with a full cache, or what the endpoint does by itself."""
+        for label in UNSIZED:
+            cell = self.over_lengths(task, label, "")
+            if cell is not None:
+                return cell.share
+        return None
+
+    def difference(self, ours: str, theirs: str, tasks: Sequence[str]) -> tuple[float, float, float, int] | None:
+        """How much more often ``ours`` was right than ``theirs`` on the same questions at the same sizes.
+
+        Returns:
+            The difference, its 95 % interval and the number of questions; ``None`` if they share none.
+        """
+        right: dict[object, bool] = {}
+        for record in self.records:
+            if record.label == theirs and record.task in tasks:
+                right[record.task, record.length, record.seed, record.depth, record.size] = record.right
+        pairs = [
+            (record.right, right[key])
+            for record in self.records
+            if record.label == ours
+            and (key := (record.task, record.length, record.seed, record.depth, record.size)) in right
+        ]
+        if not pairs:
+            return None
+        mean, low, high = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+        return mean, low, high, len(pairs)
+
+
+def _label_order(label: str) -> tuple[int, str]:
+    return _ORDER.get(label.split(maxsplit=1)[0], len(_ORDER)), label
+
+
+def _size_order(size: str) -> tuple[int, float]:
+    """Shares before numbers, large before small."""
+    return (0, -float(Fraction(size))) if "/" in size else (1, -float(size))

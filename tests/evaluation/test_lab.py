@@ -1,0 +1,258 @@
+"""The lab's bookkeeping: scores, intervals, caches, records, and a grid that is stopped and goes on."""
+
+import json
+import random
+
+import pytest
+
+from snapstream import CacheBudget, ConfigurationError
+from snapstream.evaluation.hosts import Answer
+from snapstream.evaluation.lab import Grid, run_grid
+from snapstream.evaluation.markdown import render_markdown, task_table
+from snapstream.evaluation.policies import (
+    ENDPOINT_POLICIES,
+    ENGINE_POLICIES,
+    Variant,
+    make_variants,
+    parse_lengths,
+    parse_sizes,
+    parse_sweeps,
+)
+from snapstream.evaluation.records import RecordFile, read_records
+from snapstream.evaluation.scoring import equal, found, interval, paired_difference
+from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tasks import find_tasks
+
+
+@pytest.mark.parametrize(
+    ("part", "output", "right"),
+    [
+        ("amber river", " amber river.", True),
+        ("amber river", "The note says:\nAmber  River", True),
+        ("amber river", "amber riverside", False),
+        ("482913", '482913"}', True),
+        ("482913", "1482913", False),
+        ("482913", "482 913", False),
+        ("lamp", "a lamp-post", True),
+        ("a.b", "axb", False),
+    ],
+)
+def test_parts_are_found_as_whole_words(part, output, right):
+    assert found(part, output) is right
+
+
+def test_equal_minds_spacing_only():
+    assert equal(" amber river.", "amber  river.\n")
+    assert not equal(" amber river.", " amber river. And")
+
+
+@pytest.mark.parametrize(
+    ("right", "samples", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962)],
+)
+def test_intervals_are_wilsons(right, samples, low, high):
+    """Values of statsmodels' proportion_confint(method="wilson")."""
+    assert interval(right, samples) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_paired_difference_covers_the_truth():
+    """Of many drawn experiments with a known difference, about 95 % have it in their interval."""
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(400):
+        ours = [rng.random() < 0.8 for _ in range(200)]
+        theirs = [one and rng.random() < 0.75 for one in ours]  # right in 60 %
+        mean, low, high = paired_difference(ours, theirs)
+        assert low <= mean <= high
+        covered += low <= 0.2 <= high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_variants():
+    sweeps = parse_sweeps(["window=8,32", "pooling=avg,max"])
+    assert len(sweeps) == 4
+    made = make_variants(["full", "streaming", "snapstream"], ["1/4", "64"], sweeps, ENGINE_POLICIES)
+    assert len(made) == 1 + 2 + 2 * 4
+    assert made[0].budget(1000) is None
+    assert made[1].budget(1000) == CacheBudget.preset("streaming", 250)
+    swept = Variant("snapstream", "1/4", (("window", "8"), ("recent", "1/10"), ("ring", "paper")))
+    budget = swept.budget(2000)
+    assert (budget.capacity, budget.recent, budget.top_k, budget.window, budget.ring) == (500, 50, 446, 8, "paper")
+    assert swept.label == "snapstream window=8 recent=1/10 ring=paper"
+    assert Variant("truncated", "1/4").budget(100) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_lengths("1k,x"), "'x' is not a number of tokens"),
+        (lambda: parse_lengths(" , "), "nothing given"),
+        (lambda: parse_lengths("0"), "'0' is not"),
+        (lambda: parse_sizes("5/4"), "'5/4' is not a share between 0 and 1"),
+        (lambda: parse_sizes("1/0"), "share"),
+        (lambda: parse_sizes("-3"), "'-3' is not"),
+        (lambda: parse_sweeps(["windows=3"]), "unknown setting 'windows'; allowed: window"),
+        (lambda: parse_sweeps(["window=a"]), "window='a' is not a whole number"),
+        (lambda: make_variants(["snap"], ["64"], [()], ENGINE_POLICIES), "unknown policy snap; allowed here: full"),
+        (lambda: make_variants(["streaming"], ["64"], [()], ENDPOINT_POLICIES), "allowed here: served, truncated"),
+        (lambda: make_variants(["snapstream"], [], [()], ENGINE_POLICIES), "need --budgets"),
+        (lambda: Variant("snapstream", "64", (("pooling", "median"),)).budget(100), "pooling is 'median'"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ConfigurationError, match=message):
+        call()
+
+
+class Perfect:
+    """A host that knows the answers of every other cache, and may be told to fail."""
+
+    max_length = 4096
+    overhead = 3
+    continues = True
+
+    def __init__(self, fail_after=None):
+        self.asked, self.fail_after = [], fail_after
+
+    def describe(self):
+        return {"host": "engine", "model": "perfect"}
+
+    def count(self, text):
+        return len(text.split())
+
+    def run(self, jobs):
+        for job in jobs:
+            if self.fail_after is not None and len(self.asked) >= self.fail_after:
+                raise KeyboardInterrupt
+            self.asked.append((job.task.name, job.length, job.seed, job.depth, job.variant))
+            right = job.variant.policy == "full"
+            yield job, Answer(job.sample.answer if right else "no", job.length, 4, "stop", mass=(0.5, 1.0))
+
+
+def grid(**changes):
+    settings = {
+        "tasks": find_tasks(["needle", "frequent-words"]),
+        "lengths": [200, 400],
+        "variants": make_variants(["full", "snapstream"], ["1/4", "300"], [()], ENGINE_POLICIES),
+        "samples": 10,
+        "depths": [0.0, 0.5, 1.0],
+        "decode": 64,
+        "seed": 7,
+    }
+    return Grid(**(settings | changes))
+
+
+def test_a_stopped_run_goes_on_and_does_nothing_twice(tmp_path):
+    path, header = tmp_path / "results.jsonl", {"model": "perfect"}
+    whole = Perfect()
+    with RecordFile(tmp_path / "whole.jsonl", header) as file:
+        notes = run_grid(whole, grid(), file)
+    # 10 samples of 2 tasks: full and 1/4 at both lengths, 300 entries only at 400 tokens.
+    assert len(whole.asked) == len(set(whole.asked)) == 2 * 10 * (2 + 3)
+    assert notes == []
+    first = Perfect(fail_after=37)
+    with RecordFile(path, header) as file, pytest.raises(KeyboardInterrupt):
+        run_grid(first, grid(), file)
+    with path.open("a") as file:
+        file.write('{"task": "needle", "len')  # killed in the middle of a line
+    second, told = Perfect(), []
+    with RecordFile(path, header) as file:
+        run_grid(second, grid(), file, lambda what, done, total: told.append((done, total)))
+    assert first.asked + second.asked == whole.asked
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert told[0] == (37, 100)
+    assert told[-1] == (100, 100)
+    third = Perfect()
+    with RecordFile(path, header) as file:
+        run_grid(third, grid(samples=11), file)  # more samples go into the same file
+    assert [asked[2] for asked in third.asked] == [17] * 10
+
+
+def test_records_of_another_run_are_not_mixed_in(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with RecordFile(path, {"model": "perfect", "decode": 64}) as file:
+        run_grid(Perfect(), grid(), file)
+    with pytest.raises(ConfigurationError, match=r"another run \(decode: 64 there, 65 now\); give another --output"):
+        RecordFile(path, {"model": "perfect", "decode": 65})
+    path.write_text('{"header": {}}\n{"task": 3}\n')
+    with pytest.raises(ConfigurationError, match="line 2, is no result"):
+        RecordFile(path, {})
+    path.write_text("half a line")
+    with pytest.raises(ConfigurationError, match="no whole first line"):
+        RecordFile(path, {})
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read_records(tmp_path / "none")
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is():
+    with pytest.raises(ConfigurationError, match=r"lengths: 400 tokens and up to 24 after them .* the model's 420"):
+        grid().check(420)
+    assert grid().check(424) == ["left out: snapstream at 300 for lengths 200: no smaller than the prompt"]
+    big = make_variants(["snapstream"], ["400"], [()], ENGINE_POLICIES)
+    with pytest.raises(ConfigurationError, match="budgets: snapstream at 400 for lengths 200, 400: no smaller"):
+        grid(variants=big).check(None)
+    small = make_variants(["snapstream"], ["1/100"], [()], ENGINE_POLICIES)
+    with pytest.raises(ConfigurationError, match="fewer than 16 entries"):
+        grid(variants=small).check(None)
+    wide = make_variants(["snapstream"], ["1/4"], parse_sweeps(["window=90"]), ENGINE_POLICIES)
+    with pytest.raises(ConfigurationError, match="window"):
+        grid(variants=wide).check(None)
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path):
+    host = Perfect()
+    with RecordFile(tmp_path / "r.jsonl", {}) as file:
+        notes = run_grid(host, grid(tasks=find_tasks(["needle", "multivalue"]), lengths=[40, 200]), file)
+    assert notes == ["left out: multivalue at 40 tokens, which are too few (8 hidden sentences do not fit into 23 tokens)"]
+    assert {asked[:2] for asked in host.asked} == {("needle", 40), ("needle", 200), ("multivalue", 200)}
+
+
+def test_hosts_without_second_turns_leave_those_tasks_out(tmp_path):
+    host = Perfect()
+    host.continues = False
+    with RecordFile(tmp_path / "r.jsonl", {}) as file:
+        notes = run_grid(host, grid(tasks=find_tasks(["all"]), lengths=[400]), file)
+    assert [note.split(",")[0] for note in notes] == ["left out: late-question", "left out: long-decode"]
+
+
+def test_tables_show_what_is_in_the_records(tmp_path):
+    with RecordFile(tmp_path / "r.jsonl", {}) as file:
+        run_grid(Perfect(), grid(), file)
+    header, records = read_records(tmp_path / "r.jsonl")
+    results = Results(records)
+    cell = results.cell("needle", 400, "full", "")
+    assert (cell.samples, cell.right, cell.equal, cell.parts, cell.mass) == (10, 10, 10, 1.0, 0.75)
+    assert str(cell) == "100 (72-100)"
+    assert task_table(results, "needle") == [
+        "| tokens | full | cache | 1/4 | 300 |",
+        "|---|---|---|---|---|",
+        "| 200 | 100 (72-100) | snapstream | 0 (0-28) |  |",
+        "| 400 | 100 (72-100) | snapstream | 0 (0-28) | 0 (0-28) |",
+    ]
+    assert [r.depth for r in records if r.task == "needle" and r.length == 400 and r.policy == "full"][:4] == [0, 0.5, 1, 0]
+    assert all(r.depth is None for r in records if r.task == "frequent-words")
+    text = render_markdown({"model": "perfect", "host": "engine"}, results, ["a note"])
+    assert "# Accuracy of perfect" in text
+    assert "- a note" in text
+    assert "| snapstream | 75.0 | 75.0 |" in text
+    assert json.loads((tmp_path / "r.jsonl").read_text().splitlines()[1])["answer"].startswith(" ")
+
+
+def test_swept_settings_are_compared_on_the_same_questions(tmp_path):
+    variants = make_variants(["snapstream"], ["1/4"], parse_sweeps(["window=8,16"]), ENGINE_POLICIES)
+
+    class Partial(Perfect):
+        def run(self, jobs):
+            for job in jobs:
+                right = job.variant.settings[0][1] == "8" or job.seed % 2 == 0
+                yield job, Answer(job.sample.answer if right else "no", job.length, 4, "stop")
+
+    with RecordFile(tmp_path / "r.jsonl", {}) as file:
+        run_grid(Partial(), grid(variants=variants, tasks=find_tasks(["needle"])), file)
+        results = Results(file.records)
+    mean, low, high, count = results.difference("snapstream window=16", "snapstream window=8", ["needle"])
+    assert (mean, count) == (-0.5, 20)
+    assert low < -0.5 < high < 0
+    text = render_markdown({"model": "m"}, results)
+    assert "| window=8 | one prompt | 20 | 100.0 |  |" in text
+    assert "| window=16 | one prompt | 20 | 50.0 | -50.0 (-72." in text

@@ -1,0 +1,137 @@
+"""The generated tasks: their length, their answers (found again by reading the text), their depth."""
+
+import json
+import random
+import re
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from snapstream import ConfigurationError
+from snapstream.assets import TASK_MODEL
+from snapstream.evaluation.tasks import TASKS, TooShortError, find_tasks, make_sample
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    """The shipped word-level tokenizer, and a byte-level BPE as large models have it, trained on the tasks' texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    texts = [make_sample(task, 600, seed, len).prompt for task in TASKS.values() for seed in range(3)]
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    return [AutoTokenizer.from_pretrained(TASK_MODEL), PreTrainedTokenizerFast(tokenizer_object=bpe)]
+
+
+def counter(tokenizer):
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def words(text):
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_prompts_have_the_asked_number_of_tokens(tokenizers, task):
+    for tokenizer in tokenizers:
+        count = counter(tokenizer)
+        for length in (700, 1024, 5000):
+            sample = make_sample(task, length, length, count, decode=300)
+            tokens = count(sample.prompt + sample.lead)
+            # What is missing is less than a sentence, or a word for each that is listed.
+            assert length - 60 <= tokens <= length, (length, tokens)
+            if task.follow_up == "long":
+                assert 300 <= count(sample.reply) < 300 + 60
+            assert bool(sample.second) == (task.follow_up != "none")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_equal_arguments_give_equal_samples(task):
+    made = make_sample(task, 800, 1, words)
+    assert made == make_sample(task, 800, 1, words)
+    assert made.prompt != make_sample(task, 800, 2, words).prompt
+    assert make_sample(task, 900, 1, words).prompt[: len(made.prompt)] != made.prompt
+
+
+def notes(text):
+    found = re.findall(r"Note for (\w+): ([a-z ]+)\.", text)
+    return {key: [value for other, value in found if other == key] for key, _ in found}
+
+
+def solve(task, sample):
+    """The parts of the answer, found by reading the text as a person would."""
+    prompt, asked = sample.prompt, sample.second or sample.prompt
+    name = task.name
+    if name in ("needle", "multikey", "late-question", "long-decode"):
+        return notes(prompt)[re.search(r"Recall the note for (\w+):$", asked).group(1)]
+    if name == "multivalue":
+        return notes(prompt)[re.search(r"Recall the 4 notes for (\w+):$", prompt).group(1)]
+    if name == "multiquery":
+        keys = re.search(r"Recall the notes for ([\w: ]+):$", prompt).group(1).split(": ")
+        assert sample.lead.endswith(f" {keys[0]}:")
+        return [notes(prompt)[key][0] for key in keys]
+    if name in ("passkey", "number"):
+        first, second = re.findall(r"\d+", prompt)
+        assert first == second
+        return [first]
+    if name == "kv":
+        pairs = json.loads(prompt[prompt.index("{") : prompt.index("}") + 1])
+        key = re.search(r'The value of "(\d+)"\?$', prompt).group(1)
+        assert sample.lead == f'\n{{"{key}": "'
+        return [pairs[key]]
+    if name == "tracking":
+        copies = dict(re.findall(r"Copy (\w+) to (\w+)\.", prompt))
+        at, chain = re.search(r"Where was (\d+) copied to\?$", prompt).group(1), []
+        while at in copies:
+            at = copies[at]
+            chain.append(at)
+        return chain
+    if name in ("common-words", "frequent-words"):
+        counts = Counter(prompt[prompt.index("others.") + 8 : prompt.index(". Which")].split())
+        best = counts.most_common(4)
+        assert best[2][1] > best[3][1] * 1.5
+        return [word for word, _ in best[:3]]
+    assert name == "qa"
+    thing, seller = re.search(r"Who bought the (\w+) from the (\w+)\?$", prompt).groups()
+    return re.findall(rf"The {seller} sold the {thing} to the (\w+)", prompt)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_text_tells_the_answer(task):
+    for seed in range(25):
+        sample = make_sample(task, random.Random(seed).choice([600, 1500, 4000]), seed, words, decode=100)
+        want = solve(task, sample)
+        assert set(want) == set(sample.parts)
+        assert len(want) == len(sample.parts)
+        for part in sample.parts:
+            assert part in sample.answer
+            if task.follow_up != "none":
+                assert part not in sample.reply + sample.second
+
+
+@pytest.mark.parametrize("task", [t for t in TASKS.values() if t.has_depth and t.name != "tracking"], ids=lambda t: t.name)
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_depth_is_where_the_answer_lies(task, depth):
+    for seed in range(3):
+        sample = make_sample(task, 6000, seed, words, depth=depth, decode=10)
+        body = sample.prompt[: sample.prompt.rindex("Recall")] if "Recall" in sample.prompt else sample.prompt
+        before = "" if task.name != "qa" else sample.lead + " "  # buyers of other deals are the same people
+        places = [body.index(before + part) / len(body) for part in sample.parts]
+        assert min(abs(place - depth) for place in places) < 0.04
+
+
+def test_a_text_that_is_too_short_is_refused():
+    for task in TASKS.values():
+        with pytest.raises(TooShortError):
+            make_sample(task, 12, 0, words)
+
+
+def test_tasks_are_found_by_name():
+    assert [task.name for task in find_tasks(["kv", "needle", "kv"])] == ["kv", "needle"]
+    assert find_tasks(["all"]) == list(TASKS.values())
+    with pytest.raises(ConfigurationError, match="unknown task haystack; allowed: all, needle"):
+        find_tasks(["needle", "haystack"])
+    with pytest.raises(ConfigurationError, match="unknown task none"):
+        find_tasks([])
