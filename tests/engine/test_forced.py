@@ -100,7 +100,9 @@ def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
     assert llm.generate(prompt(140), greedy(20))[0].token_ids == want
 
 
-@pytest.mark.parametrize("budget", [BUDGET, *OTHERS], ids=lambda b: f"{b.selection}-{b.pooling}-{b.capacity}-{b.window}")
+@pytest.mark.parametrize(
+    "budget", [BUDGET, *OTHERS], ids=lambda b: f"{b.selection}-{b.pooling}-{b.capacity}-{b.window}"
+)
 @pytest.mark.parametrize("length", [30, 140])
 def test_telemetry_tells_what_was_kept(checkpoint, budget, length):
     llm = make(checkpoint)

@@ -203,7 +203,9 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     host = Perfect()
     with RecordFile(tmp_path / "r.jsonl", {}) as file:
         notes = run_grid(host, grid(tasks=find_tasks(["needle", "multivalue"]), lengths=[40, 200]), file)
-    assert notes == ["left out: multivalue at 40 tokens, which are too few (8 hidden sentences do not fit into 23 tokens)"]
+    assert notes == [
+        "left out: multivalue at 40 tokens, which are too few (8 hidden sentences do not fit into 23 tokens)"
+    ]
     assert {asked[:2] for asked in host.asked} == {("needle", 40), ("needle", 200), ("multivalue", 200)}
 
 
@@ -218,7 +220,7 @@ def test_hosts_without_second_turns_leave_those_tasks_out(tmp_path):
 def test_tables_show_what_is_in_the_records(tmp_path):
     with RecordFile(tmp_path / "r.jsonl", {}) as file:
         run_grid(Perfect(), grid(), file)
-    header, records = read_records(tmp_path / "r.jsonl")
+    _header, records = read_records(tmp_path / "r.jsonl")
     results = Results(records)
     cell = results.cell("needle", 400, "full", "")
     assert (cell.samples, cell.right, cell.equal, cell.parts, cell.mass) == (10, 10, 10, 1.0, 0.75)
@@ -229,7 +231,12 @@ def test_tables_show_what_is_in_the_records(tmp_path):
         "| 200 | 100 (72-100) | snapstream | 0 (0-28) |  |",
         "| 400 | 100 (72-100) | snapstream | 0 (0-28) | 0 (0-28) |",
     ]
-    assert [r.depth for r in records if r.task == "needle" and r.length == 400 and r.policy == "full"][:4] == [0, 0.5, 1, 0]
+    assert [r.depth for r in records if r.task == "needle" and r.length == 400 and r.policy == "full"][:4] == [
+        0,
+        0.5,
+        1,
+        0,
+    ]
     assert all(r.depth is None for r in records if r.task == "frequent-words")
     text = render_markdown({"model": "perfect", "host": "engine"}, results, ["a note"])
     assert "# Accuracy of perfect" in text

@@ -111,7 +111,9 @@ def test_the_text_tells_the_answer(task):
                 assert part not in sample.reply + sample.second
 
 
-@pytest.mark.parametrize("task", [t for t in TASKS.values() if t.has_depth and t.name != "tracking"], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "task", [t for t in TASKS.values() if t.has_depth and t.name != "tracking"], ids=lambda t: t.name
+)
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_depth_is_where_the_answer_lies(task, depth):
     for seed in range(3):

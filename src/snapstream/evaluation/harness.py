@@ -6,6 +6,7 @@ is lm-eval's own command with one more model.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from snapstream.config import CacheBudget, SamplingParams
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM
 from snapstream.engine.request import RequestOutput
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
@@ -37,12 +38,7 @@ NAME = "snapstream"
 Job = tuple[list[int], SamplingParams]
 
 _BUDGET_FIELDS = {field.name: field.type for field in fields(CacheBudget)}
-_OWN_ARGUMENTS = (
-    "pretrained budget policy max_length slots prefill_chunk dtype device compiled batch_size max_batch_size max_gen_toks"
-).split()
-_SAMPLING = (
-    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty"  # as in SamplingParams
-).split()
+_SAMPLING = ["top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
 
 class SnapStreamLM(TemplateLM):  # type: ignore[misc]
@@ -70,7 +66,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         compiled: bool = False,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
-        max_gen_toks: int = 256,
+        max_gen_toks: int | None = None,
         **budget_fields: Any,
     ) -> None:
         """Load the model. Every argument may also be text, as it comes from ``--model_args``.
@@ -88,7 +84,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             compiled: Compile the graphs: faster, but slow to start.
             batch_size: lm-eval's ``--batch_size``; ``auto`` is the engine's default.
             max_batch_size: lm-eval's ``--max_batch_size``: the batch size, if that is ``auto``.
-            max_gen_toks: Most tokens to generate, for tasks that do not say.
+            max_gen_toks: Most tokens to generate, for tasks that do not say; 256 by default.
             **budget_fields: Fields of :class:`CacheBudget`, such as ``window``, ``kernel`` or ``ring``.
 
         Raises:
@@ -97,7 +93,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         unknown = sorted(set(budget_fields) - set(_BUDGET_FIELDS))
         if unknown:
-            allowed = ", ".join([*_OWN_ARGUMENTS, *_BUDGET_FIELDS])
+            own = [name for name in inspect.signature(SnapStreamLM).parameters if name != "budget_fields"]
+            allowed = ", ".join([*own, *_BUDGET_FIELDS])
             raise ConfigurationError(f"model_args: unknown argument {', '.join(unknown)}; allowed: {allowed}")
         if not pretrained:
             raise ConfigurationError("model_args: pretrained is missing; give a checkpoint directory or a hub id")
@@ -105,18 +102,19 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             batch_size = max_batch_size
         sizes = {
             "max_model_len": _whole("max_length", max_length),
-            "slots": _whole("slots", slots) or _whole("batch_size", batch_size),
+            "slots": _whole("slots", batch_size if _given(slots) is None else slots),
             "prefill_chunk": _whole("prefill_chunk", prefill_chunk),
         }
-        self._max_gen_toks = _whole("max_gen_toks", max_gen_toks) or 256
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        config = EngineConfig(
+            dtype=str(dtype), device=_device(str(device)), enforce_eager=not _flag("compiled", compiled), **given
+        )
+        self._max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.llm = LLM(
             str(pretrained),
             budget=_budget(budget, policy, budget_fields),
+            config=config,
             report_plan=lambda plan: logger.info(plan.summary()),
-            dtype=str(dtype),
-            device=_device(str(device)),
-            enforce_eager=not _flag("compiled", compiled),
-            **{name: size for name, size in sizes.items() if size is not None},
         )
         self.tokenizer = self.llm.tokenizer
         self._device = self.llm.device
@@ -160,7 +158,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_gen_toks(self) -> int:
         """Most tokens to generate, for tasks that do not say."""
-        return self._max_gen_toks
+        return 256 if self._max_gen_toks is None else self._max_gen_toks
 
     @property
     def tokenizer_name(self) -> str:
@@ -323,12 +321,14 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         until = [stop for stop in given.pop("until") if stop]
         max_tokens = given.pop("max_gen_toks")
         # lm-eval's temperature counts only if it samples; transformers samples at 1 if none is given.
-        temperature = float(given.pop("temperature", 1.0)) if given.pop("do_sample") else 0.0
+        temperature = float(given.pop("temperature", 1.0))
+        if not given.pop("do_sample"):
+            temperature = 0.0
         if given.pop("num_beams", 1) != 1:
             raise RequestError("generation settings: num_beams is not 1, but there is no beam search here")
         unknown = sorted(set(given) - set(_SAMPLING))
         if unknown:
-            allowed = ", ".join(["until", "max_gen_toks", "do_sample", *_SAMPLING])
+            allowed = ", ".join(["until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING])
             raise RequestError(f"generation settings: unknown {', '.join(unknown)}; allowed: {allowed}")
         if given.get("top_k") == -1:  # another way to say all tokens
             given["top_k"] = 0

@@ -1,11 +1,7 @@
 """vLLM's own server with the plugin, over HTTP, as the ``openai`` client sees it: the shipped model answers."""
 
 import asyncio
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 
@@ -14,51 +10,20 @@ import pytest
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.evaluation.tasks.retrieval import make_document
 from tests.integrations.vllm.offline import ROOT
+from tests.integrations.vllm.servers import running, start
 
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
 MODEL = str(ROOT / "src/snapstream/assets/retrieval")
 BUDGET = CacheBudget.of(2000)  # what `snapstream demo` uses for its 8000 tokens
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-
-
-def start(directory, *options, environment=None):
-    """Start a server; returns its process, its address and its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    template, log = directory / "chat.jinja", directory / "server.log"
-    template.write_text(TEMPLATE)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL]
-    command += ["--served-model-name", "retrieval", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--max-model-len", "12000", "--block-size", "32", "--enforce-eager"]
-    command += ["--chat-template", str(template), *options]
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"} | (environment or {})
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
-    return process, f"http://127.0.0.1:{port}", log
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    process, address, log = start(
-        tmp_path_factory.mktemp("server"), "--additional-config", f'{{"snapstream": {BUDGET.capacity}}}'
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield address, log
-    finally:
-        process.terminate()
-        process.wait(60)
+    directory = tmp_path_factory.mktemp("server")
+    with running(directory, MODEL, "--additional-config", f'{{"snapstream": {BUDGET.capacity}}}') as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +61,7 @@ def test_the_start_says_what_the_budget_buys(server):
 def test_the_demo_through_vllm(client, engine, document, asked):
     """Every answer is right, and is the built-in engine's."""
     prompts = [document.prompt(fact.key) for fact in asked]
-    got = client.completions.create(model="retrieval", prompt=prompts, max_tokens=16, temperature=0)
+    got = client.completions.create(model="tiny", prompt=prompts, max_tokens=16, temperature=0)
     answers = [choice.text.strip() for choice in sorted(got.choices, key=lambda choice: choice.index)]
     assert answers == [output.text.strip() for output in engine.generate(prompts, SamplingParams(max_tokens=16))]
     assert answers == [document.answer(fact.key) for fact in asked]
@@ -104,7 +69,7 @@ def test_the_demo_through_vllm(client, engine, document, asked):
 
 def test_chat_and_streaming_say_the_same(client, document, asked):
     messages = [{"role": "user", "content": document.prompt(asked[3].key)}]
-    options = {"model": "retrieval", "messages": messages, "max_tokens": 16, "temperature": 0}
+    options = {"model": "tiny", "messages": messages, "max_tokens": 16, "temperature": 0}
     whole = client.chat.completions.create(**options)
     assert whole.choices[0].message.content.strip() == document.answer(asked[3].key)
     parts = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
@@ -124,14 +89,14 @@ def test_six_at_once_with_one_that_leaves(server, document, asked):
 
         async def ask(fact):
             got = await client.completions.create(
-                model="retrieval", prompt=document.prompt(fact.key), max_tokens=16, temperature=0
+                model="tiny", prompt=document.prompt(fact.key), max_tokens=16, temperature=0
             )
             return got.choices[0].text.strip()
 
         async def leave():
             prompt = document.prompt(asked[0].key)
             options = {"max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
-            stream = await client.completions.create(model="retrieval", prompt=prompt, stream=True, **options)
+            stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **options)
             async for _ in stream:
                 break
             await stream.close()
@@ -149,7 +114,7 @@ def test_six_at_once_with_one_that_leaves(server, document, asked):
 
 def test_a_budget_for_one_request(client, engine, document, asked):
     prompt = document.prompt(asked[1].key)
-    options = {"model": "retrieval", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+    options = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
     got = client.completions.create(**options, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 64}})
     want = engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, kv_budget=64))[0]
     assert got.choices[0].text.strip() == want.text.strip()
@@ -163,29 +128,29 @@ def test_a_budget_for_one_request(client, engine, document, asked):
 def test_a_bad_budget_is_the_clients_error(client, document, asked, asked_for):
     with pytest.raises(openai.BadRequestError, match="kv_budget"):
         client.completions.create(
-            model="retrieval", prompt="a", max_tokens=4, extra_body={"vllm_xargs": {"kv_budget": asked_for}}
+            model="tiny", prompt="a", max_tokens=4, extra_body={"vllm_xargs": {"kv_budget": asked_for}}
         )
     prompt = document.prompt(asked[2].key)
-    good = client.completions.create(model="retrieval", prompt=prompt, max_tokens=16, temperature=0)
+    good = client.completions.create(model="tiny", prompt=prompt, max_tokens=16, temperature=0)
     assert good.choices[0].text.strip() == document.answer(asked[2].key)
 
 
 def test_counters_are_on_vllms_own_page(client, server, document, asked):
     before = metrics(server)
     client.completions.create(
-        model="retrieval",
+        model="tiny",
         prompt=document.prompt(asked[5].key),
         max_tokens=8,
         temperature=0,
         extra_body={"ignore_eos": True},
     )
-    client.completions.create(model="retrieval", prompt="a short one", max_tokens=4)
+    client.completions.create(model="tiny", prompt="a short one", max_tokens=4)
     deadline = time.monotonic() + 20
     name = "snapstream_prompts_compressed_total"
     while metrics(server)[name] == before[name] and time.monotonic() < deadline:
         time.sleep(0.2)
     after = metrics(server)
-    length = client.completions.create(model="retrieval", prompt=document.prompt(asked[5].key), max_tokens=1).usage
+    length = client.completions.create(model="tiny", prompt=document.prompt(asked[5].key), max_tokens=1).usage
     assert after[name] == before[name] + 1
     tokens = "snapstream_tokens_dropped_total"
     assert after[tokens] == before[tokens] + length.prompt_tokens - BUDGET.capacity

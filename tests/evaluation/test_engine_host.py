@@ -1,0 +1,278 @@
+"""The lab on the built-in engine with the shipped model: the same answers as the engine's own, from one reading."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from snapstream import LLM, CacheBudget, SamplingParams
+from snapstream.assets import TASK_MODEL
+from snapstream.cli import app
+from snapstream.config import EngineConfig
+from snapstream.errors import SnapStreamError
+from snapstream.evaluation.engine_host import EngineHost, weights_hash
+from snapstream.evaluation.hosts import Job, Prompts
+from snapstream.evaluation.lab import Grid, run_grid
+from snapstream.evaluation.policies import ENGINE_POLICIES, make_variants
+from snapstream.evaluation.records import RecordFile, read_records
+from snapstream.evaluation.tasks import TASKS, Sample, find_tasks, make_sample
+
+MODEL = str(TASK_MODEL)
+LENGTH = 400
+
+
+def run(tmp_path, **changes):
+    settings = {
+        "tasks": find_tasks(["multikey", "late-question", "long-decode"]),
+        "lengths": [LENGTH],
+        "variants": make_variants(ENGINE_POLICIES, ["1/4"], [()], ENGINE_POLICIES),
+        "samples": 3,
+        "depths": [],
+        "decode": 80,
+        "seed": 0,
+    }
+    grid = Grid(**(settings | changes))
+    config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True)
+    host = EngineHost(MODEL, grid.variants, grid.lengths, room=grid.room, config=config, chat=None, telemetry=True)
+    with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
+        assert run_grid(host, grid, file) == []
+    return host, read_records(tmp_path / "r.jsonl")[1]
+
+
+def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
+    """Every policy and task; the reference has an engine, a reading and a second turn of its own for each."""
+    _, records = run(tmp_path)
+    assert len(records) == 3 * 3 * len(ENGINE_POLICIES)
+    engines = {}
+    for record in records:
+        entries = LENGTH // 4
+        if record.policy not in engines:
+            size = {"full": 700, "truncated": 700}.get(record.policy)
+            budget = CacheBudget.preset("full", size) if size else CacheBudget.preset(record.policy, entries)
+            engines[record.policy] = LLM(MODEL, budget=budget, max_model_len=700, slots=1, enforce_eager=True)
+        llm, task = engines[record.policy], TASKS[record.task]
+        encode = llm.tokenizer.encode
+        sample = make_sample(task, LENGTH, record.seed, lambda text, encode=encode: len(encode(text)), decode=80)
+        tokens, forced = encode(sample.prompt + sample.lead), encode(sample.reply + sample.second)
+        if record.policy == "truncated":
+            room = max(1, entries - len(forced) - task.max_tokens)
+            tokens = tokens if len(tokens) <= room else tokens[: room // 2] + tokens[-(room - room // 2) :]
+        params = SamplingParams(max_tokens=len(forced) + task.max_tokens, forced=tuple(forced))
+        out = llm.generate(tokens, params)[0]
+        assert record.output == llm.tokenizer.decode(out.token_ids[len(forced) :], skip_special_tokens=True)
+        assert record.prompt_tokens == len(tokens)
+        if record.policy not in ("full", "truncated"):
+            assert record.budget == llm.budget.as_dict() | {"capacity": entries}
+            assert record.entries == entries
+        assert all(0 < mass <= 1.00001 for mass in record.mass)
+        assert record.policy not in ("full", "truncated") or record.mass == pytest.approx([1.0] * len(record.mass))
+
+
+def test_all_policies_share_one_reading(tmp_path, monkeypatch):
+    from snapstream.engine.prefill import Prefill
+
+    starts, read = [], Prefill.run_chunk
+    monkeypatch.setattr(Prefill, "run_chunk", lambda self, tokens, at: (starts.append(at), read(self, tokens, at))[1])
+    policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
+    run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)
+    assert starts.count(0) == 3 * 2  # 13 caches each
+
+
+def test_one_picture_of_what_was_kept_per_cell(tmp_path):
+    _, records = run(tmp_path, tasks=find_tasks(["multikey"]), depths=[0.0, 0.5, 1.0])
+    pictured = [record for record in records if record.kept is not None]
+    assert {record.seed for record in pictured} == {1}
+    assert {record.depth for record in pictured} == {0.5}
+    assert len(pictured) == len(ENGINE_POLICIES)
+    for record in pictured:
+        assert len(record.kept) == 2  # layers
+        kept = sum(record.kept[0][0]) / 100 * record.prompt_tokens
+        assert kept == pytest.approx(min(record.prompt_tokens, record.entries or 10**9), rel=0.02)
+
+
+def test_the_shipped_model_can_do_what_its_card_says(tmp_path):
+    """And a voted quarter of the cache keeps what sinks and recent tokens alone lose."""
+    _, records = run(tmp_path, tasks=find_tasks(["needle", "multikey", "multiquery", "passkey", "kv"]), samples=12)
+    share = {
+        policy: sum(r.right for r in records if r.policy == policy) / sum(r.policy == policy for r in records)
+        for policy in ("full", "snapstream", "streaming", "random")
+    }
+    assert share["full"] > 0.9
+    assert share["snapstream"] > 0.8
+    assert max(share["streaming"], share["random"]) < 0.5
+
+
+def test_a_chat_template_lays_out_both_turns():
+    """What is read and what follows together are the conversation as the template writes it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    prompts = Prompts(tokenizer, chat=None)
+    assert prompts.chat
+    sample = Sample("t", 0, "Read this.", " It", " is read.", " And now?", " amber river.", ("amber river",))
+    decode = tokenizer.decode
+    assert decode(prompts.first(sample)).replace("<unk>", "?") != ""
+    text = "[user]Read this.[assistant]It is read.[user]And now?[assistant]"
+    assert prompts.first(sample) + prompts.then(sample) == tokenizer.encode(
+        text[: text.index("It") + 2], add_special_tokens=False
+    ) + tokenizer.encode(text[text.index("It") + 2 :], add_special_tokens=False)
+    assert prompts.overhead == prompts.count("[user][assistant]")
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(SnapStreamError, match="rewrites earlier turns"):
+        Prompts(tokenizer, chat=True).then(sample)
+    tokenizer.chat_template = None
+    with pytest.raises(SnapStreamError, match="no chat template"):
+        Prompts(tokenizer, chat=True)
+
+
+def test_truncation_keeps_both_ends():
+    from transformers import AutoTokenizer
+
+    prompts = Prompts(AutoTokenizer.from_pretrained(MODEL), chat=None)
+    assert prompts.truncated(list(range(10)), 5) == [0, 1, 7, 8, 9]
+    assert prompts.truncated(list(range(5)), 5) == [0, 1, 2, 3, 4]
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=True)
+
+
+def test_the_command_writes_records_and_reports(tmp_path):
+    done = command(
+        "--tasks", "multikey,kv", "--lengths", "300,500", "--budgets", "1/2,1/4", "--samples", "3", "-o", tmp_path
+    )
+    assert done.exit_code == 0, done.output
+    header, records = read_records(tmp_path / "results.jsonl")
+    assert len(records) == 2 * 2 * 3 * 5
+    assert header["model"] == "tasks"
+    assert header["weights_sha256"] == weights_hash(TASK_MODEL)
+    assert (tmp_path / "report.md").read_text() in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 6  # curve, heat map and kept tokens of each task
+    assert not re.search(r'(src|href)="(?!#)', page.replace('xlink:href="#', ""))  # nothing is fetched
+    assert "<script" not in page
+    assert '<a href="#kv">' in page
+    again = command(
+        "--tasks", "multikey,kv", "--lengths", "300,500", "--budgets", "1/2,1/4", "--samples", "3", "-o", tmp_path
+    )
+    assert again.exit_code == 0
+    assert read_records(tmp_path / "results.jsonl")[1] == records
+    assert (tmp_path / "report.html").read_text() == page  # equal results give an equal page
+
+
+ARGUMENTS = [
+    "--tasks",
+    "long-decode,multikey",
+    "--lengths",
+    "300,600",
+    "--budgets",
+    "1/4",
+    "--samples",
+    "4",
+    "--decode",
+    "200",
+    "--slots",
+    "3",
+]
+
+
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
+    """Killed without warning in mid-run, twice; the file is that of a run that was left alone."""
+
+    def start(directory):
+        return subprocess.Popen(
+            [sys.executable, "-m", "snapstream.cli", "eval", *ARGUMENTS, "-o", str(directory)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    path, sizes = tmp_path / "killed" / "results.jsonl", []
+    for _ in range(2):
+        before = path.stat().st_size if path.exists() else 0
+        process = start(path.parent)
+        while not path.exists() or path.stat().st_size <= before + 1500:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        sizes.append(path.read_text().count("\n"))
+    process = start(path.parent)
+    errors = process.communicate()[1]
+    assert process.returncode == 0
+    assert "going on after" in errors
+    whole = start(tmp_path / "whole")
+    assert whole.communicate()
+    assert whole.returncode == 0
+    killed, left = (read_records(tmp_path / name / "results.jsonl") for name in ("killed", "whole"))
+    assert killed[0] == left[0]
+    assert len(killed[1]) == len({record.key for record in killed[1]}) == 2 * 2 * 3 * 4
+    assert sorted(killed[1], key=lambda r: r.key) == sorted(left[1], key=lambda r: r.key)
+    assert 1 < sizes[0] < sizes[1] < 1 + len(killed[1])
+    assert (tmp_path / "killed" / "report.md").read_text() == (tmp_path / "whole" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "haystack"], "unknown task haystack; allowed: all, needle"),
+        (["--lengths", "64k"], "are more than the model's 16384"),
+        (
+            ["--lengths", "512", "--budgets", "1k"],
+            "budgets: streaming at 1024 for lengths 512: no smaller than the prompt",
+        ),
+        (["--policies", "best"], "unknown policy best; allowed here: full, truncated"),
+        (["--sweep", "kernel=4"], "kernel is 4; use an odd number"),
+        (["--model", "no/such"], "no/such"),
+        (["--endpoint", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1 cannot be reached"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "snapstream.cli", "eval", *arguments, "-o", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_in_mid_run_keeps_what_finished(tmp_path, monkeypatch):
+    answer = EngineHost._answer
+    calls = []
+
+    def fail(self, job, output, forced):
+        calls.append(job)
+        if len(calls) == 5:
+            raise SnapStreamError("the machine caught fire")
+        return answer(self, job, output, forced)
+
+    monkeypatch.setattr(EngineHost, "_answer", fail)
+    arguments = ["--tasks", "multikey", "--lengths", "300", "--budgets", "1/4", "--samples", "4", "-o", tmp_path]
+    done = command(*arguments)
+    assert isinstance(done.exception, SnapStreamError)
+    assert f"the machine caught fire; 4 new answers are kept in {tmp_path}/results.jsonl" in str(done.exception)
+    monkeypatch.undo()
+    assert command(*arguments).exit_code == 0
+    assert len(read_records(tmp_path / "results.jsonl")[1]) == 12
+
+
+def test_jobs_carry_their_variant():
+    variant = make_variants(["full"], [], [()], ENGINE_POLICIES)[0]
+    job = Job(TASKS["kv"], 300, 0, None, variant, make_sample(TASKS["kv"], 300, 0, len))
+    assert json.dumps(job.sample.parts)
