@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from snapstream import LLM, SamplingParams
+from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.kernels.cpu import compiler_available
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -36,9 +36,13 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1),
         SamplingParams(max_tokens=5, logprobs=3, stop="w5"),
         SamplingParams(max_tokens=100, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
+        SamplingParams(max_tokens=30, forced=tuple(prompt(17, seed=3)), ignore_eos=True),
+        SamplingParams(
+            max_tokens=8, logprobs=1, forced=(5, 6), kv_budget=CacheBudget(2, 20, 9, window=4), telemetry=True
+        ),
     ]
     prompts = [prompt(n, seed=i) for i, n in enumerate(lengths)]
-    each = [params[i % 4] for i in range(len(lengths))]
+    each = [params[i % len(params)] for i in range(len(lengths))]
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled = llm.generate(prompts, each)
         llm.add_request(prompt(150), params[0], request_id="gone")

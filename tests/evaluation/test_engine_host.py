@@ -113,7 +113,10 @@ def test_a_chat_template_lays_out_both_turns():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     prompts = Prompts(tokenizer, chat=None)
     assert prompts.chat
     sample = Sample("t", 0, "Read this.", " It", " is read.", " And now?", " amber river.", ("amber river",))

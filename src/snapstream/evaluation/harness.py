@@ -209,7 +209,9 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts, each up to a stop string or its greatest length."""
-        jobs = (self._generation(*request.args) for request in requests)
+        # All settings are read before anything runs: a mistake in the last ones must not end a run of hours.
+        asked = [(request.args[0], self._sampling(request.args[1])) for request in requests]
+        jobs = ((self._fitting(self.tok_encode(context), params), params) for context, params in asked)
         texts = [""] * len(requests)
         for number, output in self._run(jobs, len(requests), "generate_until", disable_tqdm):
             texts[number] = output.text
@@ -248,7 +250,9 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         # Longest first, so that the time left is rather over- than underestimated; equal contexts next to each other,
         # so that they are read once.
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number][1]), requests[number][1]))
-        jobs = (self._scored(*requests[number][1:]) for number in order)
+        forced = [self._forcing(continuation) for _, _, continuation in requests]
+        contexts = (requests[number][1] or [self.prefix_token_id] for number in order)
+        jobs = ((self._fitting(context, forced[n]), forced[n]) for n, context in zip(order, contexts, strict=True))
         answers = [(0.0, False)] * len(requests)
         for place, output in self._run(jobs, len(requests), "loglikelihood", disable_tqdm):
             number = order[place]
@@ -279,47 +283,41 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
                             continue
                         number = waiting.pop(output.request_id)
                         if output.finish_reason == "error":
-                            raise RequestError(f"{what} request {number} failed: {output.error}")
+                            raise RequestError(f"a {what} request failed: {output.error}")
                         bar.update()
                         yield number, output
         finally:  # an error or an interrupt leaves nothing running
             for name in waiting:
                 self.llm.abort(name)
 
-    def _generation(self, context: str, settings: Mapping[str, Any]) -> Job:
-        params = self._sampling(settings)
+    def _fitting(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """The end of a prompt, if it and its output are too long."""
         room = self.max_length - params.max_tokens
-        if room < 1:
-            raise RequestError(
-                f"max_gen_toks is {params.max_tokens}, which leaves no room for a prompt in max_length="
-                f"{self.max_length}; raise max_length, or give --gen_kwargs max_gen_toks=... below it"
-            )
-        return self._fitting(self.tok_encode(context), room), params
-
-    def _scored(self, context: list[int], continuation: list[int]) -> Job:
-        if not continuation:
-            raise RequestError("a continuation to score has no tokens of its own; every choice needs at least one")
-        room = self.max_length - len(continuation)
-        if room < 1:
-            raise RequestError(
-                f"a continuation has {len(continuation)} tokens; at most {self.max_length - 1} fit, "
-                f"with max_length={self.max_length}"
-            )
-        params = SamplingParams(max_tokens=len(continuation), forced=tuple(continuation), logprobs=1, ignore_eos=True)
-        return self._fitting(context or [self.prefix_token_id], room), params
-
-    def _fitting(self, prompt: list[int], room: int) -> list[int]:
-        """The end of a prompt, if it is too long."""
         if len(prompt) > room:
             logger.warning(
                 "a prompt of %d tokens is cut to its last %d: max_length is %d", len(prompt), room, self.max_length
             )
         return prompt[-room:]
 
+    def _forcing(self, continuation: Sequence[int]) -> SamplingParams:
+        if not continuation:
+            raise RequestError("a continuation to score has no tokens of its own; every choice needs at least one")
+        if len(continuation) >= self.max_length:
+            raise RequestError(
+                f"a continuation has {len(continuation)} tokens; at most {self.max_length - 1} fit, "
+                f"with max_length={self.max_length}"
+            )
+        return SamplingParams(max_tokens=len(continuation), forced=tuple(continuation), logprobs=1, ignore_eos=True)
+
     def _sampling(self, settings: Mapping[str, Any]) -> SamplingParams:
         given = {name: v for name, v in normalize_gen_kwargs(settings, self.max_gen_toks).items() if v is not None}
         until = [stop for stop in given.pop("until") if stop]
         max_tokens = given.pop("max_gen_toks")
+        if max_tokens >= self.max_length:
+            raise RequestError(
+                f"max_gen_toks is {max_tokens}, which leaves no room for a prompt in max_length={self.max_length}; "
+                "raise max_length, or give a smaller max_gen_toks with --gen_kwargs"
+            )
         # lm-eval's temperature counts only if it samples; transformers samples at 1 if none is given.
         temperature = float(given.pop("temperature", 1.0))
         if not given.pop("do_sample"):
