@@ -154,7 +154,7 @@ class EndpointHost:
         except openai.APIConnectionError as error:
             raise EndpointError(f"{self.url} cannot be reached ({error.__cause__ or error})") from error
         except openai.APIStatusError as error:
-            message = " ".join(str(error.message).split())
+            message = " ".join(str(error.message).split()).removeprefix(f"Error code: {error.status_code} - ")
             raise EndpointError(f"{self.url} answered {error.status_code}: {message}") from error
         except openai.OpenAIError as error:
             raise EndpointError(f"{self.url}: {error}") from error
