@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint eval eval-full test-vllm test-vllm-tp16 bench bench-vllm accuracy train clean
+.PHONY: demo test lint eval eval-full test-vllm test-vllm-tp16 bench bench-vllm train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -20,6 +20,25 @@ test: $(STAMP)
 eval: $(STAMP)
 	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
 	  --policies full,truncated,streaming,sage-kv,random,snapstream --output eval-results
+
+# The matrix of docs/accuracy.md, and the settings behind the defaults; about an hour on two cores. It can be stopped and
+# started again: what is in eval-results is not done twice.
+POLICIES := full,truncated,streaming,sage-kv,random,snapstream
+EVAL := $(BIN)/snapstream eval --slots 24 --prefill-chunk 1024
+SETTINGS := $(EVAL) --policies snapstream --lengths 2k --budgets 1/8,1/16 --samples 40 --decode 1024 \
+  --tasks multikey,multiquery,kv,number,tracking,late-question,long-decode
+RING := $(EVAL) --policies snapstream --lengths 512 --budgets 576,768 --samples 40 --tasks long-decode --sweep ring=elastic,paper
+eval-full: $(STAMP)
+	$(EVAL) --tasks all --lengths 1k,2k,4k,8k --budgets 1/2,1/4,1/8,1/16 --samples 25 --policies $(POLICIES) \
+	  --output eval-results/matrix
+	$(SETTINGS) --sweep pooling=avg,max --output eval-results/pooling
+	$(SETTINGS) --sweep kernel=7,1,3,15 --output eval-results/kernel
+	$(SETTINGS) --sweep normalize=all,candidates --output eval-results/normalize
+	$(SETTINGS) --sweep window=8 --sweep recent=1/4,1/16,1/8,1/2,3/4 --output eval-results/recent
+	$(SETTINGS) --sweep recent=1/2 --sweep window=32,1,4,8,16,64 --output eval-results/window
+	$(RING) --decode 128 --output eval-results/ring-128
+	$(RING) --decode 256 --output eval-results/ring-256
+	$(RING) --decode 1024 --output eval-results/ring-1024
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,13 +61,9 @@ bench-vllm: $(VLLM_STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 
-# What each cache policy keeps of the shipped model's answers.
-accuracy: $(STAMP)
-	$(BIN)/python benchmarks/accuracy.py
-
-# Trains the shipped retrieval model anew.
+# Trains the shipped model anew; about an hour on one core.
 train: $(STAMP)
-	$(BIN)/python training/train_retrieval_model.py --output src/snapstream/assets/retrieval
+	$(BIN)/python training/train_task_model.py --output src/snapstream/assets/tasks
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

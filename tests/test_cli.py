@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from snapstream import __version__
-from snapstream.assets import RETRIEVAL_MODEL
-from snapstream.evaluation.tasks.retrieval import make_document
+from snapstream.assets import TASK_MODEL
 from tests.checkpoints import save_checkpoint
+from tests.texts import Notes
 
 
 def run(*arguments, stdin=None):
@@ -20,7 +20,7 @@ def run(*arguments, stdin=None):
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
-    document = make_document(8200, 8, seed=1, depths=[0.05 + 0.1 * i for i in range(8)])
+    document = Notes(7900, 8, seed=1)
     path = tmp_path_factory.mktemp("text") / "notebook.txt"
     path.write_text(document.text)
     return path, document
@@ -28,22 +28,24 @@ def text_file(tmp_path_factory):
 
 def test_generate_answers_a_question_about_a_long_file(text_file):
     path, document = text_file
-    for fact in (document.facts[0], document.facts[4]):
-        done = run("generate", "--file", path, "--budget", 2048, document.question(fact.key))
+    for question in (document.questions[0], document.questions[4]):
+        assert document.depth(question) < 0.7
+        done = run("generate", "--file", path, "--budget", 2048, question.ask)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == document.answer(fact.key)
-        assert "prompt of 8205 tokens" in done.stderr.replace("\n", " ")
+        assert done.stdout.strip() == question.answer.strip()
+        tokens = document.count(f"{document.text}\n{question.ask}")
+        assert f"prompt of {tokens} tokens" in done.stderr.replace("\n", " ")
 
 
 def test_generate_json_from_stdin(text_file):
     _, document = text_file
-    fact = document.facts[2]
-    done = run("generate", "--json", "--budget", '{"capacity": 1024, "kernel": 5}', stdin=document.prompt(fact.key))
+    question = document.questions[2]
+    done = run("generate", "--json", "--budget", '{"capacity": 1024, "kernel": 5}', stdin=document.prompt(question))
     answer = json.loads(done.stdout)
-    assert answer["text"].strip() == document.answer(fact.key)
+    assert answer["text"] == question.answer
     assert answer["finish_reason"] == "stop"
     assert answer["cache"]["limit"] == 1024
-    assert answer["cache"]["dropped"] == 8205 - 1024
+    assert answer["cache"]["dropped"] == document.count(document.prompt(question)) - 1024
 
 
 def test_demo_json():
@@ -53,7 +55,7 @@ def test_demo_json():
     assert all(policies["full"]["correct"])
     assert all(policies["snapstream"]["correct"])
     assert not all(policies["streaming"]["correct"])
-    assert policies["snapstream"]["bytes_per_sequence"] == 500 * 1024
+    assert policies["snapstream"]["bytes_per_sequence"] == 500 * 2 * 2 * 3 * 32 * 4
     assert min(policies["snapstream"]["tokens_per_second"]) > 0
 
 
@@ -79,14 +81,14 @@ def test_plan(tmp_path):
 
 def test_help_and_version():
     assert run("--version").stdout.strip() == f"snapstream {__version__}"
-    for command in ("demo", "generate", "plan"):
+    for command in ("demo", "generate", "plan", "eval"):
         assert command in run("--help").stdout
-        assert "--json" in run(command, "--help").stdout
+        assert command == "eval" or "--json" in run(command, "--help").stdout
 
 
 def broken(tmp_path, name, damage):
     path = tmp_path / name
-    shutil.copytree(RETRIEVAL_MODEL, path)
+    shutil.copytree(TASK_MODEL, path)
     damage(path)
     return path
 
@@ -108,7 +110,7 @@ def set_architecture(path):
         (["generate", "hello", "--budget", '{"capacity": 64}', "--policy", "streaming"], "inside a JSON budget"),
         (["plan", "--memory", "nan"], "positive number"),
         (["generate", "hello", "--policy", "streaming"], "needs a --budget"),
-        (["generate", "Note " * 100, "--max-model-len", 64], "the prompt has 100 tokens"),
+        (["generate", "Note " * 100, "--max-model-len", 64], "the prompt has 101 tokens"),
         (["generate", "hello", "--max-model-len", 10**6], "made for 16384"),
         (["generate", "hello", "--dtype", "int4"], "allowed: auto, float32"),
         (["generate", "hello", "--device", "tpu"], "allowed: auto, cpu"),

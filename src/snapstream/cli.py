@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from snapstream.assets import RETRIEVAL_MODEL
+from snapstream.assets import TASK_MODEL
 from snapstream.config import CacheBudget, EngineConfig, Preset, SamplingParams
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
 from snapstream.evaluation.command import evaluate
@@ -49,7 +50,7 @@ MaxLength = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-SHIPPED = str(RETRIEVAL_MODEL)
+SHIPPED = str(TASK_MODEL)
 
 
 @app.callback(invoke_without_command=True)
@@ -87,16 +88,22 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Ask a small shipped model for facts in a long text: full cache, StreamingLLM and SnapStream side by side."""
+    from snapstream.engine.settings import load_tokenizer
     from snapstream.evaluation.comparison import compare_policies
-    from snapstream.evaluation.tasks.retrieval import make_document
+    from snapstream.evaluation.tasks import TooShortError
+    from snapstream.evaluation.tasks.needle import notes
 
     small = budget or tokens // 4
+    with _quiet():
+        tokenizer = load_tokenizer(SHIPPED)
+    number = max(facts, questions)
     try:
-        document = make_document(tokens, max(facts, questions), seed)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    step = len(document.facts) / questions
-    asked = [document.facts[int(i * step)] for i in range(questions)]
+        made = notes(random.Random(seed), tokens, lambda text: len(tokenizer.encode(text)), None, number)
+    except TooShortError as error:
+        raise ConfigurationError(f"{number} facts do not fit into {tokens} tokens ({error})") from error
+    depths = {question: made.text.index(question.parts[0]) / len(made.text) for question in made.questions}
+    in_order = sorted(made.questions, key=lambda question: depths[question])
+    asked = [in_order[int(i * number / questions)] for i in range(questions)]
     budgets = {
         "full": None,
         "streaming": CacheBudget.preset("streaming", small),
@@ -104,18 +111,22 @@ def demo(
     }
     if not as_json:
         messages.print(
-            f"A text of {tokens} tokens that hides {len(document.facts)} facts. It begins: "
-            f"[italic]{document.text[:150]}…[/italic]\nA fact in it: [italic]{document.text[_fact_at(document, 0)]}"
-            f"[/italic] Its question: [italic]…{document.question(asked[0].key)}[/italic]\n",
+            f"A text of {tokens} tokens that hides {number} facts. It begins: "
+            f"[italic]{made.text[:150]}…[/italic]\nA fact in it: [italic]{_sentence_with(asked[0].parts[0], made.text)}"
+            f"[/italic] Its question: [italic]…{asked[0].ask}[/italic]\n",
         )
     with _quiet(), messages.status("starting") as status:
         results = compare_policies(
-            SHIPPED, document, asked, budgets, slots=slots, enforce_eager=not compiled, report=status.update
+            SHIPPED, made, tokens, asked, budgets, slots=slots, enforce_eager=not compiled, report=status.update
         )
     if as_json:
         print(
             json.dumps(
-                {"tokens": tokens, "questions": [f.key for f in asked], "policies": [asdict(r) for r in results]}
+                {
+                    "tokens": tokens,
+                    "questions": [q.ask.strip() for q in asked],
+                    "policies": [asdict(r) for r in results],
+                }
             )
         )
         return
@@ -125,10 +136,10 @@ def demo(
     answers = Table(title=f"Answers (the text has {tokens} tokens)", title_justify="left")
     for column in ("fact at", "asked for", *(r.policy for r in results)):
         answers.add_column(column)
-    for row, fact in enumerate(asked):
+    for row, question in enumerate(asked):
         marks = ("[green]" if r.correct[row] else "[red]✗ " for r in results)
         cells = (f"{mark}{r.answers[row]}" for mark, r in zip(marks, results, strict=True))
-        answers.add_row(f"{fact.depth:.0%}", f"{fact.key} {' '.join(fact.answer)}", *cells)
+        answers.add_row(f"{depths[question]:.0%}", f"{question.ask.split()[-1]}{question.answer}", *cells)
     console.print(answers)
     summary = Table(title="What it takes", title_justify="left")
     for column in (
@@ -369,11 +380,9 @@ def _parse_budget(budget: str | None, policy: str) -> CacheBudget | None:
     return CacheBudget.parse(budget)
 
 
-def _fact_at(document: Any, index: int) -> slice:
-    """Where the sentence of a fact stands in the text."""
-    key = document.facts[index].key
-    at = document.text.index(key)
-    return slice(document.text.rindex(".", 0, at) + 2, document.text.index(".", at) + 1)
+def _sentence_with(words: str, text: str) -> str:
+    at = text.index(words)
+    return text[text.rindex(".", 0, at) + 2 : text.index(".", at) + 1]
 
 
 def _escape(text: str) -> str:

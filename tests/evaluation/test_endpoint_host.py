@@ -1,11 +1,13 @@
 """The lab against an OpenAI-compatible endpoint: a small server over the built-in engine, and what may go wrong."""
 
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from snapstream import LLM, CacheBudget, SamplingParams, SnapStreamError
@@ -69,6 +71,12 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
+    def stop_after(self, requests):
+        while len(self.bodies) < requests:
+            time.sleep(0.01)
+        self.server.shutdown()
+        self.server.server_close()
+
     def answer(self, body):
         prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
         entries = body.get("vllm_xargs", {}).get("kv_budget")
@@ -92,7 +100,7 @@ def endpoint():
 
 def command(endpoint, output, *arguments):
     base = ["eval", "--endpoint", endpoint.url, "--lengths", "300,500", "--samples", "3", "-o", str(output)]
-    return CliRunner().invoke(app, [*base, *arguments])
+    return CliRunner().invoke(app, [*base, "--served-as", "full", *map(str, arguments)])
 
 
 def keyed(path, **names):
@@ -120,7 +128,7 @@ def test_the_same_scores_as_the_engine(tmp_path, endpoint):
     done = CliRunner().invoke(app, [*local, "--policies", "full,truncated,snapstream", "--budgets", "1/2,1/4"])
     assert done.exit_code == 0, done.output
     ours, theirs = keyed(tmp_path / "local"), keyed(tmp_path / "http")
-    assert len(ours) == 2 * 2 * 3 * 5
+    assert len(ours) == 2 * 3 * (5 + 4)  # a quarter of 300 tokens leaves no room for a truncated prompt
     assert ours == theirs
     header = read_records(tmp_path / "http" / "results.jsonl")[0]
     assert header["host"] == "endpoint"
@@ -130,15 +138,36 @@ def test_the_same_scores_as_the_engine(tmp_path, endpoint):
 
 
 def test_chat_goes_to_chat_completions(tmp_path, endpoint):
-    done = command(endpoint, tmp_path, "--tasks", "needle", "--chat")
+    """One user message, without the lead of the answer."""
+    done = command(endpoint, tmp_path, "--tasks", "kv", "--chat")
     assert "no chat template" in str(done.exception)
-    done = command(endpoint, tmp_path, "--tasks", "needle", "--no-chat")
+    directory = tmp_path / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(TASK_MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    done = command(endpoint, tmp_path / "out", "--tasks", "kv", "--tokenizer", directory)
+    assert done.exit_code == 0, done.output
+    assert {path for path, _ in endpoint.bodies} == {"/v1/chat/completions"}
+    for _, body in endpoint.bodies:
+        (message,) = body["messages"]
+        assert message["role"] == "user"
+        assert re.search(r'The value of "\d{6}"\?$', message["content"])
+        assert body["temperature"] == 0
+    header, records = read_records(tmp_path / "out" / "results.jsonl")
+    assert header["chat"]
+    assert len(records) == 6
+
+
+def test_what_is_served_needs_a_name_and_is_not_mixed(tmp_path, endpoint):
+    done = command(endpoint, tmp_path, "--tasks", "needle")
     assert done.exit_code == 0
-    assert {path for path, _ in endpoint.bodies} == {"/v1/completions"}
+    base = ["eval", "--endpoint", endpoint.url, "--lengths", "300,500", "--samples", "3", "-o", str(tmp_path)]
+    done = CliRunner().invoke(app, [*base, "--tasks", "needle", "--served-as", "streaming"])
+    assert "another run (served_as: 'full' there, 'streaming' now)" in str(done.exception)
 
 
 def test_a_server_that_would_ignore_budgets_is_refused(tmp_path, endpoint):
-    endpoint.metrics = "vllm:num_requests_running 0"
+    endpoint.metrics = 'vllm:num_requests_running{model_name="snapstream_prompts_compressed"} 0'
     done = command(endpoint, tmp_path, "--policies", "snapstream")
     assert "shows no SnapStream counters at /metrics, so it would ignore cache budgets" in str(done.exception)
     assert endpoint.bodies == []
@@ -164,8 +193,8 @@ def test_what_finished_is_kept_when_it_fails(tmp_path, endpoint, status, told):
 
 
 def test_it_goes_down_in_mid_run(tmp_path, endpoint):
-    endpoint.delay = 0.3
-    threading.Timer(1.5, lambda: (endpoint.server.shutdown(), endpoint.server.server_close())).start()
+    endpoint.delay = 0.1
+    threading.Thread(target=endpoint.stop_after, args=(5,), daemon=True).start()
     done = command(endpoint, tmp_path, "--tasks", "needle", "--samples", "20", "--concurrency", "2")
     assert isinstance(done.exception, SnapStreamError)
     assert "cannot be reached" in str(done.exception)

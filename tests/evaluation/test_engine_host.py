@@ -1,13 +1,15 @@
 """The lab on the built-in engine with the shipped model: the same answers as the engine's own, from one reading."""
 
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
+import jinja2
 import pytest
 from typer.testing import CliRunner
 
@@ -16,9 +18,10 @@ from snapstream.assets import TASK_MODEL
 from snapstream.cli import app
 from snapstream.config import EngineConfig
 from snapstream.errors import SnapStreamError
-from snapstream.evaluation.engine_host import EngineHost, weights_hash
-from snapstream.evaluation.hosts import Job, Prompts
-from snapstream.evaluation.lab import Grid, run_grid
+from snapstream.evaluation.engine_host import EngineHost, fingerprint
+from snapstream.evaluation.grid import Grid
+from snapstream.evaluation.hosts import Prompts
+from snapstream.evaluation.lab import run_grid
 from snapstream.evaluation.policies import ENGINE_POLICIES, make_variants
 from snapstream.evaluation.records import RecordFile, read_records
 from snapstream.evaluation.tasks import TASKS, Sample, find_tasks, make_sample
@@ -39,7 +42,7 @@ def run(tmp_path, **changes):
     }
     grid = Grid(**(settings | changes))
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True)
-    host = EngineHost(MODEL, grid.variants, grid.lengths, room=grid.room, config=config, chat=None, telemetry=True)
+    host = EngineHost(MODEL, grid, config=config, chat=None, telemetry=True)
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         assert run_grid(host, grid, file) == []
     return host, read_records(tmp_path / "r.jsonl")[1]
@@ -48,7 +51,7 @@ def run(tmp_path, **changes):
 def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
     """Every policy and task; the reference has an engine, a reading and a second turn of its own for each."""
     _, records = run(tmp_path)
-    assert len(records) == 3 * 3 * len(ENGINE_POLICIES)
+    assert len(records) == 3 * 3 * 5 + 3  # a truncated prompt has no room for what follows in the other two
     engines = {}
     for record in records:
         entries = LENGTH // 4
@@ -108,31 +111,57 @@ def test_the_shipped_model_can_do_what_its_card_says(tmp_path):
     assert max(share["streaming"], share["random"]) < 0.5
 
 
-def test_a_chat_template_lays_out_both_turns():
-    """What is read and what follows together are the conversation as the template writes it."""
-    from transformers import AutoTokenizer
+class Characters:
+    """A tokenizer whose tokens are characters, with a beginning-of-sequence token and a chat template."""
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = (
+    chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    prompts = Prompts(tokenizer, chat=None)
+
+    def encode(self, text, add_special_tokens=True):
+        return ["<s>"] * add_special_tokens + list(text)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def refuse(message):
+            raise jinja2.TemplateError(message)
+
+        template = jinja2.Template(self.chat_template)
+        return template.render(messages=messages, add_generation_prompt=add_generation_prompt, refuse=refuse)
+
+
+SAMPLE = Sample("t", 0, "Read this.", " It", " is read.", " And now?", " amber river.", ("amber river",))
+
+
+def test_without_a_template_turns_just_follow_each_other():
+    prompts = Prompts(Characters(), chat=False)
+    assert prompts.first(SAMPLE) == ["<s>", *"Read this. It"]
+    assert prompts.then(SAMPLE) == list(" is read. And now?")
+    assert prompts.overhead == 1
+
+
+def test_a_chat_template_lays_out_both_turns():
+    """What is read and what follows together are the conversation as the template writes it, with one beginning."""
+    prompts = Prompts(Characters(), chat=None)
     assert prompts.chat
-    sample = Sample("t", 0, "Read this.", " It", " is read.", " And now?", " amber river.", ("amber river",))
-    decode = tokenizer.decode
-    assert decode(prompts.first(sample)).replace("<unk>", "?") != ""
-    text = "[user]Read this.[assistant]It is read.[user]And now?[assistant]"
-    assert prompts.first(sample) + prompts.then(sample) == tokenizer.encode(
-        text[: text.index("It") + 2], add_special_tokens=False
-    ) + tokenizer.encode(text[text.index("It") + 2 :], add_special_tokens=False)
-    assert prompts.overhead == prompts.count("[user][assistant]")
+    assert "".join(prompts.first(SAMPLE)) == "[user]Read this.[assistant]It"
+    assert "".join(prompts.then(SAMPLE)) == " is read.[user]And now?[assistant]"
+    assert prompts.overhead == len("[user][assistant]")
+    assert prompts.then(replace(SAMPLE, second="", reply="")) == []
+
+
+def test_templates_that_cannot_be_used_are_named():
+    tokenizer = Characters()
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(SnapStreamError, match="rewrites earlier turns"):
-        Prompts(tokenizer, chat=True).then(sample)
+        Prompts(tokenizer, chat=True).then(SAMPLE)
+    tokenizer.chat_template = "{{ refuse('no users here') }}"
+    with pytest.raises(SnapStreamError, match=r"chat template fails \(no users here\); use --no-chat"):
+        Prompts(tokenizer, chat=True)
     tokenizer.chat_template = None
     with pytest.raises(SnapStreamError, match="no chat template"):
         Prompts(tokenizer, chat=True)
+    assert not Prompts(tokenizer, chat=None).chat
 
 
 def test_truncation_keeps_both_ends():
@@ -155,7 +184,7 @@ def test_the_command_writes_records_and_reports(tmp_path):
     header, records = read_records(tmp_path / "results.jsonl")
     assert len(records) == 2 * 2 * 3 * 5
     assert header["model"] == "tasks"
-    assert header["weights_sha256"] == weights_hash(TASK_MODEL)
+    assert header["checkpoint"] == fingerprint(TASK_MODEL)
     assert (tmp_path / "report.md").read_text() in done.stdout
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == page.count("</svg>") == 6  # curve, heat map and kept tokens of each task
@@ -229,13 +258,16 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
         (["--tasks", "haystack"], "unknown task haystack; allowed: all, needle"),
         (["--lengths", "64k"], "are more than the model's 16384"),
         (
-            ["--lengths", "512", "--budgets", "1k"],
-            "budgets: streaming at 1024 for lengths 512: no smaller than the prompt",
+            ["--tasks", "needle", "--lengths", "512", "--budgets", "1k"],
+            "budgets: streaming at 1024 is no smaller than the prompt for lengths 512; leave it out",
         ),
         (["--policies", "best"], "unknown policy best; allowed here: full, truncated"),
         (["--sweep", "kernel=4"], "kernel is 4; use an odd number"),
         (["--model", "no/such"], "no/such"),
-        (["--endpoint", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1 cannot be reached"),
+        (["--endpoint", "http://127.0.0.1:9/v1"], "the policy served needs --served-as"),
+        (["--endpoint", "http://127.0.0.1:9/v1", "--served-as", "full"], "http://127.0.0.1:9/v1 cannot be reached"),
+        (["--endpoint", "http://127.0.0.1:9/v1", "--sweep", "window=8"], "an endpoint takes them when it starts"),
+        (["--policies", "full,streaming", "--sweep", "window=8"], "settings are swept on the engine, for the policy"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):
@@ -275,7 +307,49 @@ def test_an_error_in_mid_run_keeps_what_finished(tmp_path, monkeypatch):
     assert len(read_records(tmp_path / "results.jsonl")[1]) == 12
 
 
-def test_jobs_carry_their_variant():
-    variant = make_variants(["full"], [], [()], ENGINE_POLICIES)[0]
-    job = Job(TASKS["kv"], 300, 0, None, variant, make_sample(TASKS["kv"], 300, 0, len))
-    assert json.dumps(job.sample.parts)
+def test_fingerprints_tell_checkpoints_apart(tmp_path):
+    made = [fingerprint(TASK_MODEL)]
+    shutil.copytree(TASK_MODEL, tmp_path / "copy")
+    assert fingerprint(tmp_path / "copy") == made[0]
+    for name, place in [
+        ("model.safetensors", -1),
+        ("model.safetensors", 1000),
+        ("config.json", 9),
+        ("tokenizer.json", 99),
+    ]:
+        path = tmp_path / "copy" / name
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        made.append(fingerprint(tmp_path / "copy"))
+    assert len(set(made)) == 5
+
+
+@pytest.mark.parametrize("kind", ["file", "under a file", "results is a directory"])
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, kind):
+    target = tmp_path / "there"
+    if kind == "results is a directory":
+        (target / "results.jsonl").mkdir(parents=True)
+    else:
+        target.write_text("mine")
+        target = target / "below" if kind == "under a file" else target
+    done = command("--tasks", "needle", "--lengths", "200", "--samples", "1", "-o", target)
+    assert isinstance(done.exception, SnapStreamError)
+    assert str(done.exception).startswith("output: ")
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
+    """What was running when it stopped is not delivered as an answer to the next."""
+    variants = make_variants(["full", "streaming"], ["1/4"], [()], ENGINE_POLICIES)
+    grid = Grid(find_tasks(["multikey"]), [LENGTH], variants, 3, [], 80, 0)
+    host = EngineHost(MODEL, grid, config=EngineConfig(slots=5, enforce_eager=True), chat=None, telemetry=False)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with RecordFile(tmp_path / "a.jsonl", {}) as file, pytest.raises(KeyboardInterrupt):
+        run_grid(host, grid, file, lambda what, done, total: interrupt() if done == 2 else None)
+    with RecordFile(tmp_path / "b.jsonl", {}) as file:
+        run_grid(host, grid, file)
+        assert len(file.records) == 6
+        assert all(record.finish_reason in ("stop", "length") for record in file.records)

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from snapstream import CacheBudget, ConfigurationError
+from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer
-from snapstream.evaluation.lab import Grid, run_grid
-from snapstream.evaluation.markdown import render_markdown, task_table
+from snapstream.evaluation.lab import run_grid
+from snapstream.evaluation.markdown import render_markdown, summary_table, task_table
 from snapstream.evaluation.policies import (
     ENDPOINT_POLICIES,
     ENGINE_POLICIES,
@@ -18,10 +19,10 @@ from snapstream.evaluation.policies import (
     parse_sizes,
     parse_sweeps,
 )
-from snapstream.evaluation.records import RecordFile, read_records
-from snapstream.evaluation.scoring import equal, found, interval, paired_difference
-from snapstream.evaluation.tables import Results
-from snapstream.evaluation.tasks import find_tasks
+from snapstream.evaluation.records import Record, RecordFile, read_records
+from snapstream.evaluation.scoring import equal, found_parts, interval, paired_difference
+from snapstream.evaluation.tables import Results, make_cell
+from snapstream.evaluation.tasks import TASKS, find_tasks, needle
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,17 @@ from snapstream.evaluation.tasks import find_tasks
     ],
 )
 def test_parts_are_found_as_whole_words(part, output, right):
-    assert found(part, output) is right
+    assert found_parts([part], [], output) == [right]
+
+
+def test_naming_everything_is_no_answer():
+    """Only as many names count as there are parts, the first ones, in any order."""
+    parts, rivals = ["elm", "oak", "ash"], ["fir", "yew", "oak tree"]
+    assert found_parts(parts, rivals, "ash, elm and oak. Then fir.") == [True, True, True]
+    assert found_parts(parts, rivals, "ash, fir, elm, oak") == [True, False, True]
+    assert found_parts(parts, rivals, "fir yew oak ash elm") == [False, True, False]
+    assert found_parts(parts, rivals, "ash ash ash oak ash elm") == [True, True, True]
+    assert found_parts(parts, rivals, "") == [False, False, False]
 
 
 def test_equal_minds_spacing_only():
@@ -55,17 +66,37 @@ def test_intervals_are_wilsons(right, samples, low, high):
     assert interval(right, samples) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_paired_difference_covers_the_truth():
-    """Of many drawn experiments with a known difference, about 95 % have it in their interval."""
+@pytest.mark.parametrize(("count", "sizes", "loss"), [(200, 1, 0.25), (20, 1, 0.05), (50, 4, 0.15), (5, 1, 0.2)])
+def test_paired_difference_covers_the_truth(count, sizes, loss):
+    """Of many drawn experiments with a known difference, at least about 95 % have it in their interval.
+
+    Answers to one question at several sizes stand or fall together, for a part of the questions.
+    """
     rng = random.Random(0)
     covered = 0
-    for _ in range(400):
-        ours = [rng.random() < 0.8 for _ in range(200)]
-        theirs = [one and rng.random() < 0.75 for one in ours]  # right in 60 %
-        mean, low, high = paired_difference(ours, theirs)
-        assert low <= mean <= high
-        covered += low <= 0.2 <= high
-    assert 0.92 <= covered / 400 <= 0.98
+    for _ in range(600):
+        gaps = []
+        for _ in range(count):
+            alike, fate = rng.random() < 0.5, rng.random()
+            each = []
+            for _ in range(sizes):
+                ours = rng.random() < 0.8
+                theirs = ours and (fate if alike else rng.random()) >= loss
+                each.append(ours - theirs)
+            gaps.append(sum(each) / sizes)
+        mean, low, high = paired_difference(gaps)
+        assert -1 <= low < high <= 1
+        assert min(gaps) <= mean <= max(gaps)
+        covered += low <= 0.8 * loss <= high
+    assert covered / 600 >= 0.92
+
+
+def test_paired_difference_is_never_sure():
+    half = 1.96 * (1 / 7 / 7) ** 0.5  # two questions more, half a one won and half a one lost
+    assert paired_difference([0, 0, 0, 0, 0]) == pytest.approx((0, -half, half), abs=1e-3)
+    mean, low, high = paired_difference([1, 1, 1])
+    assert (mean, high) == (1, 1)
+    assert low < 0.6
 
 
 def test_variants():
@@ -109,7 +140,7 @@ class Perfect:
 
     max_length = 4096
     overhead = 3
-    continues = True
+    refused = None
 
     def __init__(self, fail_after=None):
         self.asked, self.fail_after = [], fail_after
@@ -119,6 +150,9 @@ class Perfect:
 
     def count(self, text):
         return len(text.split())
+
+    def refuses(self, task):
+        return self.refused if task.follow_up != "none" else None
 
     def run(self, jobs):
         for job in jobs:
@@ -187,9 +221,9 @@ def test_records_of_another_run_are_not_mixed_in(tmp_path):
 def test_what_cannot_be_run_is_refused_before_anything_is():
     with pytest.raises(ConfigurationError, match=r"lengths: 400 tokens and up to 24 after them .* the model's 420"):
         grid().check(420)
-    assert grid().check(424) == ["left out: snapstream at 300 for lengths 200: no smaller than the prompt"]
+    assert grid().check(424) == ["left out: snapstream at 300, no smaller than the prompt for lengths 200"]
     big = make_variants(["snapstream"], ["400"], [()], ENGINE_POLICIES)
-    with pytest.raises(ConfigurationError, match="budgets: snapstream at 400 for lengths 200, 400: no smaller"):
+    with pytest.raises(ConfigurationError, match="budgets: snapstream at 400 is no smaller than the prompt"):
         grid(variants=big).check(None)
     small = make_variants(["snapstream"], ["1/100"], [()], ENGINE_POLICIES)
     with pytest.raises(ConfigurationError, match="fewer than 16 entries"):
@@ -199,22 +233,42 @@ def test_what_cannot_be_run_is_refused_before_anything_is():
         grid(variants=wide).check(None)
 
 
+def test_each_task_has_its_own_limits():
+    """A cache larger than the prompt still has something to drop where thousands of tokens are decoded after it."""
+    long, needle = find_tasks(["long-decode", "needle"])
+    made = grid(
+        tasks=[needle, long],
+        variants=make_variants(["truncated", "snapstream"], ["500"], [()], ENGINE_POLICIES),
+        decode=1000,
+    )
+    assert made.variants_of(needle, 400) == []
+    assert [variant.policy for variant in made.variants_of(long, 400)] == ["snapstream"]
+    with pytest.raises(ConfigurationError, match="no room for a prompt for lengths 200, 400 in long-decode"):
+        made.check(None)
+    fitting = grid(tasks=[long], variants=make_variants(["truncated"], ["1400"], [()], ENGINE_POLICIES), decode=1000)
+    assert len(fitting.variants_of(long, 600)) == 1
+    every = grid(variants=make_variants(ENGINE_POLICIES, ["1/2"], [()], ENGINE_POLICIES))
+    assert every.variants_of(needle, 400)[-1].policy == "truncated"  # the others share one reading of the prompt
+
+
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     host = Perfect()
     with RecordFile(tmp_path / "r.jsonl", {}) as file:
-        notes = run_grid(host, grid(tasks=find_tasks(["needle", "multivalue"]), lengths=[40, 200]), file)
-    assert notes == [
-        "left out: multivalue at 40 tokens, which are too few (8 hidden sentences do not fit into 23 tokens)"
-    ]
+        notes = run_grid(host, grid(tasks=find_tasks(["needle", "multivalue"]), lengths=[40, 200], samples=3), file)
+    reason = "they are too few (8 hidden sentences do not fit into 23 tokens)"
+    assert notes == [f"left out: multivalue, 40 tokens, sample {seed}: {reason}" for seed in (7, 8, 9)]
     assert {asked[:2] for asked in host.asked} == {("needle", 40), ("needle", 200), ("multivalue", 200)}
 
 
 def test_hosts_without_second_turns_leave_those_tasks_out(tmp_path):
     host = Perfect()
-    host.continues = False
+    host.refused = "which it cannot"
     with RecordFile(tmp_path / "r.jsonl", {}) as file:
         notes = run_grid(host, grid(tasks=find_tasks(["all"]), lengths=[400]), file)
-    assert [note.split(",")[0] for note in notes] == ["left out: late-question", "left out: long-decode"]
+    assert notes == ["left out: late-question, which it cannot", "left out: long-decode, which it cannot"]
+    assert {asked[0] for asked in host.asked} == {
+        name for name in TASKS if name not in ("late-question", "long-decode")
+    }
 
 
 def test_tables_show_what_is_in_the_records(tmp_path):
@@ -262,4 +316,46 @@ def test_swept_settings_are_compared_on_the_same_questions(tmp_path):
     assert low < -0.5 < high < 0
     text = render_markdown({"model": "m"}, results)
     assert "| window=8 | one prompt | 20 | 100.0 |  |" in text
-    assert "| window=16 | one prompt | 20 | 50.0 | -50.0 (-72." in text
+    assert "| window=16 | one prompt | 20 | 50.0 | -50.0 (-68." in text
+
+
+def record(task, length, label, size, seed, right, mass=None):
+    return Record(
+        task, length, seed, None, label, size, {}, None, None, length, "", "", "a", [right], right, 1, "stop", mass
+    )
+
+
+def test_only_lengths_that_all_caches_have_are_compared():
+    """The full cache was run at two lengths, the small one at the longer alone: the overview must not mix them."""
+    made = [record("needle", 200, "full", "", seed, True, [1.0]) for seed in range(10)]
+    made += [record("needle", 400, "full", "", seed, seed < 5, [1.0]) for seed in range(10)]
+    made += [record("needle", 400, "snapstream", "300", seed, seed < 4, [0.5]) for seed in range(10)]
+    made += [record("needle", 200, "snapstream", "50", seed, False, [0.1]) for seed in range(10)]
+    made += [record("needle", 400, "snapstream", "50", seed, True, [0.3]) for seed in range(10)]
+    results = Results(made)
+    assert results.common_lengths("needle", "300") == [400]
+    assert results.over_lengths("needle", "full", "300").right == 5
+    assert results.over_lengths("needle", "snapstream", "300").right == 4
+    assert results.over_lengths("needle", "full", "50").right == 15
+    assert results.kept_mass("snapstream", "50") == pytest.approx(0.2)
+    assert results.ceiling("needle") == 0.75
+    assert summary_table(results, "300")[-1] == f"| needle | {make_cell(made[10:20])} | {make_cell(made[20:30])} |"
+
+
+def test_one_question_at_several_sizes_is_one_question():
+    made = [
+        record("needle", 400, label, size, seed, right=label == "truncated" or seed % 2 == 0)
+        for label in ("truncated", "snapstream")
+        for size in ("50", "60")
+        for seed in range(8)
+    ]
+    mean, _, _, count = Results(made).difference("snapstream", "truncated", ["needle"])
+    assert (mean, count) == (-0.5, 8)
+
+
+def test_texts_of_another_version_are_not_mixed_in(tmp_path, monkeypatch):
+    with RecordFile(tmp_path / "r.jsonl", {}) as file:
+        run_grid(Perfect(), grid(), file)
+    monkeypatch.setattr(needle, "HEADER", "Other notes are hidden in this text.")
+    with RecordFile(tmp_path / "r.jsonl", {}) as file, pytest.raises(ConfigurationError, match="other texts of needle"):
+        run_grid(Perfect(), grid(), file)

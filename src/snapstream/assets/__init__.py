@@ -2,8 +2,5 @@
 
 from pathlib import Path
 
-RETRIEVAL_MODEL = Path(__file__).parent / "retrieval"
-"""A small model that finds facts in long texts; see its README.md."""
-
 TASK_MODEL = Path(__file__).parent / "tasks"
-"""Checkpoint of the small model that was trained on the tasks of the accuracy lab."""
+"""A small model that finds things in long texts, trained on the tasks of the accuracy lab; see its README.md."""

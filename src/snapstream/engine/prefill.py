@@ -24,6 +24,9 @@ from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.request import KeptTokens
 from snapstream.models import LlamaModel
 
+TELEMETRY_WINDOW = 32
+"""Last prompt tokens whose attention telemetry measures, whatever a policy's window is; fewer if the engine's is."""
+
 
 @dataclass(frozen=True)
 class CompressedSequence:
@@ -162,7 +165,8 @@ class Prefill:
             chosen = choose_entries(
                 queries[:, :, -budget.window :], staged, tensors, budget, scale=self.scale, layer=layer
             )[:, :, : plan.count]
-            mass.append(float(kept_attention(queries, staged, chosen, tensors, scale=self.scale).mean()))
+            voters = queries[:, :, -TELEMETRY_WINDOW:]
+            mass.append(float(kept_attention(voters, staged, chosen, tensors, scale=self.scale).mean()))
             positions.append(tuple(tuple(head) for head in chosen[0].tolist()))
         return KeptTokens(tuple(mass), tuple(positions))
 

@@ -26,8 +26,9 @@ class KeptTokens:
     """What compression kept of one prompt, token by token.
 
     Attributes:
-        mass: Per layer, the share of the attention of the engine's observation window that went to tokens which
-            were kept, averaged over the window and the heads; 1 if nothing was dropped.
+        mass: Per layer, the share of the attention of the last prompt tokens (32, or the engine's window if that is
+            shorter) that went to tokens which were kept, averaged over these tokens and the heads; 1 if nothing was
+            dropped.
         positions: Per layer and KV head, the positions in the prompt that were kept, in order.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,8 +27,9 @@ from snapstream.evaluation.policies import (
 from snapstream.evaluation.tasks import TASKS, find_tasks
 
 if TYPE_CHECKING:
+    from snapstream.evaluation.grid import Grid
     from snapstream.evaluation.hosts import Host
-    from snapstream.evaluation.lab import Grid
+    from snapstream.evaluation.records import RecordFile
 
 messages = Console(stderr=True)
 LAB, ENGINE, ENDPOINT = "What is asked", "Built-in engine", "Endpoint"
@@ -110,6 +112,12 @@ def evaluate(
             rich_help_panel=ENDPOINT,
         ),
     ] = None,
+    served_as: Annotated[
+        str | None,
+        typer.Option(
+            help="What it runs, in a word, for the policy 'served': full, streaming-4k, ...", rich_help_panel=ENDPOINT
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Its tokenizer, if it does not say.", rich_help_panel=ENDPOINT)
     ] = None,
@@ -119,11 +127,20 @@ def evaluate(
     concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.", rich_help_panel=ENDPOINT)] = 8,
 ) -> None:
     """Measure what smaller caches cost, task by task: records, tables and an HTML report."""
-    from snapstream.evaluation.lab import Grid
+    from snapstream.evaluation.grid import Grid
 
     default = "served" if endpoint else "full,streaming,snapstream"
     allowed = ENDPOINT_POLICIES if endpoint else ENGINE_POLICIES
     chosen = [name.strip() for name in (policies or default).split(",") if name.strip()]
+    if sweep and (endpoint or "snapstream" not in chosen):
+        raise ConfigurationError(
+            "sweep: settings are swept on the engine, for the policy snapstream; an endpoint takes them when it starts"
+        )
+    if "served" in chosen and not served_as:
+        raise ConfigurationError(
+            "the policy served needs --served-as: what the endpoint runs, such as full or streaming-4k; it cannot be "
+            "seen from here, and results of different servers must not be mixed"
+        )
     variants = make_variants(chosen, parse_sizes(budgets), parse_sweeps(sweep or []), allowed)
     grid = Grid(
         tasks=find_tasks([name.strip() for name in tasks.split(",") if name.strip()]),
@@ -137,11 +154,16 @@ def evaluate(
     config = EngineConfig(
         slots=slots, prefill_chunk=prefill_chunk, dtype=dtype, device=device, enforce_eager=not compiled
     )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"output: {output} cannot be a directory ({error.strerror})") from error
     with messages.status("connecting" if endpoint else "loading"):
         host: Host
         if endpoint:
-            host = _endpoint(endpoint, model, tokenizer, timeout, concurrency, chat, variants)
-            notes = grid.check(host.max_length)
+            host = _endpoint(endpoint, model, tokenizer, timeout, concurrency, chat, variants, served_as or "")
+            possible = [task for task in grid.tasks if host.refuses(task) is None]
+            notes = replace(grid, tasks=possible or grid.tasks).check(host.max_length)
         else:
             host, notes = _engine(model or str(TASK_MODEL), grid, config, chat, telemetry)
     _run(host, grid, output, notes)
@@ -152,7 +174,7 @@ def _engine(model: str, grid: Grid, config: EngineConfig, chat: bool | None, tel
     from snapstream.models.weights import load_spec, resolve_config
 
     notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything is loaded
-    host = EngineHost(model, grid.variants, grid.lengths, room=grid.room, config=config, chat=chat, telemetry=telemetry)
+    host = EngineHost(model, grid, config=config, chat=chat, telemetry=telemetry)
     return host, notes
 
 
@@ -164,6 +186,7 @@ def _endpoint(
     concurrency: int,
     chat: bool | None,
     variants: Sequence[Variant],
+    served_as: str,
 ) -> Host:
     from snapstream.evaluation.endpoint_host import EndpointHost
 
@@ -176,6 +199,7 @@ def _endpoint(
         concurrency=concurrency,
         chat=chat,
         needs_budgets=any(variant.policy == "snapstream" for variant in variants),
+        served_as=served_as,
     )
 
 
@@ -187,6 +211,41 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
 
     header: dict[str, Any] = {"snapstream": __version__, **host.describe(), "decode": grid.decode}
     path = output / "results.jsonl"
+    try:
+        with RecordFile(path, header) as file:
+            before = len(file.records)
+            if before:
+                messages.print(f"{path}: going on after {before} answers", highlight=False)
+            try:
+                with _progress() as progress:
+                    bar = progress.add_task("")
+                    notes += run_grid(
+                        host,
+                        grid,
+                        file,
+                        lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
+                    )
+            except (SnapStreamError, KeyboardInterrupt) as error:
+                told = (
+                    f"{len(file.records) - before} new answers are kept in {path}; the same command goes on from there"
+                )
+                if isinstance(error, KeyboardInterrupt):
+                    messages.print(f"stopped: {told}", highlight=False)
+                    raise
+                if file.records:
+                    _report(header, file, output, [*notes, f"stopped by an error: {error}"])
+                raise type(error)(f"{error}; {told}") from error
+            for note in notes:
+                messages.print(note, highlight=False)
+            if not file.records:
+                raise ConfigurationError("nothing was run: every task or cache was left out")
+            print(_report(header, file, output, notes))
+            messages.print(f"{len(file.records)} answers: {output}/results.jsonl and report.*", highlight=False)
+    except OSError as error:
+        raise ConfigurationError(f"output: {error.filename or path}: {error.strerror}") from error
+
+
+def _progress() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -194,33 +253,11 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with RecordFile(path, header) as file:
-        if file.records:
-            messages.print(f"{path}: going on after {len(file.records)} answers", highlight=False)
-        before = len(file.records)
-        try:
-            with Progress(*columns, console=messages, transient=True) as progress:
-                bar = progress.add_task("")
-                notes += run_grid(
-                    host,
-                    grid,
-                    file,
-                    lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
-                )
-        except (SnapStreamError, KeyboardInterrupt) as error:
-            told = f"{len(file.records) - before} new answers are kept in {path}; the same command goes on from there"
-            if isinstance(error, KeyboardInterrupt):
-                messages.print(f"stopped: {told}", highlight=False)
-                raise
-            raise type(error)(f"{error}; {told}") from error
-        for note in notes:
-            messages.print(note, highlight=False)
-        if not file.records:
-            raise ConfigurationError("nothing was run: every task or cache was left out")
-        _report(header, file, output, notes)
+    return Progress(*columns, console=messages, transient=True)
 
 
-def _report(header: dict[str, Any], file: Any, output: Path, notes: list[str]) -> None:
+def _report(header: dict[str, Any], file: RecordFile, output: Path, notes: list[str]) -> str:
+    """Write the reports; returns the Markdown."""
     from snapstream.evaluation.html import render_html
     from snapstream.evaluation.markdown import render_markdown
     from snapstream.evaluation.tables import Results
@@ -228,11 +265,10 @@ def _report(header: dict[str, Any], file: Any, output: Path, notes: list[str]) -
     results = Results(file.records)
     text = render_markdown(header, results, notes)
     (output / "report.md").write_text(text, encoding="utf-8")
-    print(text)
     try:
         page = render_html(header, results, notes)
     except ConfigurationError as error:
-        messages.print(f"{error}; records and Markdown are in {output}", highlight=False)
-        return
-    (output / "report.html").write_text(page, encoding="utf-8")
-    messages.print(f"{len(file.records)} answers: {output}/results.jsonl, report.md, report.html", highlight=False)
+        messages.print(f"{error}; the Markdown has all tables", highlight=False)
+    else:
+        (output / "report.html").write_text(page, encoding="utf-8")
+    return text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM
-from snapstream.evaluation.tasks.retrieval import QUESTION_TOKENS, Document, Fact
+from snapstream.evaluation.tasks import Question, TaskText
 
 DECODE_STEPS = 8
 TIMED_LAUNCHES = 15
@@ -17,7 +17,7 @@ TIMED_LAUNCHES = 15
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What one policy made of a document.
+    """What one policy made of a text.
 
     Attributes:
         policy: Its name.
@@ -43,29 +43,30 @@ class PolicyResult:
 
 def compare_policies(
     model: str,
-    document: Document,
-    facts: Sequence[Fact],
+    made: TaskText,
+    prompt_length: int,
+    asked: Sequence[Question],
     budgets: dict[str, CacheBudget | None],
     *,
     slots: int,
     enforce_eager: bool,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[PolicyResult]:
-    """Ask for every fact under every policy; the engines differ in nothing but their cache.
+    """Ask every question under every policy; the engines differ in nothing but their cache.
 
     Decoding is timed with all engines alive and in turn, so that a change in the machine's speed hits all of them.
 
     Args:
         model: Checkpoint.
-        document: The text.
-        facts: Which of its facts to ask for, one request each.
+        made: The text.
+        prompt_length: Most tokens of the text with a question.
+        asked: Which of its questions to ask, one request each.
         budgets: Cache of each policy, by name; ``None`` is a full one.
         slots: Sequences decoded at a time.
         enforce_eager: Do not compile.
         report: Told what is being done.
     """
-    prompts = [document.prompt(fact.key) for fact in facts]
-    prompt_length = len(document.words) + QUESTION_TOKENS
+    prompts = [made.text + question.ask + question.lead for question in asked]
     # Room for what the first sequences decode while the others are still being read.
     chunks = -(-prompt_length // EngineConfig.prefill_chunk)
     timed_tokens = (slots * chunks + TIMED_LAUNCHES + 1) * DECODE_STEPS
@@ -83,8 +84,8 @@ def compare_policies(
             enforce_eager=enforce_eager,
             report_plan=lambda _: None,
         )
-        report(f"{policy}: reading {len(document.words)} tokens, {len(facts)} times")
-        answers[policy] = [out.text.strip() for out in engine.generate(prompts, SamplingParams(max_tokens=16))]
+        report(f"{policy}: reading {prompt_length} tokens, {len(asked)} times")
+        answers[policy] = [out.text.strip() for out in engine.generate(prompts, SamplingParams(max_tokens=6))]
     speeds = _decode_speeds(engines, prompts, timed_tokens, report)
     return [
         PolicyResult(
@@ -92,7 +93,7 @@ def compare_policies(
             cache_entries=engine.budget.capacity,
             bytes_per_sequence=engine.plan.slots // engine.plan.slot_count,
             answers=tuple(answers[policy]),
-            correct=tuple(got == document.answer(fact.key) for got, fact in zip(answers[policy], facts, strict=True)),
+            correct=tuple(got == question.answer.strip() for got, question in zip(answers[policy], asked, strict=True)),
             tokens_per_second=speeds[policy],
         )
         for policy, engine in engines.items()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.evaluation.hosts import Answer, Job, Prompts
+from snapstream.evaluation.tasks import Task
 
 
 class EndpointError(RequestError):
@@ -29,6 +32,7 @@ class EndpointHost:
         concurrency: int,
         chat: bool | None,
         needs_budgets: bool,
+        served_as: str,
     ) -> None:
         """Ask the endpoint what it serves.
 
@@ -41,6 +45,7 @@ class EndpointHost:
             concurrency: Requests at a time.
             chat: Use chat completions; ``None``: if the tokenizer has a chat template.
             needs_budgets: Requests will bring a ``kv_budget``; refused if the endpoint would ignore it.
+            served_as: What the user calls what the endpoint does by itself; it cannot be seen from here.
 
         Raises:
             EndpointError: It is down.
@@ -52,6 +57,7 @@ class EndpointHost:
             raise ConfigurationError('endpoints need the openai client: pip install "snapstream[eval]"') from error
         self._openai = openai
         self.url, self.timeout, self.concurrency = url.rstrip("/"), timeout, concurrency
+        self.served_as = served_as
         self.client = openai.OpenAI(base_url=self.url, api_key=api_key or "none", timeout=timeout, max_retries=2)
         served = {entry.id: entry for entry in self._call(self.client.models.list).data}
         self.model = model or next(iter(served), "")
@@ -66,10 +72,9 @@ class EndpointHost:
         if needs_budgets:
             self._require_snapstream()
 
-    @property
-    def continues(self) -> bool:
+    def refuses(self, task: Task) -> str | None:
         """A request is always a prompt: a server has no second turn over a compressed cache."""
-        return False
+        return None if task.follow_up == "none" else "which goes on in a compressed cache; an endpoint cannot"
 
     @property
     def overhead(self) -> int:
@@ -82,14 +87,16 @@ class EndpointHost:
 
     def describe(self) -> dict[str, Any]:
         """Which model of which kind of endpoint; not where it is."""
-        return {"host": "endpoint", "model": self.model.rstrip("/").rpartition("/")[2], "chat": self.prompts.chat}
+        name = Path(self.model).name if Path(self.model).exists() else self.model
+        return {"host": "endpoint", "model": name, "served_as": self.served_as, "chat": self.prompts.chat}
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
         """Answer jobs as they come in; after the first error nothing new is asked, and what runs is waited for."""
         todo = list(reversed(jobs))
         running: dict[Future[Answer], Job] = {}
         failure: EndpointError | None = None
-        with ThreadPoolExecutor(self.concurrency) as pool:
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
             while running or (todo and failure is None):
                 while todo and failure is None and len(running) < self.concurrency:
                     job = todo.pop()
@@ -102,6 +109,8 @@ class EndpointHost:
                         failure = failure or error
                         continue
                     yield job, answer
+        finally:  # an interrupt does not wait for answers
+            pool.shutdown(wait=False, cancel_futures=True)
         if failure is not None:
             raise failure
 
@@ -111,7 +120,8 @@ class EndpointHost:
         if job.variant.policy == "snapstream":
             # The plugin reads vllm_xargs, the built-in server the plain field; each ignores the other.
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
-        prompt = job.sample.prompt + job.sample.lead
+        # The beginning of an answer cannot be put into the assistant's turn over this interface.
+        prompt = job.sample.prompt + ("" if self.prompts.chat else job.sample.lead)
         if job.variant.policy == "truncated":
             assert entries is not None
             tokens = self.prompts.tokenizer.encode(prompt, add_special_tokens=False)
@@ -180,7 +190,7 @@ class EndpointHost:
             raise EndpointError(
                 f"{root}/metrics cannot be read ({error}), so budgets cannot be trusted there"
             ) from error
-        if "snapstream" not in metrics:
+        if not re.search(r"^snapstream_prompts_compressed", metrics, re.MULTILINE):
             raise ConfigurationError(
                 f"{self.url} shows no SnapStream counters at /metrics, so it would ignore cache budgets; start it with "
                 "the plugin, or ask for --policies served"

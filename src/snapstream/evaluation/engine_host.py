@@ -10,10 +10,12 @@ from typing import Any
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM
+from snapstream.engine.prefill import TELEMETRY_WINDOW
 from snapstream.engine.request import KeptTokens, RequestOutput
-from snapstream.errors import RequestError
+from snapstream.errors import ConfigurationError, RequestError
+from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Job, Prompts
-from snapstream.evaluation.policies import Variant
+from snapstream.evaluation.tasks import Sample, Task
 from snapstream.models import resolve_checkpoint
 
 BINS = 100
@@ -26,10 +28,8 @@ class EngineHost:
     def __init__(
         self,
         model: str,
-        variants: Sequence[Variant],
-        lengths: Sequence[int],
+        grid: Grid,
         *,
-        room: int,
         config: EngineConfig,
         chat: bool | None,
         telemetry: bool,
@@ -38,18 +38,17 @@ class EngineHost:
 
         Args:
             model: Checkpoint directory or hub id.
-            variants: All that will be asked for.
-            lengths: Nominal prompt lengths.
-            room: Most tokens after a prompt: forced ones and the answer.
+            grid: All that will be asked.
             config: Engine settings; its ``max_model_len`` is set here.
             chat: See :class:`Prompts`.
             telemetry: Record what was kept.
         """
-        self.max_length: int | None = max(lengths) + room
-        sized = [budget for v in variants for length in lengths if (budget := v.budget(length)) is not None]
-        full = len(sized) < len(variants) * len(lengths)
-        capacity = self.max_length if full else max(budget.capacity for budget in sized)
-        window = max((budget.window for budget in sized), default=1)
+        self.max_length: int | None = max(grid.lengths) + grid.room
+        asked = {(v, length) for task in grid.tasks for length in grid.lengths for v in grid.variants_of(task, length)}
+        budgets = [variant.budget(length) for variant, length in asked]
+        sized = [budget for budget in budgets if budget is not None]
+        capacity = self.max_length if None in budgets else max(budget.capacity for budget in sized)
+        window = max([TELEMETRY_WINDOW, *(budget.window for budget in sized)])
         # A full cache that keeps the queries of the largest window: any policy can be computed from it.
         self.full = CacheBudget(sink=0, recent=capacity, top_k=0, window=min(window, capacity))
         self.model, self.telemetry = model, telemetry
@@ -58,10 +57,15 @@ class EngineHost:
         )
         self.prompts = Prompts(self.llm.tokenizer, chat=chat)
 
-    @property
-    def continues(self) -> bool:
-        """The engine decodes forced tokens."""
-        return True
+    def refuses(self, task: Task) -> str | None:
+        """A second turn needs a chat template that leaves the first one as it was."""
+        if task.follow_up == "none":
+            return None
+        try:
+            self.prompts.then(Sample("", 0, "a", "", " b", " c", "", ()))
+        except ConfigurationError as error:
+            return str(error)
+        return None
 
     @property
     def overhead(self) -> int:
@@ -73,13 +77,13 @@ class EngineHost:
         return self.prompts.count(text)
 
     def describe(self) -> dict[str, Any]:
-        """Model, its weights' hash, and how it is run."""
+        """Model, a fingerprint of its weights, and how it is run."""
         import torch
 
         return {
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
-            "weights_sha256": weights_hash(resolve_checkpoint(self.model)),
+            "checkpoint": fingerprint(resolve_checkpoint(self.model)),
             "dtype": str(next(iter(self.llm.prefill.keys)).dtype).removeprefix("torch."),
             "device": self.llm.device.type,
             "torch": torch.__version__,
@@ -87,11 +91,10 @@ class EngineHost:
         }
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
-        """Answer jobs; equal prompts should follow each other, then they are read once."""
+        """Answer jobs; equal prompts that follow each other are read once."""
         waiting: dict[str, tuple[Job, int]] = {}
         try:
-            for number, job in enumerate(jobs):
-                name = f"job-{number}"
+            for job in jobs:
                 forced = self.prompts.then(job.sample)
                 tokens = self.prompts.first(job.sample)
                 budget = job.variant.budget(job.length)
@@ -105,11 +108,10 @@ class EngineHost:
                     kv_budget=budget,
                     telemetry=self.telemetry,
                 )
-                self.llm.add_request(tokens, params, request_id=name)
-                waiting[name] = job, len(forced)
+                waiting[self.llm.add_request(tokens, params)] = job, len(forced)
             while waiting:
                 for output in self.llm.step():
-                    if output.finished:
+                    if output.finished and output.request_id in waiting:
                         job, forced_tokens = waiting.pop(output.request_id)
                         yield job, self._answer(job, output, forced_tokens)
         finally:
@@ -117,8 +119,8 @@ class EngineHost:
                 self.llm.abort(name)
 
     def _answer(self, job: Job, output: RequestOutput, forced: int) -> Answer:
-        if output.error is not None or output.cache is None:
-            raise RequestError(f"{job.task.name} at {job.length} tokens failed: {output.error}")
+        if output.finish_reason in ("error", "abort") or output.cache is None:
+            raise RequestError(f"{job.task.name} at {job.length} tokens failed: {output.error or output.finish_reason}")
         use, written = output.cache, output.token_ids[forced:]
         budget = job.variant.budget(job.length) or self.full
         return Answer(
@@ -150,11 +152,21 @@ def _binned(kept: KeptTokens, length: int) -> list[list[list[float]]]:
     return result
 
 
-def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 over the weight files of a checkpoint, in the order of their names."""
+def fingerprint(checkpoint: Path) -> str:
+    """SHA-256 that tells checkpoints apart without reading all of them.
+
+    It covers configuration, tokenizer and chat template in full, and of weight files names, sizes and samples: the
+    first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances.
+    """
     digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.json", "*.jinja", "*.model") for path in checkpoint.glob(pattern)):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     for path in sorted(checkpoint.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            digest.update(file.read(1 << 20))
+            for block in range(64):
+                file.seek(max(0, size - (1 << 16)) * block // 63)  # the last one ends with the file
+                digest.update(file.read(1 << 16))
     return digest.hexdigest()

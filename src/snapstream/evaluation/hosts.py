@@ -61,9 +61,8 @@ class Host(Protocol):
     max_length: int | None
     """Longest prompt plus output, in tokens; ``None`` if unknown."""
 
-    @property
-    def continues(self) -> bool:
-        """Whether it can go on in a compressed cache (second turns, forced tokens)."""
+    def refuses(self, task: Task) -> str | None:
+        """Why it cannot run a task, or ``None`` if it can."""
 
     def describe(self) -> dict[str, Any]:
         """What identifies the model and how it is run, for the record."""
@@ -97,7 +96,8 @@ class Prompts:
             raise ConfigurationError("this model's tokenizer has no chat template; leave --chat out")
         self.tokenizer = tokenizer
         self.chat = has_template if chat is None else chat
-        self.overhead = len(self.first(Sample("", 0, "", "", "", "", "", ())))
+        empty = len(self.first(Sample("", 0, "a", "", "", "", "", ())))
+        self.overhead = empty - self.count("a")
 
     def count(self, text: str) -> int:
         """Tokens of a text, without special ones."""
@@ -137,4 +137,9 @@ class Prompts:
         return tokens[: room // 2] + tokens[len(tokens) - (room - room // 2) :]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        import jinja2
+
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise ConfigurationError(f"this model's chat template fails ({error}); use --no-chat") from error

@@ -43,13 +43,15 @@ MASS_NOTE = (
 
 def describe(header: dict[str, Any], results: Results) -> str:
     """What was measured, in a paragraph."""
-    samples = [len(results.of(r.task, r.length, r.label, r.size)) for r in results.records[:1]]
+    samples = sorted({len(group) for group in results.groups()})
+    count = str(samples[0]) if len(samples) == 1 else f"{samples[0]} to {samples[-1]}"
     where = "the built-in engine" if header.get("host") == "engine" else "an OpenAI-compatible endpoint"
     dtype = f", {header['dtype']}" if "dtype" in header else ""
     return (
-        f"Percent of questions answered right, with 95 % intervals; {samples[0] if samples else 0} questions per cell, "
-        f"greedy decoding, on {where}{dtype}. An answer is right if every part of it stands in the output. Sizes are "
-        "shares of the prompt's length, or entries per layer and KV head; 'full' drops nothing."
+        f"Percent of questions answered right, with 95 % intervals; {count} questions per cell, greedy decoding, on "
+        f"{where}{dtype}. An answer is right if every part of it is named in the output before anything else the text "
+        "might be taken to say. Sizes are shares of the prompt's length, or entries per layer and KV head; 'full' "
+        "drops nothing."
     )
 
 
@@ -115,12 +117,8 @@ def mass_table(results: Results) -> list[str]:
     for label in results.labels:
         cells = []
         for size in results.sizes:
-            masses = [
-                sum(record.mass) / len(record.mass)
-                for record in results.records
-                if record.label == label and record.size == size and record.mass and record.policy != "truncated"
-            ]
-            cells.append(f"{100 * sum(masses) / len(masses):.1f}" if masses else "")
+            mass = None if label in (*UNSIZED, "truncated") else results.kept_mass(label, size)
+            cells.append("" if mass is None else f"{100 * mass:.1f}")
         if any(cells):
             lines.append(f"| {label} | {' | '.join(cells)} |")
     return (

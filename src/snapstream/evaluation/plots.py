@@ -44,7 +44,7 @@ def accuracy_by_size(results: Results, task: str) -> str:
                 shares,
                 yerr=[[max(0.0, value) for value in below], [max(0.0, value) for value in above]],
                 color=color,
-                marker=MARKERS[index % len(MARKERS)],
+                marker=MARKERS[(index + index // len(COLORS)) % len(MARKERS)],
                 markersize=4,
                 linewidth=1.2,
                 elinewidth=0.8,
@@ -55,8 +55,10 @@ def accuracy_by_size(results: Results, task: str) -> str:
         axis.set_ylim(-4, 104)
         axis.set_xlabel("cache size")
     axes[0].set_ylabel("right, %")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+    named = dict(pair[::-1] for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True))
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=min(4, len(named)), fontsize=8, frameon=False
+    )
     return _svg(figure, f"{task}: accuracy by cache size")
 
 

@@ -148,10 +148,29 @@ def make_variants(
     return made
 
 
-def fits(variant: Variant, length: int) -> bool:
-    """Whether a variant is smaller than prompts of ``length`` tokens, and large enough to be useful."""
+LEAST_PROMPT = 64
+"""Fewest prompt tokens that a truncated prompt must be left with, or it is no prompt."""
+
+
+def misfit(variant: Variant, length: int, decoded: int, after: int) -> str | None:
+    """Why a variant measures nothing at some length, or ``None`` if it does.
+
+    Args:
+        variant: The cache.
+        length: Tokens of the prompt.
+        decoded: Tokens that are decoded to turn the ring, before anything is scored.
+        after: All tokens after the prompt, the answer included.
+    """
     entries = variant.entries(length)
-    return entries is None or MIN_CAPACITY <= entries < length
+    if entries is None:
+        return None
+    if entries < MIN_CAPACITY:
+        return f"fewer than {MIN_CAPACITY} entries"
+    if entries >= length + decoded:
+        return "no smaller than the prompt" if not decoded else "no smaller than prompt and decoded tokens"
+    if variant.policy == "truncated" and entries - after < LEAST_PROMPT:
+        return "no room for a prompt"
+    return None
 
 
 def _items(text: str, what: str) -> list[str]:

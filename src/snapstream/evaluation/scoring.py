@@ -9,10 +9,26 @@ from collections.abc import Sequence
 _NORMAL = 1.959963984540054  # 97.5 % quantile
 
 
-def found(part: str, output: str) -> bool:
-    """Whether ``part`` stands in ``output`` as whole words or numbers; case and spacing do not matter."""
-    words = r"\s+".join(map(re.escape, part.split()))
-    return re.search(rf"(?<![0-9A-Za-z]){words}(?![0-9A-Za-z])", output, re.IGNORECASE) is not None
+def found_parts(parts: Sequence[str], rivals: Sequence[str], output: str) -> list[bool]:
+    """Which parts of an answer stand in an output, as whole words or numbers; case and spacing do not matter.
+
+    Of everything that is named in the output, parts or rivals, only as many as there are parts count, the first ones:
+    who names every word of a text has not answered which three are the most common.
+
+    Args:
+        parts: What the answer consists of; their order does not matter.
+        rivals: What else might have been named.
+        output: What the model wrote.
+    """
+    places = {name: place for name in (*parts, *rivals) if (place := _place(name, output)) is not None}
+    first = sorted(places, key=lambda name: places[name])[: len(parts)]
+    return [part in first for part in parts]
+
+
+def _place(name: str, output: str) -> int | None:
+    words = r"\s+".join(map(re.escape, name.split()))
+    match = re.search(rf"(?<![0-9A-Za-z]){words}(?![0-9A-Za-z])", output, re.IGNORECASE)
+    return None if match is None else match.start()
 
 
 def equal(answer: str, output: str) -> bool:
@@ -33,16 +49,18 @@ def interval(right: float, samples: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[float, float, float]:
-    """How much more often the first was right on the same questions: the difference, and its 95 % interval.
+def paired_difference(gaps: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of differences on the same questions, and its 95 % interval.
+
+    The interval is that of Agresti and Min: two questions more, of which half a one is won and half a one lost, so that
+    it has a width also where all questions agree.
 
     Args:
-        ours: Right or wrong, question by question.
-        theirs: The same questions in the same order.
+        gaps: Per question, how much more often the one was right than the other, -1 to 1. What was asked of one text,
+            such as at several cache sizes, is one question: its answers are not independent.
     """
-    count = len(ours)
-    gaps = [int(a) - int(b) for a, b in zip(ours, theirs, strict=True)]
-    mean = sum(gaps) / count
-    variance = sum((gap - mean) ** 2 for gap in gaps) / max(count - 1, 1)
-    half = _NORMAL * math.sqrt(variance / count)
-    return mean, mean - half, mean + half
+    count = len(gaps)
+    center = sum(gaps) / (count + 2)
+    variance = (sum(gap * gap for gap in gaps) + 1) / (count + 2) - center**2
+    half = _NORMAL * math.sqrt(variance / (count + 2))
+    return sum(gaps) / count, max(-1.0, center - half), min(1.0, center + half)

@@ -73,6 +73,10 @@ class Results:
         """Records of one cell; may be empty."""
         return self._groups.get((task, length, label, size if label not in UNSIZED else ""), [])
 
+    def groups(self) -> Iterable[list[Record]]:
+        """The records of each cell."""
+        return self._groups.values()
+
     def cell(self, task: str, length: int, label: str, size: str) -> Cell | None:
         """One cell, if there are records of it."""
         records = self.of(task, length, label, size)
@@ -82,39 +86,55 @@ class Results:
         """Lengths at which a task was run."""
         return [length for length in self.lengths if any(key[:2] == (task, length) for key in self._groups)]
 
+    def common_lengths(self, task: str, size: str) -> list[int]:
+        """Lengths at which every cache that has this size (or none) was run in a task: only they can be compared."""
+        labels = [label for label in self.labels if any(self.of(task, length, label, size) for length in self.lengths)]
+        return [length for length in self.lengths if all(self.of(task, length, label, size) for label in labels)]
+
     def over_lengths(self, task: str, label: str, size: str) -> Cell | None:
-        """One task under one cache, all lengths together at which every sized cache was run."""
-        records = [record for length in self.lengths for record in self.of(task, length, label, size)]
+        """One task under one cache, over all lengths at which every cache of this size was run."""
+        records = [r for length in self.common_lengths(task, size) for r in self.of(task, length, label, size)]
         return make_cell(records) if records else None
 
     def ceiling(self, task: str) -> float | None:
-        """Share of right answers with a full cache, or what the endpoint does by itself."""
+        """Share of right answers with a full cache, or with what the endpoint does by itself, over all lengths."""
         for label in UNSIZED:
-            cell = self.over_lengths(task, label, "")
-            if cell is not None:
-                return cell.share
+            records = [record for length in self.lengths for record in self.of(task, length, label, "")]
+            if records:
+                return make_cell(records).share
         return None
+
+    def kept_mass(self, label: str, size: str) -> float | None:
+        """Kept share of attention, over the tasks and lengths at which every cache of this size was run."""
+        masses = [
+            sum(record.mass) / len(record.mass)
+            for task in self.tasks
+            for length in self.common_lengths(task, size)
+            for record in self.of(task, length, label, size)
+            if record.mass
+        ]
+        return sum(masses) / len(masses) if masses else None
 
     def difference(self, ours: str, theirs: str, tasks: Sequence[str]) -> tuple[float, float, float, int] | None:
         """How much more often ``ours`` was right than ``theirs`` on the same questions at the same sizes.
 
         Returns:
-            The difference, its 95 % interval and the number of questions; ``None`` if they share none.
+            The difference, its 95 % interval and the number of questions (texts; their sizes are averaged); ``None`` if
+            they share none.
         """
         right: dict[object, bool] = {}
         for record in self.records:
             if record.label == theirs and record.task in tasks:
                 right[record.task, record.length, record.seed, record.depth, record.size] = record.right
-        pairs = [
-            (record.right, right[key])
-            for record in self.records
-            if record.label == ours
-            and (key := (record.task, record.length, record.seed, record.depth, record.size)) in right
-        ]
-        if not pairs:
+        gaps: defaultdict[object, list[int]] = defaultdict(list)
+        for record in self.records:
+            question = record.task, record.length, record.seed, record.depth
+            key = (*question, record.size)
+            if record.label == ours and key in right:
+                gaps[question].append(int(record.right) - int(right[key]))
+        if not gaps:
             return None
-        mean, low, high = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
-        return mean, low, high, len(pairs)
+        return *paired_difference([sum(gap) / len(gap) for gap in gaps.values()]), len(gaps)
 
 
 def _label_order(label: str) -> tuple[int, str]:

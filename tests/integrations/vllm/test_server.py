@@ -8,14 +8,14 @@ import urllib.request
 import pytest
 
 from snapstream import LLM, CacheBudget, SamplingParams
-from snapstream.evaluation.tasks.retrieval import make_document
-from tests.integrations.vllm.offline import ROOT
+from snapstream.assets import TASK_MODEL
 from tests.integrations.vllm.servers import running, start
+from tests.texts import Notes
 
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
-MODEL = str(ROOT / "src/snapstream/assets/retrieval")
+MODEL = str(TASK_MODEL)
 BUDGET = CacheBudget.of(2000)  # what `snapstream demo` uses for its 8000 tokens
 
 
@@ -33,12 +33,12 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def document():
-    return make_document(8000, 16, 0)
+    return Notes(8000, 16)
 
 
 @pytest.fixture(scope="module")
 def asked(document):
-    return document.facts[::2]
+    return document.questions[::2]
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,18 @@ def test_the_start_says_what_the_budget_buys(server):
 
 def test_the_demo_through_vllm(client, engine, document, asked):
     """Every answer is right, and is the built-in engine's."""
-    prompts = [document.prompt(fact.key) for fact in asked]
+    prompts = [document.prompt(question) for question in asked]
     got = client.completions.create(model="tiny", prompt=prompts, max_tokens=16, temperature=0)
     answers = [choice.text.strip() for choice in sorted(got.choices, key=lambda choice: choice.index)]
     assert answers == [output.text.strip() for output in engine.generate(prompts, SamplingParams(max_tokens=16))]
-    assert answers == [document.answer(fact.key) for fact in asked]
+    assert answers == [question.answer.strip() for question in asked]
 
 
 def test_chat_and_streaming_say_the_same(client, document, asked):
-    messages = [{"role": "user", "content": document.prompt(asked[3].key)}]
+    messages = [{"role": "user", "content": document.prompt(asked[3])}]
     options = {"model": "tiny", "messages": messages, "max_tokens": 16, "temperature": 0}
     whole = client.chat.completions.create(**options)
-    assert whole.choices[0].message.content.strip() == document.answer(asked[3].key)
+    assert whole.choices[0].message.content.strip() == asked[3].answer.strip()
     parts = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
     text, usage = "", None
     for part in parts:
@@ -87,24 +87,24 @@ def test_six_at_once_with_one_that_leaves(server, document, asked):
     async def run():
         client = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key="none", timeout=120, max_retries=0)
 
-        async def ask(fact):
+        async def ask(question):
             got = await client.completions.create(
-                model="tiny", prompt=document.prompt(fact.key), max_tokens=16, temperature=0
+                model="tiny", prompt=document.prompt(question), max_tokens=16, temperature=0
             )
             return got.choices[0].text.strip()
 
         async def leave():
-            prompt = document.prompt(asked[0].key)
+            prompt = document.prompt(asked[0])
             options = {"max_tokens": 3000, "temperature": 0, "extra_body": {"ignore_eos": True}}
             stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **options)
             async for _ in stream:
                 break
             await stream.close()
 
-        return await asyncio.gather(*(ask(fact) for fact in asked[:6]), leave())
+        return await asyncio.gather(*(ask(question) for question in asked[:6]), leave())
 
     answers = asyncio.run(run())
-    assert answers[:-1] == [document.answer(fact.key) for fact in asked[:6]]
+    assert answers[:-1] == [question.answer.strip() for question in asked[:6]]
     deadline = time.monotonic() + 20
     while metrics(server)["vllm:num_requests_running"] and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -113,7 +113,7 @@ def test_six_at_once_with_one_that_leaves(server, document, asked):
 
 
 def test_a_budget_for_one_request(client, engine, document, asked):
-    prompt = document.prompt(asked[1].key)
+    prompt = document.prompt(asked[1])
     options = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
     got = client.completions.create(**options, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 64}})
     want = engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, kv_budget=64))[0]
@@ -130,16 +130,16 @@ def test_a_bad_budget_is_the_clients_error(client, document, asked, asked_for):
         client.completions.create(
             model="tiny", prompt="a", max_tokens=4, extra_body={"vllm_xargs": {"kv_budget": asked_for}}
         )
-    prompt = document.prompt(asked[2].key)
+    prompt = document.prompt(asked[2])
     good = client.completions.create(model="tiny", prompt=prompt, max_tokens=16, temperature=0)
-    assert good.choices[0].text.strip() == document.answer(asked[2].key)
+    assert good.choices[0].text.strip() == asked[2].answer.strip()
 
 
 def test_counters_are_on_vllms_own_page(client, server, document, asked):
     before = metrics(server)
     client.completions.create(
         model="tiny",
-        prompt=document.prompt(asked[5].key),
+        prompt=document.prompt(asked[5]),
         max_tokens=8,
         temperature=0,
         extra_body={"ignore_eos": True},
@@ -150,7 +150,7 @@ def test_counters_are_on_vllms_own_page(client, server, document, asked):
     while metrics(server)[name] == before[name] and time.monotonic() < deadline:
         time.sleep(0.2)
     after = metrics(server)
-    length = client.completions.create(model="tiny", prompt=document.prompt(asked[5].key), max_tokens=1).usage
+    length = client.completions.create(model="tiny", prompt=document.prompt(asked[5]), max_tokens=1).usage
     assert after[name] == before[name] + 1
     tokens = "snapstream_tokens_dropped_total"
     assert after[tokens] == before[tokens] + length.prompt_tokens - BUDGET.capacity

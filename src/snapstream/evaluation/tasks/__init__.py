@@ -59,6 +59,7 @@ class Sample:
         second: The second question, or empty.
         answer: The right continuation.
         parts: What must be found in the output.
+        rivals: What must not be found before them.
     """
 
     task: str
@@ -69,6 +70,7 @@ class Sample:
     second: str
     answer: str
     parts: tuple[str, ...]
+    rivals: tuple[str, ...] = ()
 
 
 TASKS: dict[str, Task] = {
@@ -76,8 +78,8 @@ TASKS: dict[str, Task] = {
     for task in (
         Task("needle", "retrieval", "one note hidden in a text", needle.single, 16),
         Task("multikey", "retrieval", "one of many notes", needle.multikey, 16),
-        Task("multivalue", "retrieval", "all four notes of one key", needle.multivalue, 64),
-        Task("multiquery", "retrieval", "the notes of four keys at once", needle.multiquery, 64),
+        Task("multivalue", "retrieval", "all four notes of one key", needle.multivalue, 64, False),
+        Task("multiquery", "retrieval", "the notes of four keys at once", needle.multiquery, 64, False),
         Task("passkey", "retrieval", "a number of six digits in noise", number.passkey, 16),
         Task("number", "retrieval", "a number of twelve digits with runs in noise", number.number, 32),
         Task("kv", "retrieval", "one value out of a JSON object of random pairs", pairs.key_value, 16),
@@ -147,4 +149,4 @@ def make_sample(
             pieces.append(filler(rng))
             size += count(pieces[-1])
         reply, second = "".join(pieces), asked.ask
-    return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts)
+    return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts, asked.rivals)

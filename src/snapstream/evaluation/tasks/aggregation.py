@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError, others
 from snapstream.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 HEADER = "Some words in this list are more common than others."
@@ -38,4 +38,4 @@ def _listed(rng: random.Random, room: int, count: Count, words: list[str], weigh
     rng.shuffle(listed)
     wanted = tuple(words[:3])
     text = f"{HEADER} {' '.join(listed)}."
-    return TaskText(text, (Question(ask, lead, f" {', '.join(wanted)}.", wanted),))
+    return TaskText(text, (Question(ask, lead, f" {', '.join(wanted)}.", wanted, others(words, wanted)),))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError, depths, hide, others
 from snapstream.evaluation.tasks.words import ADJECTIVES, ANIMALS, NOUNS, filler
 
 HEADER = "Notes are hidden in this text. Remember them."
@@ -25,8 +25,8 @@ def _values(rng: random.Random, number: int) -> list[str]:
     return [f"{first} {rng.choice(NOUNS)}" for first in rng.sample(ADJECTIVES, number)]
 
 
-def _single(key: str, value: str) -> Question:
-    return Question(f" Recall the note for {key}:", "", f" {value}.", (value,))
+def _single(key: str, value: str, values: list[str]) -> Question:
+    return Question(f" Recall the note for {key}:", "", f" {value}.", (value,), others(values, (value,)))
 
 
 def _distractors(room: int) -> int:
@@ -36,21 +36,28 @@ def _distractors(room: int) -> int:
 
 def single(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
     """One note and nothing like it."""
-    return _keys(rng, room, count, depth, 1)
+    return notes(rng, room, count, depth, 1)
 
 
 def multikey(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
     """One note is asked for, among many of other keys."""
-    return _keys(rng, room, count, depth, 1 + _distractors(room))
+    return notes(rng, room, count, depth, 1 + _distractors(room))
 
 
-def _keys(rng: random.Random, room: int, count: Count, depth: float | None, number: int) -> TaskText:
+def notes(rng: random.Random, room: int, count: Count, depth: float | None, number: int) -> TaskText:
+    """A text with so many notes, each asked for by a question of its own.
+
+    Raises:
+        TooShortError: They do not fit, or are more than there are words for.
+    """
+    if number > min(len(ANIMALS), len(ADJECTIVES)):
+        raise TooShortError(f"{number} notes are more than there are words for, {min(len(ANIMALS), len(ADJECTIVES))}")
     keys, values = rng.sample(ANIMALS, number), _values(rng, number)
-    questions = tuple(_single(key, value) for key, value in zip(keys, values, strict=True))
-    notes = [_note(key, value) for key, value in zip(keys, values, strict=True)]
+    questions = tuple(_single(key, value, values) for key, value in zip(keys, values, strict=True))
+    hidden = [_note(key, value) for key, value in zip(keys, values, strict=True)]
     asked = max(count(question.ask) for question in questions)
     body = hide(
-        rng, room - count(HEADER) - asked, count, filler, list(zip(depths(rng, number, depth), notes, strict=True))
+        rng, room - count(HEADER) - asked, count, filler, list(zip(depths(rng, number, depth), hidden, strict=True))
     )
     return TaskText(HEADER + body, questions)
 
@@ -61,33 +68,35 @@ def multivalue(rng: random.Random, room: int, count: Count, depth: float | None)
     keys, values = rng.sample(ANIMALS, 1 + number), _values(rng, VALUES + number)
     places = sorted(depths(rng, VALUES, depth))
     ask = f" Recall the {VALUES} notes for {keys[0]}:"
-    notes = [_note(keys[0], value) for value in values[:VALUES]]
-    notes += [_note(key, value) for key, value in zip(keys[1:], values[VALUES:], strict=True)]
+    hidden = [_note(keys[0], value) for value in values[:VALUES]]
+    hidden += [_note(key, value) for key, value in zip(keys[1:], values[VALUES:], strict=True)]
     places += depths(rng, number, None)
-    body = hide(rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, notes, strict=True)))
+    body = hide(rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, hidden, strict=True)))
     wanted = tuple(values[:VALUES])
-    return TaskText(HEADER + body, (Question(ask, "", f" {', '.join(wanted)}.", wanted),))
+    return TaskText(HEADER + body, (Question(ask, "", f" {', '.join(wanted)}.", wanted, others(values, wanted)),))
 
 
 def multiquery(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
     """Several keys are asked for at once, among notes of other keys; the first has the depth asked for."""
     number = VALUES + _distractors(room)
     keys, values = rng.sample(ANIMALS, number), _values(rng, number)
-    notes = [_note(key, value) for key, value in zip(keys, values, strict=True)]
+    hidden = [_note(key, value) for key, value in zip(keys, values, strict=True)]
     places = depths(rng, number, depth)
     groups = [list(range(VALUES)), *(rng.sample(range(number), VALUES) for _ in range(2))]
-    questions = tuple(_several([(keys[i], values[i]) for i in group]) for group in groups)
+    questions = tuple(_several([(keys[i], values[i]) for i in group], values) for group in groups)
     asked = max(count(question.ask + question.lead) for question in questions)
-    body = hide(rng, room - count(HEADER) - asked, count, filler, list(zip(places, notes, strict=True)))
+    body = hide(rng, room - count(HEADER) - asked, count, filler, list(zip(places, hidden, strict=True)))
     return TaskText(HEADER + body, questions)
 
 
-def _several(pairs: list[tuple[str, str]]) -> Question:
+def _several(pairs: list[tuple[str, str]], values: list[str]) -> Question:
     listed = " ".join(f"{key}:" for key, _ in pairs)
+    wanted = tuple(value for _, value in pairs)
     lead, _, answer = ",".join(f" {key}: {value}" for key, value in pairs).partition(":")
     return Question(
         f" Recall the notes for {listed}",
         f" These are the notes,{lead}:",
         f"{answer}.",
-        tuple(value for _, value in pairs),
+        wanted,
+        others(values, wanted),
     )

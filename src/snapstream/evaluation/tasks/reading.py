@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide, others
 from snapstream.evaluation.tasks.words import NOUNS, PEOPLE, filler
 
 HEADER = "Read these passages."
@@ -16,15 +16,21 @@ HEADER = "Read these passages."
 
 def deals(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
     """One deal is asked for; up to 24 others share its seller or its thing."""
-    seller, buyer, *others = rng.sample(PEOPLE, len(PEOPLE))
+    seller, buyer, *people = rng.sample(PEOPLE, len(PEOPLE))
     thing, *things = rng.sample(NOUNS, 40)
     number = min(24, max(2, room // 96))
     told = [(seller, thing, buyer)]
     for index in range(number):
-        other = others[1 + index // 2]
-        told.append((seller, things[index], other) if index % 2 else (other, thing, rng.choice(others)))
+        other = people[1 + index // 2]
+        told.append((seller, things[index], other) if index % 2 else (other, thing, rng.choice(people)))
     questions = tuple(
-        Question(f" Who bought the {what} from the {who}?", f" The {who} sold the {what} to the", f" {whom}.", (whom,))
+        Question(
+            f" Who bought the {what} from the {who}?",
+            f" The {who} sold the {what} to the",
+            f" {whom}.",
+            (whom,),
+            others([buyer for _, _, buyer in told], (whom,)),
+        )
         for who, what, whom in told
     )
     sentences = [

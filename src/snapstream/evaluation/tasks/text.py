@@ -23,12 +23,15 @@ class Question:
         lead: How the answer begins; it is given to the model, as a base model needs it and a chat model can bear it.
         answer: The right continuation of text, question and lead, for training and for reading.
         parts: What must be found in the model's output, each as a whole word or number, for it to be right.
+        rivals: What the text might be taken to say instead: of parts and rivals that stand in the output, the parts
+            must come first. So an output that copies half of the text is not right.
     """
 
     ask: str
     lead: str
     answer: str
     parts: tuple[str, ...]
+    rivals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,11 @@ def hide(
             at += 1
         result.append(sentence)
     return "".join([*result, *pieces[at:]])
+
+
+def others(names: Sequence[str], parts: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``names`` that are not among ``parts``, each once."""
+    return tuple(name for name in dict.fromkeys(names) if name not in parts)
 
 
 def depths(rng: random.Random, number: int, first: float | None) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from snapstream.evaluation.tasks.number import noise
-from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide, others
 from snapstream.evaluation.tasks.words import ANIMALS
 
 HEADER = "A number is copied from variable to variable in this text. Follow it."
@@ -25,13 +25,12 @@ def variables(rng: random.Random, room: int, count: Count, depth: float | None) 
         sources = [number, *chain[:-1]]
         places = sorted(depths(rng, CHAIN, None))
         if index == 0 and depth is not None:
-            places[0] = depth * places[-1]  # where the chain begins
-            places.sort()
+            places = [depth, *(depth + (1 - depth) * place for place in places[1:])]  # where the chain begins
         hidden += [
             (place, f" Copy {source} to {name}.") for place, name, source in zip(places, chain, sources, strict=True)
         ]
         ask, lead = f" Where was {number} copied to?", f" It went from {number} to"
-        questions.append(Question(ask, lead, f" {' to '.join(chain)}.", tuple(chain)))
+        questions.append(Question(ask, lead, f" {' to '.join(chain)}.", tuple(chain), others(names, chain)))
     asked = max(count(question.ask + question.lead) for question in questions)
     body = hide(rng, room - count(HEADER) - asked, count, noise, hidden)
     return TaskText(HEADER + body, tuple(questions))

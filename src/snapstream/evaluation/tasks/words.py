@@ -97,7 +97,7 @@ _SENTENCES: dict[int, list[list[str]]] = {}
 for _line in _TEMPLATES.split(END)[:-1]:
     _template = [*_line.split(), END]
     _SENTENCES.setdefault(len(_template), []).append(_template)
-SHORTEST, LONGEST = min(_SENTENCES), max(_SENTENCES)
+_SHORTEST, _LONGEST = min(_SENTENCES), max(_SENTENCES)
 
 FILLER_WORDS: tuple[str, ...] = tuple(
     dict.fromkeys(
@@ -108,22 +108,8 @@ FILLER_WORDS: tuple[str, ...] = tuple(
 """Every word and full stop that filler is made of, in a fixed order."""
 
 
-def sentence_lengths(rng: random.Random, total: int) -> list[int]:
-    """Splits ``total`` words and full stops into lengths for which there are sentences."""
-    lengths: list[int] = []
-    while total:
-        length = total if total <= LONGEST else min(rng.randint(SHORTEST, LONGEST), total - SHORTEST)
-        lengths.append(length)
-        total -= length
-    return lengths
-
-
-def sentence(rng: random.Random, length: int) -> list[str]:
-    """Draws a filler sentence of exactly ``length`` words, the full stop included."""
-    template = rng.choice(_SENTENCES[length])
-    return [rng.choice(_SLOTS[word]) if word in _SLOTS else word for word in template]
-
-
 def filler(rng: random.Random) -> str:
-    """Draws a filler sentence of any length, as text that begins with a space."""
-    return " " + " ".join(sentence(rng, rng.randint(SHORTEST, LONGEST))[:-1]) + END
+    """Draws a filler sentence, as text that begins with a space."""
+    template = rng.choice(_SENTENCES[rng.randint(_SHORTEST, _LONGEST)])
+    words = [rng.choice(_SLOTS[word]) if word in _SLOTS else word for word in template]
+    return " " + " ".join(words[:-1]) + END
