@@ -190,7 +190,8 @@ class EndpointHost:
             raise EndpointError(
                 f"{root}/metrics cannot be read ({error}), so budgets cannot be trusted there"
             ) from error
-        if not re.search(r"^snapstream_prompts_compressed", metrics, re.MULTILINE):
+        # Before the first request there may be a description only. A label with that name, of a model, is none.
+        if not re.search(r"^(# HELP )?snapstream_prompts_compressed", metrics, re.MULTILINE):
             raise ConfigurationError(
                 f"{self.url} shows no SnapStream counters at /metrics, so it would ignore cache budgets; start it with "
                 "the plugin, or ask for --policies served"

@@ -78,7 +78,7 @@ def test_chat_and_streaming_say_the_same(client, document, asked):
         text += part.choices[0].delta.content or "" if part.choices else ""
         usage = part.usage or usage
     assert text == whole.choices[0].message.content
-    assert usage.prompt_tokens > 8000
+    assert 7900 < usage.prompt_tokens <= 8000
 
 
 def test_six_at_once_with_one_that_leaves(server, document, asked):
@@ -159,7 +159,7 @@ def test_counters_are_on_vllms_own_page(client, server, document, asked):
 
 
 def test_a_bad_budget_stops_the_server(tmp_path):
-    process, _, log = start(tmp_path, environment={"SNAPSTREAM_BUDGET": '{"capcity": 2000}'})
+    process, _, log = start(tmp_path, MODEL, environment={"SNAPSTREAM_BUDGET": '{"capcity": 2000}'})
     assert process.wait(120) != 0
     last = [line for line in log.read_text().splitlines() if line.strip()][-1]
     assert "unknown field capcity; allowed: capacity" in last
