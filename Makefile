@@ -27,7 +27,7 @@ POLICIES := full,truncated,streaming,sage-kv,random,snapstream
 EVAL := $(BIN)/snapstream eval --slots 24 --prefill-chunk 1024
 SETTINGS := $(EVAL) --policies snapstream --lengths 2k --budgets 1/8,1/16 --samples 40 --decode 1024 \
   --tasks multikey,multiquery,kv,number,tracking,late-question,long-decode
-RING := $(EVAL) --policies snapstream --lengths 512 --budgets 576,768 --samples 40 --tasks long-decode --sweep ring=elastic,paper
+RING := $(EVAL) --policies snapstream --lengths 512 --samples 40 --tasks long-decode --sweep ring=elastic,paper
 eval-full: $(STAMP)
 	$(EVAL) --tasks all --lengths 1k,2k,4k,8k --budgets 1/2,1/4,1/8,1/16 --samples 25 --policies $(POLICIES) \
 	  --output eval-results/matrix
@@ -36,9 +36,10 @@ eval-full: $(STAMP)
 	$(SETTINGS) --sweep normalize=all,candidates --output eval-results/normalize
 	$(SETTINGS) --sweep window=8 --sweep recent=1/4,1/16,1/8,1/2,3/4 --output eval-results/recent
 	$(SETTINGS) --sweep recent=1/2 --sweep window=32,1,4,8,16,64 --output eval-results/window
-	$(RING) --decode 128 --output eval-results/ring-128
-	$(RING) --decode 256 --output eval-results/ring-256
-	$(RING) --decode 1024 --output eval-results/ring-1024
+	$(SETTINGS) --sweep window=32,16,24 --output eval-results/window-quarter
+	$(RING) --budgets 608,576 --decode 128 --output eval-results/ring-128
+	$(RING) --budgets 704,576 --decode 256 --output eval-results/ring-256
+	$(RING) --budgets 1024,576 --decode 1024 --output eval-results/ring-1024
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
