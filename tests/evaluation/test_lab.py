@@ -8,6 +8,7 @@ import pytest
 from snapstream import CacheBudget, ConfigurationError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer
+from snapstream.evaluation.html import render_html
 from snapstream.evaluation.lab import run_grid
 from snapstream.evaluation.markdown import render_markdown, summary_table, task_table
 from snapstream.evaluation.policies import (
@@ -359,3 +360,15 @@ def test_texts_of_another_version_are_not_mixed_in(tmp_path, monkeypatch):
     monkeypatch.setattr(needle, "HEADER", "Other notes are hidden in this text.")
     with RecordFile(tmp_path / "r.jsonl", {}) as file, pytest.raises(ConfigurationError, match="other texts of needle"):
         run_grid(Perfect(), grid(), file)
+
+
+def test_what_the_model_cannot_do_is_said_and_not_drawn():
+    made = [record(task, 400, "full", "", seed, task == "needle") for task in ("needle", "qa") for seed in range(10)]
+    made += [record(task, 400, "random", "50", seed, seed < 3) for task in ("needle", "qa") for seed in range(10)]
+    results = Results(made)
+    assert [line.split()[1] for line in summary_table(results, "50")[2:]] == ["needle"]
+    for text in (render_markdown({"model": "m"}, results), render_html({"model": "m"}, results)):
+        assert text.count("right in 0 % only: it cannot do this task") == 1
+        assert text.count("30 (11-60)") >= 1
+    assert "30 (11-60)" not in render_markdown({"model": "m"}, results).partition("## qa")[2]
+    assert render_html({"model": "m"}, results).count("<svg") == 1

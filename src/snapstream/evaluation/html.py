@@ -31,17 +31,15 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
     size = _middle(results)
     tasks = []
     for name in results.tasks:
-        ceiling = results.ceiling(name)
-        weak = ceiling is not None and ceiling < markdown.FLOOR
+        weak = markdown.is_weak(results, name)
         tasks.append(
             {
                 "name": name,
                 "about": TASKS[name].about,
-                "weakness": markdown.weakness(ceiling) if weak and ceiling is not None else "",
-                # Of what the model cannot do there is only noise to draw.
+                "weakness": markdown.weakness(results, name) if weak else "",
                 "curve": plots.accuracy_by_size(results, name) if results.sizes and not weak else "",
                 "heat": None if weak else plots.depth_by_length(results, name, size),
-                "table": _cells(markdown.task_table(results, name)),
+                "table": [] if weak else _cells(markdown.task_table(results, name)),
                 "kept": "" if weak else _kept(results, name, size, plots),
             }
         )

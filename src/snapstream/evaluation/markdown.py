@@ -10,7 +10,7 @@ from snapstream.evaluation.tables import Results
 from snapstream.evaluation.tasks import TASKS
 
 FLOOR = 0.2
-"""With a full cache less often right than this, a model cannot do the task, and smaller caches measure nothing."""
+"""With a full cache less often right than this, a model cannot do the task, and smaller caches show only noise."""
 
 
 def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[str] = ()) -> str:
@@ -19,9 +19,7 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
     lines += [f"- {note}" for note in notes]
     for task in results.tasks:
         lines += ["", f"## {task}", "", f"{TASKS[task].about[0].upper()}{TASKS[task].about[1:]}.", ""]
-        if (ceiling := results.ceiling(task)) is not None and ceiling < FLOOR:
-            lines += [weakness(ceiling), ""]
-        lines += task_table(results, task)
+        lines += [weakness(results, task)] if is_weak(results, task) else task_table(results, task)
     swept = swept_table(results)
     if swept:
         lines += ["", "## Settings", "", SWEPT_NOTE, "", *swept]
@@ -55,11 +53,17 @@ def describe(header: dict[str, Any], results: Results) -> str:
     )
 
 
-def weakness(ceiling: float) -> str:
-    """Said above a task that the model cannot do."""
+def is_weak(results: Results, task: str) -> bool:
+    """Whether the model cannot do a task even with a full cache."""
+    ceiling = results.ceiling(task)
+    return ceiling is not None and ceiling < FLOOR
+
+
+def weakness(results: Results, task: str) -> str:
+    """Said instead of the numbers of a task that the model cannot do."""
     return (
-        f"With a full cache this model is right in {100 * ceiling:.0f} % only: it cannot do this task, so the rows "
-        "below say little about caches."
+        f"With a full cache this model is right in {100 * (results.ceiling(task) or 0):.0f} % only: it cannot do this "
+        "task, and what smaller caches make of it is noise, which is left out here."
     )
 
 
@@ -80,10 +84,12 @@ def task_table(results: Results, task: str) -> list[str]:
 
 
 def summary_table(results: Results, size: str) -> list[str]:
-    """All tasks at one size, all lengths together: one row per task, one column per cache."""
+    """All tasks that the model can do at one size, all lengths together: a row per task, a column per cache."""
     labels = results.labels
     lines = [f"| task | {' | '.join(labels)} |", "|" + "---|" * (len(labels) + 1)]
     for task in results.tasks:
+        if is_weak(results, task):
+            continue
         cells = [str(results.over_lengths(task, label, size) or "") for label in labels]
         lines.append(f"| {task} | {' | '.join(cells)} |")
     return lines
