@@ -64,7 +64,7 @@ bench: $(STAMP)
 
 # Trains the shipped model anew; about an hour on one core.
 train: $(STAMP)
-	$(BIN)/python training/train_task_model.py --output src/snapstream/assets/tasks
+	$(BIN)/python training/train_task_model.py --output src/snapstream/assets/task-model
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
 """Trains the small model that ships with the package, on the tasks of the accuracy lab.
 
-    python training/train_task_model.py --output src/snapstream/assets/tasks
+    python training/train_task_model.py --output src/snapstream/assets/task-model
 
 The model is a two-layer Llama (with attention biases). It learns to find things in a long text: notes, numbers, values
 in a JSON object, chains of copies. The circuit for all of these is an *induction head*: heads of the first layer tell

@@ -183,7 +183,7 @@ def test_the_command_writes_records_and_reports(tmp_path):
     assert done.exit_code == 0, done.output
     header, records = read_records(tmp_path / "results.jsonl")
     assert len(records) == 2 * 2 * 3 * 5
-    assert header["model"] == "tasks"
+    assert header["model"] == "task-model"
     assert header["checkpoint"] == fingerprint(TASK_MODEL)
     assert (tmp_path / "report.md").read_text() in done.stdout
     page = (tmp_path / "report.html").read_text()
