@@ -37,6 +37,10 @@ eval-full: $(STAMP)
 	$(SETTINGS) --sweep window=8 --sweep recent=1/4,1/16,1/8,1/2,3/4 --output eval-results/recent
 	$(SETTINGS) --sweep recent=1/2 --sweep window=32,1,4,8,16,64 --output eval-results/window
 	$(SETTINGS) --sweep window=32,16,24 --output eval-results/window-quarter
+	$(EVAL) --policies snapstream --lengths 1k --budgets 64 --samples 30 --sweep recent=32,24,16 --sweep window=16,8 \
+	  --tasks needle,multikey,multiquery,number,kv,late-question --output eval-results/small
+	$(EVAL) --policies snapstream --lengths 1k --budgets 64 --samples 30 --sweep recent=32 --sweep window=32 \
+	  --tasks needle,multikey,multiquery,number,kv,late-question --output eval-results/small
 	$(RING) --budgets 608,576 --decode 128 --output eval-results/ring-128
 	$(RING) --budgets 704,576 --decode 256 --output eval-results/ring-256
 	$(RING) --budgets 1024,576 --decode 1024 --output eval-results/ring-1024

@@ -15,7 +15,7 @@ TASKS = "multikey,multiquery,passkey,kv,tracking,qa"
 
 
 def run(output, *arguments):
-    options = ["--tasks", TASKS, "--lengths", "600,1500", "--budgets", "1/2,1/8", "--samples", "4"]
+    options = ["--tasks", TASKS, "--lengths", "1100,2000", "--budgets", "1/2,1/8", "--samples", "4"]
     done = CliRunner().invoke(app, ["eval", *options, "-o", str(output), *arguments])
     assert done.exit_code == 0, (done.output, done.exception)
     return {record.key: record for record in read_records(output / "results.jsonl")[1]}
