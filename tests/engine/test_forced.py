@@ -60,8 +60,13 @@ def test_nothing_forced_ends_the_output(checkpoint):
     assert out.text.startswith("w5w7")
     free = make(checkpoint).generate(prompt(50), greedy(20, forced=forced))[0]
     word = f"w{free.token_ids[6]}"
-    cut = make(checkpoint).generate(prompt(50), greedy(20, forced=(*forced, free.token_ids[6]), stop=word))[0]
-    assert cut.text.startswith(f"w5w7{word}")  # the forced one stays, a free one would not
+    assert word not in "".join(f"w{token}" for token in free.token_ids[:6])
+    cut = make(checkpoint).generate(prompt(50), greedy(20, forced=forced, stop=word))[0]
+    assert (cut.finish_reason, cut.text) == ("stop", free.text[: free.text.index(word)])
+    kept = make(checkpoint).generate(prompt(50), greedy(20, forced=free.token_ids[:7], stop=word))[0]
+    assert kept.text.startswith(free.text[: free.text.index(word)] + word)  # the same word, forced, ends nothing
+    ended = SamplingParams(max_tokens=20, forced=forced, stop_token_ids=(free.token_ids[6],), ignore_eos=True)
+    assert make(checkpoint).generate(prompt(50), ended)[0].token_ids == free.token_ids[:7]
 
 
 @pytest.mark.parametrize("budget", OTHERS, ids=lambda b: f"{b.selection}-{b.pooling}-{b.capacity}-{b.window}")
