@@ -10,7 +10,7 @@ from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer
 from snapstream.evaluation.html import render_html
 from snapstream.evaluation.lab import run_grid
-from snapstream.evaluation.markdown import render_markdown, summary_table, task_table
+from snapstream.evaluation.markdown import as_lines, render_markdown, summary_rows, task_rows
 from snapstream.evaluation.policies import (
     ENDPOINT_POLICIES,
     ENGINE_POLICIES,
@@ -280,7 +280,7 @@ def test_tables_show_what_is_in_the_records(tmp_path):
     cell = results.cell("needle", 400, "full", "")
     assert (cell.samples, cell.right, cell.equal, cell.parts, cell.mass) == (10, 10, 10, 1.0, 0.75)
     assert str(cell) == "100 (72-100)"
-    assert task_table(results, "needle") == [
+    assert as_lines(task_rows(results, "needle")) == [
         "| tokens | full | cache | 1/4 | 300 |",
         "|---|---|---|---|---|",
         "| 200 | 100 (72-100) | snapstream | 0 (0-28) |  |",
@@ -340,7 +340,10 @@ def test_only_lengths_that_all_caches_have_are_compared():
     assert results.over_lengths("needle", "full", "50").right == 15
     assert results.kept_mass("snapstream", "50") == pytest.approx(0.2)
     assert results.ceiling("needle") == 0.75
-    assert summary_table(results, "300")[-1] == f"| needle | {make_cell(made[10:20])} | {make_cell(made[20:30])} |"
+    assert (
+        as_lines(summary_rows(results, "300"))[-1]
+        == f"| needle | {make_cell(made[10:20])} | {make_cell(made[20:30])} |"
+    )
 
 
 def test_one_question_at_several_sizes_is_one_question():
@@ -366,7 +369,7 @@ def test_what_the_model_cannot_do_is_said_and_not_drawn():
     made = [record(task, 400, "full", "", seed, task == "needle") for task in ("needle", "qa") for seed in range(10)]
     made += [record(task, 400, "random", "50", seed, seed < 3) for task in ("needle", "qa") for seed in range(10)]
     results = Results(made)
-    assert [line.split()[1] for line in summary_table(results, "50")[2:]] == ["needle"]
+    assert [line.split()[1] for line in as_lines(summary_rows(results, "50"))[2:]] == ["needle"]
     for text in (render_markdown({"model": "m"}, results), render_html({"model": "m"}, results)):
         assert text.count("right in 0 % only: it cannot do this task") == 1
         assert text.count("30 (11-60)") >= 1

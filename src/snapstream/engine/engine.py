@@ -357,7 +357,7 @@ class LLM:
         sequence = self.prefill.finish(request.prompt, request.budget, logits)
         request.plan = sequence.plan
         if request.params.telemetry:
-            request.kept = self.prefill.telemetry(length, request.budget)
+            request.kept = self.prefill.telemetry(sequence)
         with torch.inference_mode():
             prompt = torch.tensor(request.prompt, device=self.device)
             self._first_token.assign(0, request.params, request.seed, prompt)

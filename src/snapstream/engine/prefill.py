@@ -11,9 +11,9 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.compression import (
+    CompressedKV,
     PlanTensors,
     PromptPlan,
-    choose_entries,
     compress,
     kept_attention,
     plan_prompt,
@@ -35,6 +35,7 @@ class CompressedSequence:
     Attributes:
         keys: Per layer, ``[N, C, D]``; ``C`` is the request's, at most the engine's.
         values: Per layer, ``[N, C, D]``.
+        positions: Per layer, the prompt position of each entry, ``[N, C]``; -1 for padding.
         plan: ``base``, ``count`` and ``limit`` of its cache.
         position: True position of the next token.
         logits: Of the last prompt token, float32 ``[1, vocab]``; the first token is drawn from them.
@@ -42,6 +43,7 @@ class CompressedSequence:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    positions: Sequence[Tensor]
     plan: PromptPlan
     position: int
     logits: Tensor
@@ -139,35 +141,35 @@ class Prefill:
         length = len(prompt)
         plan = plan_prompt(length, budget)
         if plan.dropped == 0:  # nothing to choose: entry i is token i
-            capacity = budget.capacity
-            keys = [staged[:, :capacity].clone() for staged in self.keys]
-            values = [staged[:, :capacity].clone() for staged in self.values]
+            entry = torch.arange(budget.capacity, device=self.device)
+            positions = torch.where(entry < plan.count, entry, -1).expand(self.keys[0].shape[0], -1)
+            kept = [
+                CompressedKV(key[:, : budget.capacity].clone(), value[:, : budget.capacity].clone(), positions)
+                for key, value in zip(self.keys, self.values, strict=True)
+            ]
         elif not self._same_policy(budget):
             kept = self._compress(length, budget, plan_tensors([plan], self.device))
-            keys, values = [key for key, _ in kept], [value for _, value in kept]
         else:
             self.plan.copy_(plan_tensors([plan], self.device))
             size = next(size for size in self.compress_graphs if size >= length)
             kept = self.compress_graphs[size]()
             if self.device.type == "cuda":  # a captured graph writes its result to the same place each time
-                kept = [(key.clone(), value.clone()) for key, value in kept]
-            keys, values = [key for key, _ in kept], [value for _, value in kept]
-        return CompressedSequence(keys, values, plan, length, logits)
+                kept = [CompressedKV(one.keys.clone(), one.values.clone(), one.positions.clone()) for one in kept]
+        keys, values = [one.keys for one in kept], [one.values for one in kept]
+        return CompressedSequence(keys, values, [one.positions for one in kept], plan, length, logits)
 
     @torch.inference_mode()
-    def telemetry(self, length: int, budget: CacheBudget) -> KeptTokens:
-        """Which tokens of the prompt that has been read ``budget`` keeps, and how much attention went to them."""
-        plan = plan_prompt(length, budget)
+    def telemetry(self, sequence: CompressedSequence) -> KeptTokens:
+        """What was kept of the prompt that has been read, and how much attention went to it."""
+        plan = sequence.plan
         tensors = plan_tensors([plan], self.device)
         mass, positions = [], []
-        for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
-            queries, staged = window[None], keys[None, :, :length]
-            chosen = choose_entries(
-                queries[:, :, -budget.window :], staged, tensors, budget, scale=self.scale, layer=layer
-            )[:, :, : plan.count]
-            voters = queries[:, :, -TELEMETRY_WINDOW:]
-            mass.append(float(kept_attention(voters, staged, chosen, tensors, scale=self.scale).mean()))
-            positions.append(tuple(tuple(head) for head in chosen[0].tolist()))
+        for window, keys, chosen in zip(self.window, self.keys, sequence.positions, strict=True):
+            kept = chosen[:, : plan.count]
+            voters = window[None, :, -TELEMETRY_WINDOW:]
+            shares = kept_attention(voters, keys[None, :, : plan.length], kept[None], tensors, scale=self.scale)
+            mass.append(float(shares.mean()))
+            positions.append(tuple(tuple(head) for head in kept.tolist()))
         return KeptTokens(tuple(mass), tuple(positions))
 
     def _same_policy(self, budget: CacheBudget) -> bool:
@@ -176,8 +178,8 @@ class Prefill:
         alike = replace(budget, recent=mine.recent, top_k=mine.top_k, ring=mine.ring) == mine
         return alike and budget.top_k <= mine.top_k
 
-    def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[tuple[Tensor, Tensor]]:
-        """Compress all layers of a prompt of up to ``size`` tokens; plain tensor code."""
+    def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[CompressedKV]:
+        """Compress all layers of a prompt of up to ``size`` tokens, to tensors without ``B``; plain tensor code."""
         kept = []
         for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
             out = compress(
@@ -189,7 +191,7 @@ class Prefill:
                 scale=self.scale,
                 layer=self.layers[layer],
             )
-            kept.append((out.keys[0], out.values[0]))
+            kept.append(CompressedKV(out.keys[0], out.values[0], out.positions[0]))
         return kept
 
     def _chunk_of(self, size: int) -> Callable[[], Tensor]:
@@ -215,7 +217,7 @@ class Prefill:
 
         return run
 
-    def _compress_of(self, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+    def _compress_of(self, size: int) -> Callable[[], list[CompressedKV]]:
         """The function that compresses all layers of a prompt of up to ``size`` tokens."""
         return lambda: self._compress(size, self.budget, self.plan)
 

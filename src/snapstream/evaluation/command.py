@@ -23,6 +23,7 @@ from snapstream.evaluation.policies import (
     parse_lengths,
     parse_sizes,
     parse_sweeps,
+    split_names,
 )
 from snapstream.evaluation.tasks import TASKS, find_tasks
 
@@ -131,7 +132,7 @@ def evaluate(
 
     default = "served" if endpoint else "full,streaming,snapstream"
     allowed = ENDPOINT_POLICIES if endpoint else ENGINE_POLICIES
-    chosen = [name.strip() for name in (policies or default).split(",") if name.strip()]
+    chosen = split_names(policies or default, "policies")
     if sweep and (endpoint or "snapstream" not in chosen):
         raise ConfigurationError(
             "sweep: settings are swept on the engine, for the policy snapstream; an endpoint takes them when it starts"
@@ -143,7 +144,7 @@ def evaluate(
         )
     variants = make_variants(chosen, parse_sizes(budgets), parse_sweeps(sweep or []), allowed)
     grid = Grid(
-        tasks=find_tasks([name.strip() for name in tasks.split(",") if name.strip()]),
+        tasks=find_tasks(split_names(tasks, "tasks")),
         lengths=sorted(set(parse_lengths(lengths))),
         variants=variants,
         samples=samples,

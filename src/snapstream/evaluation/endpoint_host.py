@@ -69,21 +69,13 @@ class EndpointHost:
         self.max_length: int | None = getattr(entry, "max_model_len", None)
         self.tokenizer_name = tokenizer or getattr(entry, "root", None) or self.model
         self.prompts = Prompts(self._load_tokenizer(), chat=chat)
+        self.count, self.overhead = self.prompts.count, self.prompts.overhead
         if needs_budgets:
             self._require_snapstream()
 
     def refuses(self, task: Task) -> str | None:
         """A request is always a prompt: a server has no second turn over a compressed cache."""
         return None if task.follow_up == "none" else "which goes on in a compressed cache; an endpoint cannot"
-
-    @property
-    def overhead(self) -> int:
-        """Special tokens and chat template."""
-        return self.prompts.overhead
-
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return self.prompts.count(text)
 
     def describe(self) -> dict[str, Any]:
         """Which model of which kind of endpoint; not where it is."""

@@ -56,6 +56,7 @@ class EngineHost:
             model, budget=self.full, config=replace(config, max_model_len=self.max_length), report_plan=lambda _: None
         )
         self.prompts = Prompts(self.llm.tokenizer, chat=chat)
+        self.count, self.overhead = self.prompts.count, self.prompts.overhead
 
     def refuses(self, task: Task) -> str | None:
         """A second turn needs a chat template that leaves the first one as it was."""
@@ -66,15 +67,6 @@ class EngineHost:
         except ConfigurationError as error:
             return str(error)
         return None
-
-    @property
-    def overhead(self) -> int:
-        """Special tokens and chat template."""
-        return self.prompts.overhead
-
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return self.prompts.count(text)
 
     def describe(self) -> dict[str, Any]:
         """Model, a fingerprint of its weights, and how it is run."""

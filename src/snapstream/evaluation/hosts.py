@@ -60,6 +60,8 @@ class Host(Protocol):
 
     max_length: int | None
     """Longest prompt plus output, in tokens; ``None`` if unknown."""
+    overhead: int
+    """Tokens that every prompt has besides its text: special tokens, chat template."""
 
     def refuses(self, task: Task) -> str | None:
         """Why it cannot run a task, or ``None`` if it can."""
@@ -69,10 +71,6 @@ class Host(Protocol):
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
-
-    @property
-    def overhead(self) -> int:
-        """Tokens that every prompt has besides its text: special tokens, chat template."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
         """Answer jobs, in any order, each as soon as it is done."""

@@ -39,7 +39,7 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
                 "weakness": markdown.weakness(results, name) if weak else "",
                 "curve": plots.accuracy_by_size(results, name) if results.sizes and not weak else "",
                 "heat": None if weak else plots.depth_by_length(results, name, size),
-                "table": [] if weak else _cells(markdown.task_table(results, name)),
+                "table": [] if weak else markdown.task_rows(results, name),
                 "kept": "" if weak else _kept(results, name, size, plots),
             }
         )
@@ -50,10 +50,10 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
         description=markdown.describe(header, results),
         notes=list(notes),
         size=size,
-        summary=_cells(markdown.summary_table(results, size)),
-        swept=_cells(markdown.swept_table(results)),
+        summary=markdown.summary_rows(results, size),
+        swept=markdown.swept_rows(results),
         swept_note=markdown.SWEPT_NOTE,
-        mass=_cells(markdown.mass_table(results)),
+        mass=markdown.mass_rows(results),
         mass_note=markdown.MASS_NOTE,
         tasks=tasks,
     )
@@ -81,9 +81,3 @@ def _kept(results: Results, task: str, size: str, plots: Any) -> str:
         if shown:
             return str(plots.kept_tokens(shown))
     return ""
-
-
-def _cells(table: Sequence[str]) -> list[list[str]]:
-    """Rows of a Markdown table, its rule left out."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    return [row for place, row in enumerate(rows) if place != 1]

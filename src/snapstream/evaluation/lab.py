@@ -9,9 +9,9 @@ from dataclasses import replace
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Host, Job
-from snapstream.evaluation.records import Record, RecordFile
+from snapstream.evaluation.records import Key, Record, RecordFile, make_key
 from snapstream.evaluation.scoring import equal, found_parts
-from snapstream.evaluation.tasks import TASKS, Sample, TooShortError, make_sample
+from snapstream.evaluation.tasks import TASKS, Sample, Task, TooShortError, make_sample
 
 GROUP = 8
 """Samples whose jobs are given to a host together, so that its slots stay busy."""
@@ -49,7 +49,7 @@ def run_grid(
         for job in todo:
             if job.seed not in drawn:
                 try:
-                    drawn[job.seed] = _draw(host, grid, job)
+                    drawn[job.seed] = _draw(host, grid, job.task, job.length, job.seed, job.depth)
                 except TooShortError as error:
                     drawn[job.seed] = None
                     notes.append(f"left out: {what}, sample {job.seed}: they are too few ({error})")
@@ -86,9 +86,8 @@ def _plan(host: Host, grid: Grid) -> tuple[list[list[Job]], list[str]]:
     return [group for group in groups if group], notes
 
 
-def _draw(host: Host, grid: Grid, job: Job) -> Sample:
-    length = job.length - host.overhead
-    return make_sample(job.task, length, job.seed, host.count, depth=job.depth, decode=grid.decode)
+def _draw(host: Host, grid: Grid, task: Task, length: int, seed: int, depth: float | None) -> Sample:
+    return make_sample(task, length - host.overhead, seed, host.count, depth=depth, decode=grid.decode)
 
 
 def _same_texts(host: Host, grid: Grid, file: RecordFile) -> None:
@@ -99,19 +98,17 @@ def _same_texts(host: Host, grid: Grid, file: RecordFile) -> None:
         if cell in seen or record.task not in TASKS:
             continue
         seen.add(cell)
-        variant = next(iter(grid.variants))
-        job = Job(TASKS[record.task], record.length, record.seed, record.depth, variant, _NOT_DRAWN)
-        if _hash(_draw(host, grid, job)) != record.prompt_sha256:
+        now = _draw(host, grid, TASKS[record.task], record.length, record.seed, record.depth)
+        if _hash(now) != record.prompt_sha256:
             raise ConfigurationError(
                 f"{file.path} has other texts of {record.task} at {record.length} tokens than are drawn now; give "
                 "another --output"
             )
 
 
-def _key(job: Job) -> object:
+def _key(job: Job) -> Key:
     variant = job.variant
-    settings = tuple(sorted(variant.settings))
-    return job.task.name, job.length, job.seed, job.depth, variant.policy, variant.size, settings
+    return make_key(job.task.name, job.length, job.seed, job.depth, variant.policy, variant.size, variant.settings)
 
 
 def _hash(sample: Sample) -> str:

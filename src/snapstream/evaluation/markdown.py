@@ -19,13 +19,13 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
     lines += [f"- {note}" for note in notes]
     for task in results.tasks:
         lines += ["", f"## {task}", "", f"{TASKS[task].about[0].upper()}{TASKS[task].about[1:]}.", ""]
-        lines += [weakness(results, task)] if is_weak(results, task) else task_table(results, task)
-    swept = swept_table(results)
+        lines += [weakness(results, task)] if is_weak(results, task) else as_lines(task_rows(results, task))
+    swept = swept_rows(results)
     if swept:
-        lines += ["", "## Settings", "", SWEPT_NOTE, "", *swept]
-    mass = mass_table(results)
+        lines += ["", "## Settings", "", SWEPT_NOTE, "", *as_lines(swept)]
+    mass = mass_rows(results)
     if mass:
-        lines += ["", "## Attention kept", "", MASS_NOTE, "", *mass]
+        lines += ["", "## Attention kept", "", MASS_NOTE, "", *as_lines(mass)]
     return "\n".join(lines) + "\n"
 
 
@@ -67,43 +67,45 @@ def weakness(results: Results, task: str) -> str:
     )
 
 
-def task_table(results: Results, task: str) -> list[str]:
-    """One row per length and cache, one column per size."""
+def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as Markdown; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def task_rows(results: Results, task: str) -> list[list[str]]:
+    """One row per length and cache, one column per size; the first row is the head, as in all tables here."""
     unsized = [label for label in results.labels if label in UNSIZED]
     sized = [label for label in results.labels if label not in UNSIZED]
-    columns = ["tokens", *unsized, "cache", *results.sizes]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    table = [["tokens", *unsized, "cache", *results.sizes]]
     for length in results.lengths_of(task):
         whole = [str(results.cell(task, length, label, "") or "") for label in unsized]
         rows = [label for label in sized if any(results.cell(task, length, label, size) for size in results.sizes)]
         for place, label in enumerate(rows or [""]):
             cells = [str(results.cell(task, length, label, size) or "") for size in results.sizes]
             shown = [str(length), *whole] if place == 0 else [""] * (1 + len(whole))
-            lines.append("| " + " | ".join([*shown, label, *cells]) + " |")
-    return lines
+            table.append([*shown, label, *cells])
+    return table
 
 
-def summary_table(results: Results, size: str) -> list[str]:
+def summary_rows(results: Results, size: str) -> list[list[str]]:
     """All tasks that the model can do at one size, all lengths together: a row per task, a column per cache."""
-    labels = results.labels
-    lines = [f"| task | {' | '.join(labels)} |", "|" + "---|" * (len(labels) + 1)]
+    table = [["task", *results.labels]]
     for task in results.tasks:
-        if is_weak(results, task):
-            continue
-        cells = [str(results.over_lengths(task, label, size) or "") for label in labels]
-        lines.append(f"| {task} | {' | '.join(cells)} |")
-    return lines
+        if not is_weak(results, task):
+            table.append([task, *(str(results.over_lengths(task, label, size) or "") for label in results.labels)])
+    return table
 
 
-def swept_table(results: Results) -> list[str]:
-    """Each swept variant against the first, where there are several."""
+def swept_rows(results: Results) -> list[list[str]]:
+    """Each swept variant against the first; empty unless there are several."""
     swept = [label for label in results.labels if "=" in label]
     if len(swept) < 2:
         return []
     first = next(record.label for record in results.records if record.label in swept)
     once = [task for task in results.tasks if TASKS[task].follow_up == "none"]
     later = [task for task in results.tasks if TASKS[task].follow_up != "none"]
-    lines = ["| settings | tasks | questions | right | difference |", "|---|---|---|---|---|"]
+    table = [["settings", "tasks", "questions", "right", "difference"]]
     for kind, tasks in (("one prompt", once), ("continued", later)):
         for label in swept:
             found = results.difference(label, first, tasks)
@@ -113,20 +115,17 @@ def swept_table(results: Results) -> list[str]:
             share = f"{100 * sum(r.right for r in records) / len(records):.1f}"
             mean, low, high, count = found
             gap = "" if label == first else f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-            lines.append(f"| {label.partition(' ')[2]} | {kind} | {count} | {share} | {gap} |")
-    return lines
+            table.append([label.partition(" ")[2], kind, str(count), share, gap])
+    return table
 
 
-def mass_table(results: Results) -> list[str]:
-    """Kept attention by cache and size."""
-    lines = []
+def mass_rows(results: Results) -> list[list[str]]:
+    """Kept attention by cache and size; empty if it was not recorded."""
+    table = [["cache", *results.sizes]]
     for label in results.labels:
-        cells = []
-        for size in results.sizes:
-            mass = None if label in (*UNSIZED, "truncated") else results.kept_mass(label, size)
-            cells.append("" if mass is None else f"{100 * mass:.1f}")
-        if any(cells):
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    return (
-        [f"| cache | {' | '.join(results.sizes)} |", "|" + "---|" * (len(results.sizes) + 1), *lines] if lines else []
-    )
+        masses = [
+            None if label in (*UNSIZED, "truncated") else results.kept_mass(label, size) for size in results.sizes
+        ]
+        if any(mass is not None for mass in masses):
+            table.append([label, *("" if mass is None else f"{100 * mass:.1f}" for mass in masses)])
+    return table if len(table) > 1 else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -45,7 +45,7 @@ class Variant:
     @property
     def label(self) -> str:
         """The policy with its settings, without its size."""
-        return " ".join([self.policy, *(f"{name}={value}" for name, value in self.settings)])
+        return label_of(self.policy, self.settings)
 
     def entries(self, length: int) -> int | None:
         """Cache entries for prompts of ``length`` tokens; ``None`` if unsized."""
@@ -69,18 +69,23 @@ class Variant:
         return CacheBudget.parse(fields)
 
 
+def label_of(policy: str, settings: Iterable[tuple[str, str]]) -> str:
+    """A policy with its settings: ``snapstream window=8``."""
+    return " ".join([policy, *(f"{name}={value}" for name, value in settings)])
+
+
 def entries_of(size: str, whole: int) -> int:
     """A number of entries from ``512`` or from a share of ``whole`` such as ``1/4``."""
     return int(Fraction(size) * whole) if "/" in size else int(size)
 
 
-def parse_lengths(text: str, what: str = "lengths") -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """Numbers of tokens from ``512,4k`` (``k`` is 1024).
 
     Raises:
         ConfigurationError: Not positive numbers.
     """
-    return [_number(item, what) for item in _items(text, what)]
+    return [_number(item, "lengths") for item in split_names(text, "lengths")]
 
 
 def parse_sizes(text: str) -> list[str]:
@@ -90,7 +95,7 @@ def parse_sizes(text: str) -> list[str]:
         ConfigurationError: Neither.
     """
     sizes = []
-    for item in _items(text, "budgets"):
+    for item in split_names(text, "budgets"):
         if "/" not in item:
             sizes.append(str(_number(item, "budgets")))
             continue
@@ -116,7 +121,7 @@ def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
         if name not in _SWEPT:
             raise ConfigurationError(f"sweep: unknown setting {name!r}; allowed: {', '.join(_SWEPT)}")
         axis = []
-        for value in _items(values, f"sweep of {name}"):
+        for value in split_names(values, f"sweep of {name}"):
             if _SWEPT[name] is int and not value.isdecimal():
                 raise ConfigurationError(f"sweep: {name}={value!r} is not a whole number")
             axis.append((name, parse_sizes(value)[0] if name == "recent" else value))
@@ -173,7 +178,12 @@ def misfit(variant: Variant, length: int, decoded: int, after: int) -> str | Non
     return None
 
 
-def _items(text: str, what: str) -> list[str]:
+def split_names(text: str, what: str) -> list[str]:
+    """Names separated by commas.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
         raise ConfigurationError(f"{what}: nothing given")

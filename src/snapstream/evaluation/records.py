@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from snapstream.errors import ConfigurationError
+from snapstream.evaluation.policies import label_of
 
 Key = tuple[str, int, int, float | None, str, str, tuple[tuple[str, str], ...]]
+
+
+def make_key(
+    task: str, length: int, seed: int, depth: float | None, policy: str, size: str, settings: Iterable[tuple[str, str]]
+) -> Key:
+    """What tells one answer from all others; the order of settings does not matter."""
+    return task, length, seed, depth, policy, size, tuple(sorted(settings))
 
 
 @dataclass(frozen=True)
@@ -68,13 +77,12 @@ class Record:
     @property
     def key(self) -> Key:
         """What was asked of what; no two records of a file share it."""
-        settings = tuple(sorted(self.settings.items()))
-        return self.task, self.length, self.seed, self.depth, self.policy, self.size, settings
+        return make_key(self.task, self.length, self.seed, self.depth, self.policy, self.size, self.settings.items())
 
     @property
     def label(self) -> str:
         """Policy and settings, without the size."""
-        return " ".join([self.policy, *(f"{name}={value}" for name, value in self.settings.items())])
+        return label_of(self.policy, self.settings.items())
 
 
 class RecordFile:

@@ -106,14 +106,13 @@ class Results:
 
     def kept_mass(self, label: str, size: str) -> float | None:
         """Kept share of attention, over the tasks and lengths at which every cache of this size was run."""
-        masses = [
-            sum(record.mass) / len(record.mass)
+        records = [
+            record
             for task in self.tasks
             for length in self.common_lengths(task, size)
             for record in self.of(task, length, label, size)
-            if record.mass
         ]
-        return sum(masses) / len(masses) if masses else None
+        return make_cell(records).mass if records else None
 
     def difference(self, ours: str, theirs: str, tasks: Sequence[str]) -> tuple[float, float, float, int] | None:
         """How much more often ``ours`` was right than ``theirs`` on the same questions at the same sizes.
