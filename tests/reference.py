@@ -34,7 +34,7 @@ class NaiveCache:
         return [*self.sink, *self.pinned, *self.ring]
 
 
-def naive_votes(queries: Tensor, keys: Tensor, budget) -> dict[int, float]:
+def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[int, float]:
     """Score of every candidate of one KV head.
 
     queries [G, L, D] of the whole prompt, keys [L, D].
@@ -42,7 +42,7 @@ def naive_votes(queries: Tensor, keys: Tensor, budget) -> dict[int, float]:
     length, dim = keys.shape
     queries, keys = queries.double(), keys.double()
     candidates = list(range(budget.sink, length - budget.recent))
-    voters = [p for p in range(length - budget.window, length) if p >= 0]
+    voters = [p for p in range(length - budget.window, length) if p >= first_voter]
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
         for voter in voters:
@@ -73,11 +73,11 @@ def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[in
     return sink, sorted(best), recent
 
 
-def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None) -> NaiveCache:
+def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0) -> NaiveCache:
     """Compress one KV head's prompt. Tokens are positions; look keys and values up by them."""
     length = keys.shape[0]
     if scores is None:
-        scores = naive_votes(queries, keys, budget)
+        scores = naive_votes(queries, keys, budget, first_voter)
     sink, pinned, recent = naive_select(scores, length, budget)
     spare = budget.top_k - len(pinned) if budget.ring == "elastic" else 0
     return NaiveCache(sink, pinned, recent, budget.sink, budget.recent + spare)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from snapstream.errors import ConfigurationError, RequestError
@@ -261,6 +261,7 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of every token generated before.
         frequency_penalty: Subtracted once per earlier occurrence among the generated tokens.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        logit_bias: Added to the logits of these tokens, by token id; between -100 and 100.
         logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
         stop: Strings that end the output; they are not part of it.
         stop_token_ids: Tokens that end the output, besides the model's own.
@@ -281,6 +282,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     stop: tuple[str, ...] | str = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -303,9 +305,12 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "forced", tuple(self.forced or ()))
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"sampling: logit_bias is {bias!r}; it must map token ids to numbers")
         for name in _FRACTIONS:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if not _is_number(value):
                 raise RequestError(f"sampling: {name} is {value!r}; it must be a number")
         checks: list[tuple[str, bool, str]] = [
             ("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
@@ -317,6 +322,11 @@ class SamplingParams:
             ("frequency_penalty", abs(self.frequency_penalty) <= 2, "between -2 and 2"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
             ("seed", self.seed is None or _is_integer(self.seed), "a whole number, or none"),
+            (
+                "logit_bias",
+                all(_is_integer(t) and t >= 0 and _is_number(b) and abs(b) <= 100 for t, b in bias.items()),
+                "numbers between -100 and 100, by token id",
+            ),
             ("logprobs", self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "0 or more"),
             ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
             ("stop_token_ids", all(_is_integer(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more"),
@@ -341,7 +351,7 @@ class SamplingParams:
     def plain_greedy(self) -> bool:
         """Whether the next token is just the largest logit: nothing to draw, penalise or report."""
         no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        return self.temperature == 0 and no_penalty and self.logprobs is None
+        return self.temperature == 0 and no_penalty and not self.logit_bias and self.logprobs is None
 
 
 @dataclass(frozen=True)
@@ -358,6 +368,8 @@ class EngineConfig:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
         enforce_eager: Do not compile the graphs; slower, starts at once.
+        sessions: Conversations whose compressed cache may be kept between turns, see
+            :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
         max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
         memory_fraction: Share of the device's free memory the engine may plan with.
     """
@@ -370,6 +382,7 @@ class EngineConfig:
     device: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
+    sessions: int = 0
     max_logprobs: int = 20
     memory_fraction: float = 0.9
 
@@ -383,6 +396,9 @@ class EngineConfig:
             _require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
+        _require_integer("engine: sessions", self.sessions)
+        if self.sessions < 0:
+            raise ConfigurationError(f"engine: sessions is {self.sessions}; it must be 0 or more")
         if self.max_model_len is not None:
             _require_integer("engine: max_model_len", self.max_model_len)
             if self.max_model_len < MIN_CAPACITY:
@@ -399,6 +415,10 @@ class EngineConfig:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_integer(what: str, value: object) -> None:

@@ -86,7 +86,9 @@ def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
     llm = make(checkpoint)
     chunks = []
     read = llm.prefill.run_chunk
-    monkeypatch.setattr(llm.prefill, "run_chunk", lambda tokens, start: (chunks.append(start), read(tokens, start))[1])
+    monkeypatch.setattr(
+        llm.prefill, "run_chunk", lambda tokens, start, ahead=0: (chunks.append(start), read(tokens, start))[1]
+    )
     params = [greedy(20, kv_budget=budget) for budget in OTHERS]
     got = llm.generate([prompt(140)] * 5, params)
     assert chunks == [0, 32, 64, 96, 128]

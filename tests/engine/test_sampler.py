@@ -52,6 +52,19 @@ def test_ties_go_to_the_smaller_token():
     assert set(draw(torch.zeros(5), range(200), temperature=1.0, top_k=2)[0].tokens.tolist()) == {0, 1}
 
 
+def test_bias_is_added_and_does_not_stay():
+    likely = {"temperature": 1.0, "logit_bias": {5: 4.0, 0: -100}}
+    tokens = draw(LOGITS, range(20_000), **likely)[0].tokens
+    got = torch.bincount(tokens, minlength=6) / 20_000
+    want = (LOGITS + torch.tensor([-100, 0, 0, 0, 0, 4.0])).softmax(-1)
+    assert (got - want).abs().max() < 4 * math.sqrt(0.25 / 20_000)
+    assert draw(LOGITS, [1], temperature=0.0, logit_bias={3: 2.5})[0].tokens.tolist() == [3]
+    state = SamplingState(1, 6, 3, torch.device("cpu"))
+    state.assign(0, SamplingParams(logit_bias={3: 50}), 0, torch.tensor([2]))
+    state.assign(0, SamplingParams(), 0, torch.tensor([2]))
+    assert not state.bias.any()
+
+
 def test_penalties():
     logits = torch.tensor([[3.0, 2.9, -1.0, 2.8]])
     state = SamplingState(1, 4, 3, torch.device("cpu"))

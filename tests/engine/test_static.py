@@ -25,7 +25,14 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
     save_tokenizer(tmp_path)
     before = graphs_compiled()
     llm = LLM(
-        str(tmp_path), budget=BUDGET, max_model_len=200, slots=3, prefill_chunk=64, decode_steps=3, attention=attention
+        str(tmp_path),
+        budget=BUDGET,
+        max_model_len=200,
+        slots=3,
+        prefill_chunk=64,
+        decode_steps=3,
+        attention=attention,
+        sessions=1,
     )
     warm = graphs_compiled()
     assert warm - before >= 3  # a prefill graph and two decode graphs at least, so the counter counts
@@ -45,6 +52,10 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
     each = [params[i % len(params)] for i in range(len(lengths))]
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled = llm.generate(prompts, each)
+        saved = None
+        for turn, length in enumerate((60, 3, 33)):
+            name = llm.add_request(prompt(length, seed=turn), params[0], past=saved, keep=True)
+            saved = next(o for o in iter(lambda: llm.step()[-1], None) if o.finished and o.request_id == name).saved
         llm.add_request(prompt(150), params[0], request_id="gone")
         for _ in range(4):
             llm.step()

@@ -6,7 +6,15 @@ Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query t
 """
 
 from snapstream.compression.compress import CompressedKV, choose_entries, compress, select_entries
-from snapstream.compression.layout import PlanTensors, PromptPlan, next_slot, plan_prompt, plan_tensors
+from snapstream.compression.layout import (
+    PlanTensors,
+    PromptPlan,
+    entry_of,
+    next_slot,
+    plan_prompt,
+    plan_tensors,
+    surviving_tokens,
+)
 from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "PromptPlan",
     "choose_entries",
     "compress",
+    "entry_of",
     "kept_attention",
     "next_slot",
     "observation_votes",
@@ -23,4 +32,5 @@ __all__ = [
     "pool_votes",
     "random_votes",
     "select_entries",
+    "surviving_tokens",
 ]

@@ -32,6 +32,7 @@ class PromptPlan:
         base: First entry of the ring.
         count: Entries in use, ``min(length, limit)``.
         limit: End of the ring, so the most entries ever in use.
+        first_voter: First token whose query is known and may vote; above 0 where the prompt goes on from a cache.
     """
 
     length: int
@@ -39,6 +40,7 @@ class PromptPlan:
     base: int
     count: int
     limit: int
+    first_voter: int = 0
 
     @property
     def dropped(self) -> int:
@@ -55,6 +57,7 @@ class PlanTensors:
     base: Tensor
     count: Tensor
     limit: Tensor
+    first_voter: Tensor
 
     def copy_(self, other: PlanTensors) -> None:
         """Overwrite the numbers in place, as a static graph needs it."""
@@ -62,12 +65,12 @@ class PlanTensors:
             getattr(self, mine.name).copy_(getattr(other, mine.name))
 
 
-def plan_prompt(length: int, budget: CacheBudget) -> PromptPlan:
+def plan_prompt(length: int, budget: CacheBudget, first_voter: int = 0) -> PromptPlan:
     """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
     pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
     base = budget.sink + pinned
     limit = budget.capacity if budget.ring == "elastic" else base + budget.recent
-    return PromptPlan(length, max(length - budget.recent, 0), base, min(length, limit), limit)
+    return PromptPlan(length, max(length - budget.recent, 0), base, min(length, limit), limit, first_voter)
 
 
 def plan_tensors(plans: Sequence[PromptPlan], device: torch.device | str = "cpu") -> PlanTensors:
@@ -83,3 +86,23 @@ def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
     is read as ``base``.)
     """
     return torch.where(count < limit, count, base + (count - base) % (limit - base).clamp(min=1))
+
+
+def surviving_tokens(plan: PromptPlan, count: int, written: int) -> list[int]:
+    """Which of the first ``count`` tokens stored are still in the cache after ``written`` were, oldest first.
+
+    Args:
+        plan: The sequence's layout.
+        count: Tokens to look at; what was stored after them is to be forgotten.
+        written: Tokens stored in all, ``count`` or more. Where exactly is not known, a higher number is safe.
+
+    Returns:
+        Their indices in the order of storing; :func:`entry_of` says where each one is.
+    """
+    oldest = max(plan.base, written - (plan.limit - plan.base))
+    return [*range(min(plan.base, count)), *range(oldest, count)]
+
+
+def entry_of(plan: PromptPlan, index: int) -> int:
+    """Entry of the token that was stored ``index``-th; :func:`next_slot` in plain numbers."""
+    return index if index < plan.limit else plan.base + (index - plan.base) % max(plan.limit - plan.base, 1)

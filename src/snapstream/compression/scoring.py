@@ -32,7 +32,7 @@ def observation_votes(
 
     Args:
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
-            ``length - 1``. For a prompt shorter than ``W`` the leading rows are padding and do not vote.
+            ``length - 1``. Rows of tokens before ``first_voter`` (in a prompt shorter than ``W``: padding) do not vote.
         keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; entries at ``length`` and beyond are ignored.
         plan: Layout of each sequence.
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
@@ -48,7 +48,7 @@ def observation_votes(
     grouped = queries.reshape(B, N, H // N * W, D)
     rows = torch.arange(W, device=keys.device)
     query_position = plan.length[:, None] - W + rows  # [B, W]
-    voter = (query_position >= 0)[:, None, None, :, None]
+    voter = (query_position >= plan.first_voter[:, None])[:, None, None, :, None]
 
     def logits(start: int) -> tuple[Tensor, Tensor]:
         """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
@@ -109,7 +109,7 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanT
         query_position = plan.length[:, None] - W + row
         causal = (position <= query_position.clamp(min=0))[:, None, None]
         attention = (grouped[:, :, :, row] @ transposed * scale).masked_fill(~causal, float("-inf")).softmax(-1)
-        is_voter = (query_position >= 0).float()
+        is_voter = (query_position >= plan.first_voter[:, None]).float()
         total += (attention * kept).sum(-1).mean(2) * is_voter
         voters += is_voter
     return total / voters

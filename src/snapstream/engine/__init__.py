@@ -1,7 +1,9 @@
 """The built-in engine: static graphs, continuous batching, one device. Nothing about HTTP."""
 
-from snapstream.engine.engine import LLM
+from snapstream.engine.conversation import SavedSequence
+from snapstream.engine.llm import LLM
 from snapstream.engine.memory import MemoryPlan, plan_memory
-from snapstream.engine.request import CacheUse, RequestOutput, TokenLogprobs
+from snapstream.engine.report import CacheUse, SlotUse
+from snapstream.engine.request import RequestOutput, TokenLogprobs
 
-__all__ = ["LLM", "CacheUse", "MemoryPlan", "RequestOutput", "TokenLogprobs", "plan_memory"]
+__all__ = ["LLM", "CacheUse", "MemoryPlan", "RequestOutput", "SavedSequence", "SlotUse", "TokenLogprobs", "plan_memory"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.compression import next_slot
+from snapstream.compression import PromptPlan, entry_of, next_slot
+from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.prefill import CompressedSequence
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
@@ -83,6 +84,44 @@ class Decode:
         self.limit[slot] = sequence.plan.limit
         self.sampling.copy_row(slot, sampling, 0)
         self.active[slot] = True
+
+    @torch.inference_mode()
+    def extract(
+        self,
+        slot: int,
+        indices: Sequence[int],
+        plan: PromptPlan,
+        *,
+        positions: Sequence[Tensor],
+        tokens: Sequence[int],
+        answer: str,
+    ) -> SavedSequence:
+        """Copy a sequence out of its slot, oldest entry first.
+
+        Args:
+            slot: Which.
+            indices: Tokens to take, in the order they were stored in.
+            plan: The sequence's layout.
+            positions: Per layer, true positions of its prompt's entries, ``[N, C]``.
+            tokens: See :class:`SavedSequence`.
+            answer: See :class:`SavedSequence`.
+        """
+        device = self.token.device
+        stored = torch.tensor(indices, dtype=torch.int64, device=device)
+        entries = torch.tensor([entry_of(plan, index) for index in indices], dtype=torch.int64, device=device)
+        from_end = int(self.position[slot]) - int(self.count[slot])  # a decoded token's position less its index
+        of_prompt = stored < plan.count
+
+        def true(prompt: Tensor) -> Tensor:
+            return torch.where(of_prompt, prompt[:, stored.clamp(max=plan.count - 1)], stored + from_end).int()
+
+        return SavedSequence(
+            [keys[slot].index_select(1, entries) for keys in self.keys],
+            [values[slot].index_select(1, entries) for values in self.values],
+            [true(prompt) for prompt in positions],
+            tuple(tokens),
+            answer,
+        )
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:

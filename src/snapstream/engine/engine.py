@@ -7,18 +7,21 @@ import logging
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from snapstream.attention import choose_backend
+from snapstream.compression import surviving_tokens
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.decode import Decode
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.request import CacheUse, Detokenizer, Request, RequestOutput, TokenLogprobs
+from snapstream.engine.prefill import Prefill, kept_shares
+from snapstream.engine.report import SlotUse, cache_use, slot_use
+from snapstream.engine.request import Detokenizer, Request, RequestOutput, TokenLogprobs
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import (
@@ -37,14 +40,10 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 
 
-class LLM:
-    """A model with a fixed number of slots, each with a cache of fixed size.
+class Engine:
+    """The slots and what runs in them; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
 
-    Use :meth:`generate` for a list of prompts; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
-
-    Example:
-        >>> llm = LLM("path/to/model", budget=4096, slots=8)  # doctest: +SKIP
-        >>> llm.generate("A very long text ...")[0].text  # doctest: +SKIP
+    It belongs to one thread; nothing here locks. :meth:`tokenize` alone may be called from others.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class LLM:
         eager = config.enforce_eager or not can_compile(self.device)
         loaded = load_model(checkpoint, spec, dtype, self.device)
         self.prefill = Prefill(
-            loaded, backend, self.budget, max_model_len=self.max_model_len, chunk=config.prefill_chunk, eager=eager
+            loaded, backend, self.budget, padded=self.plan.padded_len, chunk=config.prefill_chunk, eager=eager
         )
         self.decode = Decode(
             loaded,
@@ -126,88 +125,24 @@ class LLM:
             self.prefill.warm_up(pool)
             self.decode.warm_up(pool)
 
-    # -- for users --------------------------------------------------------------------------------------------------
-
-    def generate(
+    def add_request(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Generate for one prompt or many, batched as slots come free.
-
-        Args:
-            prompts: Text, or token ids, or a list of either.
-            params: One for all, or one per prompt; greedy with 128 tokens by default.
-
-        Returns:
-            The final output of each prompt, in order.
-
-        Raises:
-            RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
-        """
-        many = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
-        names: list[str] = []
-        try:
-            for prompt, one in zip(many, each, strict=True):
-                names.append(self.add_request(prompt, one))
-            finished: dict[str, RequestOutput] = {}
-            while len(finished) < len(names):
-                finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
-        finally:  # an error or an interrupt leaves nothing running
-            self._drop(names)
-        return [finished[name] for name in names]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
-        name = self.add_request(prompt, params)
-        try:
-            finished = False
-            while not finished:
-                for output in self._step_for([name]):
-                    finished = finished or output.finished
-                    yield output
-        finally:
-            self._drop([name])
-
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
-        """Generate the next turn of a conversation, laid out by the model's chat template.
-
-        Raises:
-            RequestError: The model has no chat template, or it rejects the messages.
-        """
-        return self.generate(self.chat_prompt(messages), params)[0]
-
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Lay a conversation out with the model's chat template; returns tokens.
-
-        Tokens rather than text: templates write the special tokens themselves, and encoding their text as a prompt
-        would add another beginning-of-sequence.
-
-        Raises:
-            RequestError: The model has no chat template, or it rejects the messages.
-        """
-        import jinja2
-
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("this model has no chat template; give a plain prompt instead")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:
-            raise RequestError(f"the chat template rejects these messages: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    # -- for a server -----------------------------------------------------------------------------------------------
-
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        past: SavedSequence | None = None,
+        keep: bool = False,
+    ) -> str:
         """Queue a request.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, or token ids; only what is new if there is a ``past``.
             params: How to sample; greedy by default.
             request_id: A name of the caller's, not in use; made up if not given.
+            past: The turns before, as the ``saved`` of an earlier output. The prompt is read over this compressed
+                cache, and both are compressed again at its end.
+            keep: Give the compressed cache out with the last output, for a next turn.
 
         Returns:
             The request's name.
@@ -219,20 +154,26 @@ class LLM:
         name = request_id if request_id is not None else next(n for n in self._names if n not in self._requests)
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use")
-        tokens = self._tokens_of(prompt)
+        if (past is not None or keep) and not self.config.sessions:
+            raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
+        tokens = self.tokenize(prompt)
+        before = 0 if past is None else len(past.tokens)
+        room = self.max_model_len - before - len(tokens)
         if not tokens:
             raise RequestError("the prompt has no tokens; give at least one")
-        if len(tokens) >= self.max_model_len:
+        if room < 1:
+            turns = f" after {before} of earlier turns" if before else ""
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens; with max_model_len={self.max_model_len} at most "
-                f"{self.max_model_len - 1} fit. Shorten it or raise max_model_len"
+                f"the prompt has {len(tokens)} tokens{turns}; with max_model_len={self.max_model_len} at most "
+                f"{max(self.max_model_len - 1 - before, 0)} fit. Shorten it or raise max_model_len"
             )
         if (params.logprobs or 0) > self._first_token.max_logprobs:
             raise RequestError(
                 f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs} (max_logprobs)"
             )
         self._check_tokens(params.forced)
-        if len(params.forced) > self.max_model_len - len(tokens):
+        self._check_tokens(list(params.logit_bias))
+        if len(params.forced) > room:
             raise RequestError(
                 f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
                 f"max_model_len={self.max_model_len}"
@@ -245,8 +186,10 @@ class LLM:
             seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
             budget=self.budget.for_request(params.kv_budget),
             stop_ids=frozenset(stop_ids),
-            max_tokens=min(params.max_tokens, self.max_model_len - len(tokens)),
+            max_tokens=min(params.max_tokens, room),
             detokenizer=Detokenizer(self.tokenizer),
+            past=past,
+            keep=keep,
         )
         self.scheduler.add(request)
         return name
@@ -264,8 +207,8 @@ class LLM:
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
-        return self.scheduler.busy
+        """Whether :meth:`step` has anything to do, or to say."""
+        return self.scheduler.busy or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run at most one prefill chunk, then one decode launch.
@@ -285,8 +228,8 @@ class LLM:
         if running:
             self._decode_launch(running)
             touched.update((request.request_id, request) for request in running)
-        delivered += [self._output(request) for request in touched.values()]
         for request in touched.values():
+            delivered.append(self._output(request))
             if request.finish_reason is not None:
                 self._finish(request)
         return delivered
@@ -302,21 +245,17 @@ class LLM:
         request = self._requests[request_id]
         return request.prefilled, len(request.prompt)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    def slots(self) -> list[SlotUse | None]:
+        """What each slot holds; ``None`` for a free one."""
+        each = self.scheduler.decoding
+        return [None if one is None else slot_use(one, self.plan.bytes_per_token) for one in each]
 
-    def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
-        """One step; outputs of other requests are kept for the next."""
-        outputs = self.step()
-        self._undelivered = [output for output in outputs if output.request_id not in names]
-        return [output for output in outputs if output.request_id in names]
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt as the engine reads it; may be called from any thread.
 
-    def _drop(self, names: Sequence[str]) -> None:
-        """Abort what still runs of these requests and forget what nobody will ask for."""
-        for name in names:
-            self.abort(name)
-        self._undelivered = [output for output in self._undelivered if output.request_id not in names]
-
-    def _tokens_of(self, prompt: Prompt) -> list[int]:
+        Raises:
+            RequestError: Not text, or tokens that the model does not have.
+        """
         if isinstance(prompt, str):
             try:
                 tokens = list(self.tokenizer.encode(prompt))
@@ -344,31 +283,38 @@ class LLM:
             return True
 
     def _read_chunk(self, request: Request) -> bool:
-        start, length = request.prefilled, len(request.prompt)
-        logits = self.prefill.held_logits(request.prompt) if start == 0 else None
+        start, length, past = request.prefilled, len(request.prompt), request.past
+        logits = self.prefill.held_logits(request.prompt) if start == 0 and past is None else None
         if logits is not None:  # the request before had the same prompt
             request.prefilled = length
         else:
+            if start == 0 and past is not None:
+                self.prefill.load(past)
+            entries = 0 if past is None else past.entries
             tokens = request.prompt[start : start + self.config.prefill_chunk]
-            logits = self.prefill.run_chunk(tokens, start)
+            logits = self.prefill.run_chunk(tokens, entries + start, request.before - entries)
             request.prefilled += len(tokens)
         if request.prefilled < length:
             return False
-        sequence = self.prefill.finish(request.prompt, request.budget, logits)
+        sequence = self.prefill.finish(request.prompt, request.budget, logits, past)
         request.plan = sequence.plan
+        request.shares = kept_shares(sequence)
+        if request.keep:
+            request.positions = sequence.positions
         if request.params.telemetry:
             request.kept = self.prefill.telemetry(sequence)
         with torch.inference_mode():
-            prompt = torch.tensor(request.prompt, device=self.device)
+            tokens = [*(past.tokens if past else ()), *request.prompt]
+            prompt = torch.tensor(tokens, dtype=torch.int64, device=self.device)
             self._first_token.assign(0, request.params, request.seed, prompt)
-            position = torch.tensor([length], device=self.device)
+            position = torch.tensor([sequence.position], device=self.device)
             active = torch.ones(1, dtype=torch.bool, device=self.device)
             forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
             sampled = sample(sequence.logits, self._first_token, position, active, forced)
         token = int(sampled.tokens[0])
         request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
         slot = self.scheduler.start_decode(request)
-        if request.finish_reason is None:
+        if request.finish_reason is None or request.keep:
             self.decode.insert(slot, sequence, token, self._first_token)
         return True
 
@@ -407,7 +353,13 @@ class LLM:
         del self._requests[request.request_id]
 
     def _output(self, request: Request) -> RequestOutput:
-        new_text = request.take_new_text()
+        saved, new_text = None, ""
+        try:
+            new_text = request.take_new_text()
+            if request.keep and request.finish_reason in ("stop", "length"):
+                saved = self._save(request)
+        except Exception as error:
+            self._fail(request, error)
         return RequestOutput(
             request_id=request.request_id,
             text=request.text[: request.reported],
@@ -417,39 +369,30 @@ class LLM:
             finish_reason=request.finish_reason,
             error=request.error,
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            cache=self._cache_use(request),
+            cache=cache_use(request, self.plan.bytes_per_token),
+            saved=saved,
         )
 
-    def _cache_use(self, request: Request) -> CacheUse | None:
-        plan = request.plan
-        if plan is None:
-            return None
-        sink = min(request.budget.sink, plan.length)
-        return CacheUse(
-            prompt_tokens=plan.length,
-            sink=sink,
-            pinned=min(plan.base, plan.count) - sink,
-            recent=max(plan.count - plan.base, 0),
-            dropped=plan.dropped,
-            limit=plan.limit,
-            bytes_held=plan.limit * self.plan.bytes_per_token,
-            bytes_full=(plan.length + len(request.tokens)) * self.plan.bytes_per_token,
-            kept=request.kept,
+    def _save(self, request: Request) -> SavedSequence:
+        """Take out of its slot what a next turn may go on from: whole tokens, and nothing decoded past the end.
+
+        How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
+        as it can: the same conversation always goes on from the same cache.
+        """
+        plan, slot = request.plan, request.slot
+        assert plan is not None
+        assert slot is not None
+        tokens = request.whole_tokens()
+        written = plan.count + len(request.tokens) - 1 + self.config.decode_steps
+        indices = surviving_tokens(plan, plan.count + tokens, written)
+        return self.decode.extract(
+            slot,
+            indices,
+            plan,
+            positions=request.positions,
+            tokens=[*(request.past.tokens if request.past else ()), *request.prompt, *request.tokens[:tokens]],
+            answer=request.text[: request.ends[tokens - 1]] if tokens else "",
         )
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        items: list[Any] = list(prompts)
-    except TypeError:
-        raise RequestError(f"prompts is {prompts!r}; give text, token ids, or a list of either") from None
-    try:
-        operator.index(items[0])
-    except (IndexError, TypeError):
-        return items
-    return [items]  # a list of token ids is one prompt
 
 
 def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:

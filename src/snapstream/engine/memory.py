@@ -25,6 +25,7 @@ class MemoryPlan:
         staging: The dense cache of the one prompt being read, the window's queries, and one compressed sequence on
             its way to a slot. All but that sequence is allocated once and kept.
         workspace: Largest temporaries of a prefill chunk, of the votes and of sampling.
+        sessions: Caches of conversations kept between turns, when there are as many as allowed.
         metadata: Per-slot state, sampling parameters and token counts.
         full_slots: What the slots would take with a full cache of ``max_model_len`` tokens each.
         slot_count: Slots.
@@ -40,6 +41,7 @@ class MemoryPlan:
     slots: int
     staging: int
     workspace: int
+    sessions: int
     metadata: int
     full_slots: int
     slot_count: int
@@ -53,12 +55,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Peak, while a prompt is read."""
-        return self.weights + self.slots + self.staging + self.workspace + self.metadata
+        return self.steady + self.workspace
 
     @property
     def steady(self) -> int:
         """What stays while no prompt is being read."""
-        return self.weights + self.slots + self.staging + self.metadata
+        return self.weights + self.slots + self.staging + self.sessions + self.metadata
 
     @property
     def total_full(self) -> int:
@@ -70,7 +72,9 @@ class MemoryPlan:
         return (
             f"memory: weights {gigabytes(self.weights)}, {self.slot_count} caches of {self.cache_entries} entries "
             f"{gigabytes(self.slots)} (full caches of {self.max_model_len}: {gigabytes(self.full_slots)}), "
-            f"staging {gigabytes(self.staging)}, metadata {gigabytes(self.metadata)}; peak {gigabytes(self.total)} "
+            f"staging {gigabytes(self.staging)}, "
+            + (f"sessions {gigabytes(self.sessions)}, " if self.sessions else "")
+            + f"metadata {gigabytes(self.metadata)}; peak {gigabytes(self.total)} "
             f"(full: {gigabytes(self.total_full)})"
         )
 
@@ -137,7 +141,7 @@ def plan_memory(
     item = dtype.itemsize
     per_token = spec.kv_bytes_per_token(dtype)
     capacity, chunk = budget.capacity, config.prefill_chunk
-    padded = staging_length(max_model_len, chunk)
+    padded = staging_length(max_model_len, chunk, continued=config.sessions > 0)
     window = spec.layers * spec.heads * budget.window * spec.head_dim * item
     wide = max(2 * spec.intermediate_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
@@ -150,7 +154,9 @@ def plan_memory(
         slots=config.slots * capacity * per_token,
         staging=padded * per_token + window + capacity * per_token,
         workspace=max(chunk_temporaries, votes, sampling),
-        metadata=(config.slots + 1) * (spec.vocab_size * 5 + 100),
+        sessions=config.sessions * capacity * (per_token + spec.layers * spec.kv_heads * 4),
+        # Token counts, a flag and a bias per token of the vocabulary.
+        metadata=(config.slots + 1) * (spec.vocab_size * 9 + 100),
         full_slots=config.slots * max_model_len * per_token,
         slot_count=config.slots,
         cache_entries=capacity,

@@ -20,8 +20,9 @@ from snapstream.compression import (
     plan_tensors,
 )
 from snapstream.config import CacheBudget
+from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.request import KeptTokens
+from snapstream.engine.report import KEPT_PARTS, KeptTokens
 from snapstream.models import LlamaModel
 
 TELEMETRY_WINDOW = 32
@@ -35,7 +36,8 @@ class CompressedSequence:
     Attributes:
         keys: Per layer, ``[N, C, D]``; ``C`` is the request's, at most the engine's.
         values: Per layer, ``[N, C, D]``.
-        positions: Per layer, the prompt position of each entry, ``[N, C]``; -1 for padding.
+        chosen: Per layer, the entry of the staging cache that each entry came from, ``[N, C]``; -1 for padding.
+        positions: The same as positions in the conversation; other numbers only after a turn before.
         plan: ``base``, ``count`` and ``limit`` of its cache.
         position: True position of the next token.
         logits: Of the last prompt token, float32 ``[1, vocab]``; the first token is drawn from them.
@@ -43,6 +45,7 @@ class CompressedSequence:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    chosen: Sequence[Tensor]
     positions: Sequence[Tensor]
     plan: PromptPlan
     position: int
@@ -58,10 +61,20 @@ class Prefill:
         backend: AttentionBackend,
         budget: CacheBudget,
         *,
-        max_model_len: int,
+        padded: int,
         chunk: int,
         eager: bool,
     ) -> None:
+        """Allocate the staging cache.
+
+        Args:
+            model: The model.
+            backend: Attention.
+            budget: The engine's cache budget.
+            padded: Tokens of the staging cache, see :func:`staging_length`.
+            chunk: Prompt tokens of one launch.
+            eager: Neither compile nor capture.
+        """
         spec = model.spec
         parameter = model.embedding.weight
         device, dtype = parameter.device, parameter.dtype
@@ -69,7 +82,6 @@ class Prefill:
         self.chunk = chunk
         self.scale = spec.head_dim**-0.5
         self.device = device
-        padded = staging_length(max_model_len, chunk)
         self.buckets = staging_buckets(padded, chunk)
 
         def tensors(*shape: int) -> list[Tensor]:
@@ -81,6 +93,8 @@ class Prefill:
         self.window = tensors(spec.heads, budget.window, spec.head_dim)
         self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
+        # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
+        self.ahead = torch.zeros((), dtype=torch.int64, device=device)
         self.used = torch.zeros((), dtype=torch.int64, device=device)
         self.layers = torch.arange(spec.layers, device=device)
         self.plan = plan_tensors([plan_prompt(1, budget)], device)
@@ -104,12 +118,20 @@ class Prefill:
             graph.warm_up(pool)
 
     @torch.inference_mode()
-    def run_chunk(self, tokens: Sequence[int], start: int) -> Tensor:
+    def load(self, past: SavedSequence) -> None:
+        """Begin a prompt with the cache of a conversation so far."""
+        self._held = None
+        for mine, theirs in zip((*self.keys, *self.values), (*past.keys, *past.values), strict=True):
+            mine[:, : past.entries].copy_(theirs)
+
+    @torch.inference_mode()
+    def run_chunk(self, tokens: Sequence[int], start: int, ahead: int = 0) -> Tensor:
         """Read the next chunk of the prompt.
 
         Args:
             tokens: At most ``chunk`` tokens; fewer only at the end of the prompt.
-            start: Position of the first; a multiple of ``chunk``.
+            start: Entry of the staging cache for the first.
+            ahead: What to add to entries to get true positions.
 
         Returns:
             Logits of the last token given, float32 ``[1, vocab]``.
@@ -119,6 +141,7 @@ class Prefill:
         self.tokens[:used] = torch.tensor(tokens, dtype=torch.int64)
         self.tokens[used:] = 0
         self.start.fill_(start)
+        self.ahead.fill_(ahead)
         self.used.fill_(used)
         size = next(size for size in self.chunk_graphs if size >= start + self.chunk)
         logits: Tensor = self.chunk_graphs[size]()
@@ -129,17 +152,21 @@ class Prefill:
         return self._held[1] if self._held is not None and self._held[0] == prompt else None
 
     @torch.inference_mode()
-    def finish(self, prompt: list[int], budget: CacheBudget, logits: Tensor) -> CompressedSequence:
+    def finish(
+        self, prompt: list[int], budget: CacheBudget, logits: Tensor, past: SavedSequence | None = None
+    ) -> CompressedSequence:
         """Compress the prompt that has been read.
 
         Args:
-            prompt: Its tokens.
+            prompt: Its tokens, without those of ``past``.
             budget: The request's; at most the engine's. A policy of its own is computed outside the static graphs.
             logits: What the last chunk returned.
+            past: The cache it began with. Only tokens read after it vote: the queries of those before are gone.
         """
-        self._held = (prompt, logits)
-        length = len(prompt)
-        plan = plan_prompt(length, budget)
+        self._held = (prompt, logits) if past is None else None
+        before = 0 if past is None else past.entries
+        length = before + len(prompt)
+        plan = plan_prompt(length, budget, before)
         if plan.dropped == 0:  # nothing to choose: entry i is token i
             entry = torch.arange(budget.capacity, device=self.device)
             positions = torch.where(entry < plan.count, entry, -1).expand(self.keys[0].shape[0], -1)
@@ -155,8 +182,10 @@ class Prefill:
             kept = self.compress_graphs[size]()
             if self.device.type == "cuda":  # a captured graph writes its result to the same place each time
                 kept = [CompressedKV(one.keys.clone(), one.values.clone(), one.positions.clone()) for one in kept]
-        keys, values = [one.keys for one in kept], [one.values for one in kept]
-        return CompressedSequence(keys, values, [one.positions for one in kept], plan, length, logits)
+        keys, values, chosen = ([one[part] for one in kept] for part in range(3))
+        true = chosen if past is None else [past.true_positions(one, layer) for layer, one in enumerate(chosen)]
+        position = length if past is None else len(past.tokens) + len(prompt)
+        return CompressedSequence(keys, values, chosen, true, plan, position, logits)
 
     @torch.inference_mode()
     def telemetry(self, sequence: CompressedSequence) -> KeptTokens:
@@ -164,12 +193,12 @@ class Prefill:
         plan = sequence.plan
         tensors = plan_tensors([plan], self.device)
         mass, positions = [], []
-        for window, keys, chosen in zip(self.window, self.keys, sequence.positions, strict=True):
-            kept = chosen[:, : plan.count]
+        for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
+            kept = sequence.chosen[layer][:, : plan.count]
             voters = window[None, :, -TELEMETRY_WINDOW:]
             shares = kept_attention(voters, keys[None, :, : plan.length], kept[None], tensors, scale=self.scale)
             mass.append(float(shares.mean()))
-            positions.append(tuple(tuple(head) for head in kept.tolist()))
+            positions.append(tuple(tuple(head) for head in sequence.positions[layer][:, : plan.count].tolist()))
         return KeptTokens(tuple(mass), tuple(positions))
 
     def _same_policy(self, budget: CacheBudget) -> bool:
@@ -201,7 +230,7 @@ class Prefill:
         keys, values, tails = self.keys, self.values, self.window
         rows = torch.arange(self.chunk, device=self.device)
         tail_rows = torch.arange(window, device=self.device)
-        tokens, start, used = self.tokens, self.start, self.used
+        tokens, start, ahead, used = self.tokens, self.start, self.ahead, self.used
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             place = start + rows
@@ -212,7 +241,7 @@ class Prefill:
             return backend.prefill(query, keys[layer][:, :size], values[layer][:, :size], start, scale)
 
         def run() -> Tensor:
-            hidden = model(tokens, start + rows, attend)
+            hidden = model(tokens, start + ahead + rows, attend)
             return model.logits(hidden.index_select(0, (used - 1).view(1)))
 
         return run
@@ -222,9 +251,33 @@ class Prefill:
         return lambda: self._compress(size, self.budget, self.plan)
 
 
-def staging_length(max_model_len: int, chunk: int) -> int:
-    """Tokens the staging cache holds: whole chunks."""
-    return -(-max_model_len // chunk) * chunk
+@torch.inference_mode()
+def kept_shares(sequence: CompressedSequence) -> Tensor | None:
+    """How much of each of :data:`KEPT_PARTS` equal parts of a prompt was kept, averaged over layers and heads.
+
+    Returns:
+        float32 ``[KEPT_PARTS]`` between 0 and 1, on the device; ``None`` if nothing was dropped.
+    """
+    length = sequence.position
+    if length == sequence.plan.count:
+        return None
+    device = sequence.keys[0].device
+    positions = torch.stack([layer[:, : sequence.plan.count] for layer in sequence.positions])
+    copies = positions.shape[0] * positions.shape[1]
+    kept = torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    sizes = torch.bincount(torch.arange(length, device=device) * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    return kept / (sizes * copies).clamp(min=1)
+
+
+def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
+    """Tokens the staging cache holds: whole chunks.
+
+    Args:
+        max_model_len: Longest sequence.
+        chunk: Prompt tokens of one launch.
+        continued: A prompt may begin after the entries of a saved cache, so that no chunk of it starts at a multiple.
+    """
+    return (-(-max_model_len // chunk) + continued) * chunk
 
 
 def staging_buckets(padded: int, chunk: int) -> tuple[int, ...]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from snapstream.compression import PromptPlan
 from snapstream.config import CacheBudget, SamplingParams
+from snapstream.engine.conversation import SavedSequence
+from snapstream.engine.report import CacheUse, KeptTokens
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -19,48 +24,6 @@ class Phase(enum.Enum):
     PREFILL = enum.auto()
     DECODE = enum.auto()
     FINISHED = enum.auto()
-
-
-@dataclass(frozen=True)
-class KeptTokens:
-    """What compression kept of one prompt, token by token.
-
-    Attributes:
-        mass: Per layer, the share of the attention of the last prompt tokens (32, or the engine's window if that is
-            shorter) that went to tokens which were kept, averaged over these tokens and the heads; 1 if nothing was
-            dropped.
-        positions: Per layer and KV head, the positions in the prompt that were kept, in order.
-    """
-
-    mass: tuple[float, ...]
-    positions: tuple[tuple[tuple[int, ...], ...], ...]
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    """What compression kept of one prompt, per layer and KV head, and what that takes over all layers.
-
-    Attributes:
-        prompt_tokens: Length of the prompt.
-        sink: First tokens kept.
-        pinned: Tokens kept by vote.
-        recent: Last tokens kept.
-        dropped: Tokens left out.
-        limit: Most entries the sequence will ever hold.
-        bytes_held: Keys and values of ``limit`` entries.
-        bytes_full: Keys and values of prompt and output so far, had none been dropped.
-        kept: Which tokens were kept, if asked for.
-    """
-
-    prompt_tokens: int
-    sink: int
-    pinned: int
-    recent: int
-    dropped: int
-    limit: int
-    bytes_held: int
-    bytes_full: int
-    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +49,8 @@ class RequestOutput:
         error: What went wrong, with ``finish_reason="error"``.
         logprobs: One entry per token if asked for.
         cache: What was kept of the prompt; ``None`` until prefill has ended.
+        saved: With the last output, if it was asked for and the request was not cut short: what a next turn goes on
+            from.
     """
 
     request_id: str
@@ -97,6 +62,7 @@ class RequestOutput:
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     cache: CacheUse | None
+    saved: SavedSequence | None = None
 
 
 @dataclass
@@ -111,6 +77,8 @@ class Request:
     stop_ids: frozenset[int]
     max_tokens: int
     detokenizer: Detokenizer
+    past: SavedSequence | None = None
+    keep: bool = False
     phase: Phase = Phase.WAITING
     prefilled: int = 0
     slot: int | None = None
@@ -118,11 +86,24 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
+    ends: list[int] = field(default_factory=list)
     reported: int = 0
     forced_text: int = 0
     kept: KeptTokens | None = None
+    shares: Tensor | None = None
+    positions: Sequence[Tensor] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def before(self) -> int:
+        """Tokens of earlier turns."""
+        return 0 if self.past is None else len(self.past.tokens)
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the conversation up to now."""
+        return self.before + len(self.prompt) + len(self.tokens)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token; sets ``finish_reason`` if it is the last."""
@@ -134,6 +115,7 @@ class Request:
         at_length = len(self.tokens) >= self.max_tokens
         if not at_stop:
             self.text += self.detokenizer.add(token)
+            self.ends.append(-1 if self.detokenizer.pending else len(self.text))
         if at_stop or at_length:
             self.text += self.detokenizer.flush()
         if is_forced:
@@ -151,6 +133,14 @@ class Request:
         end = max(end, self.reported)
         new, self.reported = self.text[self.reported : end], end
         return new
+
+    def whole_tokens(self) -> int:
+        """Tokens whose text the output has in full, and after which a next turn may go on; not the last one.
+
+        The last token has not been read, an end token is no text, and a stop string cuts text inside of tokens.
+        """
+        fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self.ends[n - 1] <= len(self.text))
+        return next(fitting, 0)
 
     def _cut_at_stop_string(self) -> bool:
         start = max(self.reported, self.forced_text)
@@ -180,6 +170,11 @@ class Detokenizer:
         self._tokenizer = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last tokens have not become text yet."""
+        return bool(self._pending)
 
     def add(self, token: int) -> str:
         """Text that ``token`` completes; may be empty."""

@@ -50,6 +50,7 @@ class SamplingState:
         self.frequency = column(0.0)
         self.repetition = column(1.0)
         self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(slots, vocab_size, dtype=torch.float32, device=device)
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
 
     def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor) -> None:
@@ -72,6 +73,11 @@ class SamplingState:
         self.output_counts[slot] = 0
         self.in_prompt[slot] = False
         self.in_prompt[slot, prompt] = True
+        self.bias[slot] = 0
+        if params.logit_bias:
+            device = self.bias.device
+            tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+            self.bias[slot, tokens] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
         """Take over a row of another state."""
@@ -93,7 +99,7 @@ def impose(tokens: Tensor, forced: Tensor) -> Tensor:
 def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor, forced: Tensor) -> Sampled:
     """Draw a token for every slot and count it.
 
-    Penalties, temperature, min-p, top-k and top-p apply in this order.
+    Penalties and bias, temperature, min-p, top-k and top-p apply in this order.
 
     Args:
         logits: float32 ``[B, vocab]``.
@@ -128,4 +134,5 @@ def _penalize(logits: Tensor, state: SamplingState) -> Tensor:
     seen = state.output_counts > 0
     factor = torch.where(seen | state.in_prompt, state.repetition[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - seen * state.presence[:, None] - state.output_counts * state.frequency[:, None]
+    logits = logits - seen * state.presence[:, None] - state.output_counts * state.frequency[:, None]
+    return logits + state.bias

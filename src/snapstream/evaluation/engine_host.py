@@ -11,7 +11,8 @@ from typing import Any
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM
 from snapstream.engine.prefill import TELEMETRY_WINDOW
-from snapstream.engine.request import KeptTokens, RequestOutput
+from snapstream.engine.report import KeptTokens
+from snapstream.engine.request import RequestOutput
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Job, Prompts

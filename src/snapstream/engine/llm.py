@@ -1,0 +1,120 @@
+"""The engine with a plain interface: a list of prompts in, their outputs back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from snapstream.config import SamplingParams
+from snapstream.engine.engine import Engine, Prompt
+from snapstream.engine.request import RequestOutput
+from snapstream.errors import RequestError
+
+
+class LLM(Engine):
+    """A model with a fixed number of slots, each with a cache of fixed size.
+
+    Use :meth:`generate` for a list of prompts; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
+
+    Example:
+        >>> llm = LLM("path/to/model", budget=4096, slots=8)  # doctest: +SKIP
+        >>> llm.generate("A very long text ...")[0].text  # doctest: +SKIP
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, batched as slots come free.
+
+        Args:
+            prompts: Text, or token ids, or a list of either.
+            params: One for all, or one per prompt; greedy with 128 tokens by default.
+
+        Returns:
+            The final output of each prompt, in order.
+
+        Raises:
+            RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
+        """
+        many = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
+        names: list[str] = []
+        try:
+            for prompt, one in zip(many, each, strict=True):
+                names.append(self.add_request(prompt, one))
+            finished: dict[str, RequestOutput] = {}
+            while len(finished) < len(names):
+                finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
+        finally:  # an error or an interrupt leaves nothing running
+            self._drop(names)
+        return [finished[name] for name in names]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
+        name = self.add_request(prompt, params)
+        try:
+            finished = False
+            while not finished:
+                for output in self._step_for([name]):
+                    finished = finished or output.finished
+                    yield output
+        finally:
+            self._drop([name])
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Generate the next turn of a conversation, laid out by the model's chat template.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Lay a conversation out with the model's chat template; returns tokens.
+
+        Tokens rather than text: templates write the special tokens themselves, and encoding their text as a prompt
+        would add another beginning-of-sequence.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
+        import jinja2
+
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template; give a plain prompt instead")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:
+            raise RequestError(f"the chat template rejects these messages: {error}") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
+        """One step; outputs of other requests are kept for the next."""
+        outputs = self.step()
+        self._undelivered = [output for output in outputs if output.request_id not in names]
+        return [output for output in outputs if output.request_id in names]
+
+    def _drop(self, names: Sequence[str]) -> None:
+        """Abort what still runs of these requests and forget what nobody will ask for."""
+        for name in names:
+            self.abort(name)
+        self._undelivered = [output for output in self._undelivered if output.request_id not in names]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        items: list[Any] = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts is {prompts!r}; give text, token ids, or a list of either") from None
+    try:
+        operator.index(items[0])
+    except (IndexError, TypeError):
+        return items
+    return [items]  # a list of token ids is one prompt
