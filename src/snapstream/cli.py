@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from snapstream.assets import TASK_MODEL
-from snapstream.config import CacheBudget, EngineConfig, Preset, SamplingParams
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
 from snapstream.evaluation.command import evaluate
+from snapstream.options import Budget, Device, Dtype, MaxLength, Model, Policy, parse_budget, quiet
+from snapstream.serving.command import serve
 
 app = typer.Typer(
     help="LLM inference with a KV cache of fixed size per sequence.",
@@ -32,23 +32,6 @@ app = typer.Typer(
 )
 messages = Console(stderr=True)
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Checkpoint directory or hub id. Default: the small shipped model.")
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        "--budget",
-        "-b",
-        help="Cache entries per sequence, or a JSON object of CacheBudget fields. Default: a full cache.",
-    ),
-]
-Policy = Annotated[str, typer.Option(help="What the budget keeps: snapstream, streaming, sage-kv, random or full.")]
-MaxLength = Annotated[
-    int | None, typer.Option("--max-model-len", help="Longest prompt plus output. Default: what the model allows.")
-]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SHIPPED = str(TASK_MODEL)
 
@@ -94,7 +77,7 @@ def demo(
     from snapstream.evaluation.tasks.needle import notes
 
     small = budget or tokens // 4
-    with _quiet():
+    with quiet():
         tokenizer = load_tokenizer(SHIPPED)
     number = max(facts, questions)
     try:
@@ -115,7 +98,7 @@ def demo(
             f"[italic]{made.text[:150]}…[/italic]\nA fact in it: [italic]{_sentence_with(asked[0].parts[0], made.text)}"
             f"[/italic] Its question: [italic]…{asked[0].ask}[/italic]\n",
         )
-    with _quiet(), messages.status("starting") as status:
+    with quiet(), messages.status("starting") as status:
         results = compare_policies(
             SHIPPED, made, tokens, asked, budgets, slots=slots, enforce_eager=not compiled, report=status.update
         )
@@ -199,11 +182,11 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     text = _read_prompt(prompt, file)
-    parsed = _parse_budget(budget, policy)
+    parsed = parse_budget(budget, policy)
     from snapstream.engine import LLM
     from snapstream.engine.memory import gigabytes
 
-    with _quiet():
+    with quiet():
         config = EngineConfig(
             max_model_len=max_model_len,
             slots=1,
@@ -288,13 +271,13 @@ def plan(
     from snapstream.engine.settings import choose_budget, choose_max_model_len
     from snapstream.models.weights import load_spec, resolve_config
 
-    with _quiet():
+    with quiet():
         spec = load_spec(resolve_config(model))
     if memory is not None and not 0 < memory < 2**40:
         raise ConfigurationError(f"memory is {memory} GiB; it must be a positive number")
     config = EngineConfig(slots=slots, prefill_chunk=prefill_chunk, dtype=dtype)
     length = choose_max_model_len(max_model_len, spec.max_position)
-    chosen = choose_budget(_parse_budget(budget, policy), length)
+    chosen = choose_budget(parse_budget(budget, policy), length)
     available = None if memory is None else int(memory * 2**30)
     kind = spec.dtype if dtype == "auto" else getattr(torch, dtype)
     planned = plan_memory(spec, config, chosen, max_model_len=length, dtype=kind, available=available)
@@ -329,6 +312,7 @@ def plan(
     planned.check()
 
 
+app.command("serve")(serve)
 app.command("eval")(evaluate)
 
 
@@ -366,20 +350,6 @@ def _decoded(data: bytes, source: str) -> str:
         raise RequestError(f"{source} is not UTF-8 text (byte {error.start})") from error
 
 
-def _parse_budget(budget: str | None, policy: str) -> CacheBudget | None:
-    if policy not in get_args(Preset):
-        raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(get_args(Preset))}")
-    if budget is None:
-        if policy not in ("snapstream", "full"):
-            raise ConfigurationError(f"policy {policy} needs a --budget")
-        return None
-    with contextlib.suppress(ValueError):
-        return CacheBudget.preset(cast(Preset, policy), int(budget))
-    if policy != "snapstream":
-        raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
-    return CacheBudget.parse(budget)
-
-
 def _sentence_with(words: str, text: str) -> str:
     at = text.index(words)
     return text[text.rindex(".", 0, at) + 2 : text.index(".", at) + 1]
@@ -387,19 +357,6 @@ def _sentence_with(words: str, text: str) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' own notes and progress bars off the terminal."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 if __name__ == "__main__":

@@ -4,3 +4,9 @@ from pathlib import Path
 
 TASK_MODEL = Path(__file__).parent / "task-model"
 """A small model that finds things in long texts, trained on the tasks of the accuracy lab; see its README.md."""
+
+PLAIN_CHAT = Path(__file__).parent / "plain-chat.jinja"
+"""A chat template for models that have none: the messages, one after the other."""
+
+EXAMPLE = Path(__file__).parent / "example.json"
+"""A text with notes and a question that the shipped model can answer."""

@@ -29,6 +29,7 @@ from snapstream.engine.settings import (
     choose_budget,
     choose_device,
     choose_max_model_len,
+    load_sampling_defaults,
     load_tokenizer,
 )
 from snapstream.errors import ConfigurationError, RequestError
@@ -100,6 +101,7 @@ class Engine:
         self.plan.check()
         checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
         self.tokenizer = load_tokenizer(str(checkpoint))
+        self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         eager = config.enforce_eager or not can_compile(self.device)
         loaded = load_model(checkpoint, spec, dtype, self.device)
         self.prefill = Prefill(
@@ -194,16 +196,35 @@ class Engine:
         self.scheduler.add(request)
         return name
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> bool:
         """End a request wherever it is and free its slot at once; unknown or finished ones are ignored.
 
         The next :meth:`step` returns its final output.
+
+        Returns:
+            Whether it was there.
         """
         request = self._requests.get(request_id)
         if request is not None:
             request.finish_reason = "abort"
             self._undelivered.append(self._output(request))
             self._finish(request)
+        return request is not None
+
+    def discard(self, request_ids: Sequence[str]) -> None:
+        """Abort what still runs of these requests, and return no more output of them."""
+        for name in request_ids:
+            self.abort(name)
+        self._undelivered = [output for output in self._undelivered if output.request_id not in request_ids]
+
+    def reset(self) -> None:
+        """End all requests without a word and free all slots, whatever state an error has left things in."""
+        self.scheduler = Scheduler(self.config.slots)
+        self._requests.clear()
+        self._undelivered.clear()
+        self.prefill.forget()
+        for slot in range(self.config.slots):
+            self.decode.release(slot)
 
     @property
     def busy(self) -> bool:
@@ -244,6 +265,12 @@ class Engine:
             raise RequestError(f"no request {request_id!r} is running")
         request = self._requests[request_id]
         return request.prefilled, len(request.prompt)
+
+    @property
+    def reading(self) -> str | None:
+        """The request whose prompt is being read."""
+        request = self.scheduler.prefilling
+        return None if request is None else request.request_id
 
     def slots(self) -> list[SlotUse | None]:
         """What each slot holds; ``None`` for a free one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from snapstream.config import SamplingParams
@@ -51,7 +51,7 @@ class LLM(Engine):
             while len(finished) < len(names):
                 finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
         finally:  # an error or an interrupt leaves nothing running
-            self._drop(names)
+            self.discard(names)
         return [finished[name] for name in names]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -64,7 +64,7 @@ class LLM(Engine):
                     finished = finished or output.finished
                     yield output
         finally:
-            self._drop([name])
+            self.discard([name])
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Generate the next turn of a conversation, laid out by the model's chat template.
@@ -83,27 +83,27 @@ class LLM(Engine):
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        import jinja2
+        return list(self.tokenizer.encode(self.chat_text(messages), add_special_tokens=False))
 
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation as the model's chat template lays it out, up to where the answer begins.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError("this model has no chat template; give a plain prompt instead")
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:
+        except Exception as error:  # a template is a program, and may fail as one
             raise RequestError(f"the chat template rejects these messages: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return str(text)
 
     def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
         """One step; outputs of other requests are kept for the next."""
         outputs = self.step()
         self._undelivered = [output for output in outputs if output.request_id not in names]
         return [output for output in outputs if output.request_id in names]
-
-    def _drop(self, names: Sequence[str]) -> None:
-        """Abort what still runs of these requests and forget what nobody will ask for."""
-        for name in names:
-            self.abort(name)
-        self._undelivered = [output for output in self._undelivered if output.request_id not in names]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

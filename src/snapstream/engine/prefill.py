@@ -147,6 +147,10 @@ class Prefill:
         logits: Tensor = self.chunk_graphs[size]()
         return logits.clone()
 
+    def forget(self) -> None:
+        """Trust nothing that has been read."""
+        self._held = None
+
     def held_logits(self, prompt: list[int]) -> Tensor | None:
         """Logits of the last token of ``prompt`` if it is the one that was read last: it need not be read again."""
         return self._held[1] if self._held is not None and self._held[0] == prompt else None
@@ -252,21 +256,21 @@ class Prefill:
 
 
 @torch.inference_mode()
-def kept_shares(sequence: CompressedSequence) -> Tensor | None:
+def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
     """How much of each of :data:`KEPT_PARTS` equal parts of a prompt was kept, averaged over layers and heads.
 
     Returns:
-        float32 ``[KEPT_PARTS]`` between 0 and 1, on the device; ``None`` if nothing was dropped.
+        Numbers between 0 and 1; all 1 if nothing was dropped.
     """
     length = sequence.position
     if length == sequence.plan.count:
-        return None
+        return (1.0,) * KEPT_PARTS
     device = sequence.keys[0].device
     positions = torch.stack([layer[:, : sequence.plan.count] for layer in sequence.positions])
     copies = positions.shape[0] * positions.shape[1]
     kept = torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
     sizes = torch.bincount(torch.arange(length, device=device) * KEPT_PARTS // length, minlength=KEPT_PARTS)
-    return kept / (sizes * copies).clamp(min=1)
+    return tuple((kept / (sizes * copies).clamp(min=1)).tolist())
 
 
 def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:

@@ -129,5 +129,5 @@ def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
         generated=len(request.tokens),
         bytes_held=plan.limit * bytes_per_token,
         bytes_full=request.seen * bytes_per_token,
-        kept=(1.0,) * KEPT_PARTS if request.shares is None else tuple(request.shares.tolist()),
+        kept=request.shares,
     )

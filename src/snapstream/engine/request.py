@@ -90,7 +90,7 @@ class Request:
     reported: int = 0
     forced_text: int = 0
     kept: KeptTokens | None = None
-    shares: Tensor | None = None
+    shares: tuple[float, ...] = ()
     positions: Sequence[Tensor] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None

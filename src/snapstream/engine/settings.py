@@ -77,6 +77,21 @@ def load_tokenizer(checkpoint: str) -> Any:
     return tokenizer
 
 
+def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
+    """What the model's makers propose in ``generation_config.json``, by field of :class:`SamplingParams`.
+
+    The engine does not apply it by itself; a server does where a request says nothing.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        proposed = GenerationConfig.from_pretrained(checkpoint).to_diff_dict()
+    except (OSError, ValueError):
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: proposed[name] for name in names if proposed.get(name) is not None}
+
+
 def can_compile(device: torch.device) -> bool:
     """Whether graphs can be compiled for a device; says so where they cannot."""
     if device.type != "cpu" or compiler_available():

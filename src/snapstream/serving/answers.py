@@ -1,0 +1,164 @@
+"""Engine outputs in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from snapstream.engine import RequestOutput, TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0
+"""What minus infinity becomes: JSON has no word for it."""
+
+
+class PromptDetails(BaseModel):
+    """More about the prompt's tokens."""
+
+    cached_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class SessionUse(BaseModel):
+    """What became of a session in this request."""
+
+    id: str
+    kept: bool = Field(description="Whether the next turn can go on from here.")
+    reused_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
+    read_tokens: int = Field(description="Tokens that were read.")
+    reason: str | None = Field(None, description="Why nothing was reused.")
+
+
+class Kept(BaseModel):
+    """Which prompt tokens were kept."""
+
+    mass: list[float] = Field(description="Per layer, the share of attention that went to tokens which were kept.")
+    positions: list[list[list[int]]] = Field(description="Per layer and KV head, their positions in the prompt.")
+
+
+class Cache(BaseModel):
+    """What compression made of a prompt; numbers of entries are per layer and KV head."""
+
+    prompt_tokens: int
+    sink: int
+    pinned: int
+    recent: int
+    dropped: int
+    limit: int
+    bytes_held: int
+    bytes_full: int
+    kept: Kept | None = None
+
+
+class Choice(BaseModel):
+    """One answer of ``/v1/completions``."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None = None
+    cache: Cache | None = None
+
+
+class ChatAnswer(BaseModel):
+    """The message of an answer."""
+
+    role: str = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer of ``/v1/chat/completions``."""
+
+    index: int
+    message: ChatAnswer
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None = None
+    cache: Cache | None = None
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    session: SessionUse | None = None
+
+
+class Completion(_Answer):
+    """Answer of ``/v1/completions``."""
+
+    object: str = "text_completion"
+    choices: list[Choice]
+
+
+class ChatCompletion(_Answer):
+    """Answer of ``/v1/chat/completions``."""
+
+    object: str = "chat.completion"
+    choices: list[ChatChoice]
+
+
+def cache_of(output: RequestOutput) -> dict[str, Any] | None:
+    """What was kept, as JSON."""
+    return None if output.cache is None else asdict(output.cache)
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of one sequence, as it grows.
+
+    Args:
+        tokenizer: The model's.
+        offset: Characters before the output, for ``text_offset``.
+    """
+
+    def __init__(self, tokenizer: Any, offset: int = 0) -> None:
+        self._tokenizer, self._offset, self._written = tokenizer, offset, 0
+
+    def chat(self, output: RequestOutput) -> dict[str, Any] | None:
+        """New tokens since the last call, as chat completions have them."""
+        return {"content": [self._chat_token(one) for one in self._new(output)], "refusal": None}
+
+    def completion(self, output: RequestOutput) -> dict[str, Any]:
+        """New tokens since the last call, as completions have them."""
+        parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in self._new(output):
+            text = self._text(one.token_id)
+            parts["tokens"].append(text)
+            parts["token_logprobs"].append(_finite(one.logprob))
+            # The chosen token is among them, as everywhere: its place may be below the most likely ones.
+            top = {self._text(token): _finite(value) for token, value in one.top.items()}
+            parts["top_logprobs"].append(top | {text: _finite(one.logprob)})
+            parts["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return parts
+
+    def _new(self, output: RequestOutput) -> Sequence[TokenLogprobs]:
+        known, self._written = self._written, len(output.logprobs or ())
+        return (output.logprobs or ())[known:]
+
+    def _chat_token(self, one: TokenLogprobs) -> dict[str, Any]:
+        top = [self._entry(token, value) for token, value in one.top.items()]
+        return self._entry(one.token_id, one.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is not larger either

@@ -1,0 +1,80 @@
+"""The server as an ASGI application: its parts, put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from snapstream import __version__
+from snapstream.engine import LLM
+from snapstream.serving import errors, operation, page, routes
+from snapstream.serving.completions import Completions
+from snapstream.serving.driver import EngineDriver
+from snapstream.serving.metrics import ServerMetrics
+from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware
+from snapstream.serving.parts import Parts
+from snapstream.serving.prompts import PromptReader
+from snapstream.serving.sessions import SessionStore
+from snapstream.serving.settings import ServerSettings
+
+
+def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], None] = lambda: None) -> FastAPI:
+    """Make the application; it starts the engine's thread when it starts, and ends it when it ends.
+
+    Args:
+        llm: The engine, from now on the application's.
+        settings: The operator's.
+        on_death: Called when the engine has failed for good.
+
+    Returns:
+        The application; its parts are at ``app.state.parts``.
+    """
+    metrics = ServerMetrics()
+    driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
+    sessions = SessionStore(llm.config.sessions, settings.session_ttl)
+    reader = PromptReader(llm, settings.template_timeout)
+    completions = Completions(llm, driver, settings, reader, sessions)
+    parts = Parts(llm, settings, driver, reader, sessions, completions, metrics)
+    metrics.watch(lambda: operation.gauges(parts))
+
+    async def sweep() -> None:
+        while True:
+            await anyio.sleep(min(settings.session_ttl / 4, 30))
+            sessions.sweep()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        driver.start()
+        async with anyio.create_task_group() as group:
+            group.start_soon(sweep)
+            yield
+            group.cancel_scope.cancel()
+        await driver.stop()
+
+    app = FastAPI(
+        title="SnapStream",
+        version=__version__,
+        description="LLM inference with a KV cache of fixed size per sequence, behind OpenAI's API.",
+        lifespan=lifespan,
+        responses=errors.DOCUMENTED,
+    )
+    app.state.parts = parts
+    errors.install(app)
+    app.include_router(routes.router(parts))
+    app.include_router(operation.router(parts))
+    app.include_router(page.router(settings.example))
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(AccessMiddleware, metrics=metrics, api_keys=settings.api_keys)
+    return app

@@ -1,0 +1,427 @@
+"""The engine's own thread, and what the event loop sees of it.
+
+The engine runs in one thread that nobody else touches. The event loop sends it commands through a queue, which it
+reads between two steps, and gets the outputs of each step back in one call. What a client has not fetched yet is merged
+into one piece per sequence, so a slow reader costs no more than its own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from snapstream.config import SamplingParams
+from snapstream.engine import LLM, RequestOutput, SavedSequence, SlotUse
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Steps of the engine that may fail in a row before the server gives up."""
+
+T = TypeVar("T")
+
+
+class QueueFullError(Exception):
+    """More sequences are waiting than the server takes; ``seconds`` says when to come back."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"the queue is full; try again in {seconds} s")
+        self.seconds = seconds
+
+
+class UnavailableError(Exception):
+    """The server is stopping, or its engine has failed."""
+
+
+class EngineError(Exception):
+    """The engine failed under a request."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to generate.
+
+    Attributes:
+        tokens: The prompt; after a ``past``, what is new of it.
+        params: How to sample.
+        past: The turns before.
+        keep: Whether the compressed cache is wanted for a next turn.
+    """
+
+    tokens: Sequence[int]
+    params: SamplingParams
+    past: SavedSequence | None = None
+    keep: bool = False
+
+
+class Listener(Protocol):
+    """Who wants to know what becomes of sequences; called on the event loop."""
+
+    def first_token(self, generation: Generation) -> None:
+        """The prompt has been read."""
+
+    def finished(self, generation: Generation) -> None:
+        """It has ended, for whatever reason."""
+
+    def engine_failed(self) -> None:
+        """A step of the engine raised."""
+
+
+class Generation:
+    """One sequence as the event loop sees it.
+
+    Attributes:
+        name: The engine's name for it.
+        job: What was asked.
+        output: The newest output.
+        created: When it was submitted; all times are of :func:`time.monotonic`.
+        started: When its prompt began to be read.
+        first_token: When its first token was there.
+        ended: When it ended.
+    """
+
+    def __init__(self, name: str, job: Job, wake: asyncio.Event) -> None:
+        self.name, self.job = name, job
+        self.output: RequestOutput | None = None
+        self.created = time.monotonic()
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self._wake = wake
+        self._text: list[str] = []
+        self._news = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Merge an output into what has not been taken yet."""
+        self.output, self._news = output, True
+        self._text.append(output.new_text)
+        self._wake.set()
+
+    def take(self) -> tuple[str, RequestOutput] | None:
+        """New text since the last call and the newest output, if there is one."""
+        if not self._news or self.output is None:
+            return None
+        text, self._text, self._news = "".join(self._text), [], False
+        return text, self.output
+
+
+class Snapshot(NamedTuple):
+    """The engine after a step: its slots, and whose prompt is being read how far."""
+
+    slots: Sequence[SlotUse | None]
+    reading: str
+    read: int
+    length: int
+
+
+class _Command(NamedTuple):
+    """What the engine's thread is to do; one that comes too late is refused."""
+
+    run: Callable[[], None]
+    refuse: Callable[[Exception], None]
+
+
+class Batch:
+    """The sequences of one request, submitted together."""
+
+    def __init__(self, driver: EngineDriver, names: Sequence[str], jobs: Sequence[Job]) -> None:
+        self._driver, self.wake = driver, asyncio.Event()
+        self.generations = [Generation(name, job, self.wake) for name, job in zip(names, jobs, strict=True)]
+        self.failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits for outputs gets this error."""
+        self.failure = self.failure or error
+        self.wake.set()
+
+    async def changes(self) -> AsyncIterator[tuple[int, str, RequestOutput]]:
+        """Index, new text and newest output of each sequence as they come, until all have ended.
+
+        Raises:
+            EngineError: The engine failed.
+            UnavailableError: The server stops.
+        """
+        running = set(range(len(self.generations)))
+        while running:
+            await self.wake.wait()
+            self.wake.clear()
+            if self.failure is not None:
+                raise self.failure
+            for index in sorted(running):
+                news = self.generations[index].take()
+                if news is None:
+                    continue
+                if news[1].finished:
+                    running.discard(index)
+                yield index, *news
+
+    def cancel(self) -> None:
+        """End what still runs; its slots are free before the engine's next step."""
+        self._driver.cancel(self)
+
+
+class EngineDriver:
+    """Runs an engine for an event loop."""
+
+    def __init__(self, llm: LLM, *, max_queue: int, listener: Listener, on_death: Callable[[], None]) -> None:
+        """Start nothing yet; see :meth:`start`.
+
+        Args:
+            llm: The engine, from now on this object's.
+            max_queue: Sequences that may wait for a slot.
+            listener: For metrics.
+            on_death: Called on the event loop when the engine has failed for good.
+        """
+        self.llm, self.listener, self.on_death = llm, listener, on_death
+        self.capacity = llm.config.slots + max_queue
+        self.draining = False
+        self.dead = False
+        self.step_started: float | None = None
+        self.snapshot = Snapshot([None] * llm.config.slots, "", 0, 0)
+        self._names = (f"sequence-{number}" for number in itertools.count())
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._live: dict[str, tuple[Batch, Generation]] = {}
+        self._idle = asyncio.Event()
+        self._seconds_per_sequence = 1.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- the event loop's side --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; called on the event loop that will be told what happens."""
+        self._loop = asyncio.get_running_loop()
+        self._idle.set()
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread runs and its engine works."""
+        return self._thread.is_alive() and not self.dead
+
+    @property
+    def waiting(self) -> int:
+        """Sequences whose prompt is not being read yet."""
+        return sum(generation.started is None for _, generation in self._live.values())
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._live)
+
+    async def submit(self, jobs: Sequence[Job]) -> Batch:
+        """Queue sequences, all or none.
+
+        Raises:
+            QueueFullError: Too many wait already.
+            UnavailableError: No new work is taken.
+            RequestError: The engine cannot serve one of them.
+        """
+        if self.draining or not self.healthy:
+            raise UnavailableError("the server is stopping" if self.draining else "the engine has failed")
+        if len(self._live) + len(jobs) > self.capacity:
+            raise QueueFullError(self._retry_after())
+        names = [next(self._names) for _ in jobs]
+        batch = Batch(self, names, jobs)
+        for generation in batch.generations:
+            self._live[generation.name] = batch, generation
+        self._idle.clear()
+        try:
+            await self.call(lambda: self._add(batch))
+        except asyncio.CancelledError:
+            self.cancel(batch)  # comes to the engine after the command that adds it
+            raise
+        except Exception:
+            self._drop(names)
+            raise
+        return batch
+
+    def cancel(self, batch: Batch) -> None:
+        """See :meth:`Batch.cancel`. They count as live until the engine has let them go."""
+        names = [generation.name for generation in batch.generations if generation.name in self._live]
+
+        def abort() -> None:
+            # What runs is reported by the next step; what was never added would not be.
+            self._tell(self._drop, [name for name in names if not self.llm.abort(name)])
+
+        if names:
+            self._put(_Command(abort, lambda error: None))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps.
+
+        Raises:
+            UnavailableError: The engine has failed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def succeed(result: T) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        def fail(error: Exception) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                self._tell(fail, error)
+            else:
+                self._tell(succeed, result)
+
+        if not self._put(_Command(run, lambda error: self._tell(fail, error))):
+            raise UnavailableError("the engine has failed")
+        return await future
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new work, let what runs go on for a while, then fail the rest."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            self._fail_all(UnavailableError("the server is stopping; the time for running requests is over"))
+
+    async def stop(self) -> None:
+        """End the thread. Nothing may be submitted afterwards."""
+        self.draining = True
+        self._fail_all(UnavailableError("the server is stopping"))
+        if self._put(None):
+            await asyncio.to_thread(self._thread.join, 30.0)
+
+    def _deliver(self, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float) -> None:
+        """Hand out what one step made, which began at ``now``."""
+        self.snapshot = snapshot
+        if snapshot.reading in self._live:
+            generation = self._live[snapshot.reading][1]
+            generation.started = generation.started or now
+        for output in outputs:
+            if output.request_id not in self._live:
+                continue
+            generation = self._live[output.request_id][1]
+            if output.token_ids:
+                generation.started = generation.started or now
+                if generation.first_token is None:
+                    generation.first_token = time.monotonic()
+                    generation.put(output)
+                    self.listener.first_token(generation)
+                else:
+                    generation.put(output)
+            else:
+                generation.put(output)
+            if output.finished:
+                self._forget(output.request_id)
+
+    def _drop(self, names: Sequence[str]) -> None:
+        """These were never added."""
+        for name in names:
+            self._live.pop(name, None)
+        if not self._live:
+            self._idle.set()
+
+    def _forget(self, name: str) -> None:
+        """A sequence has ended and its slot is free."""
+        _, generation = self._live.pop(name)
+        generation.ended = time.monotonic()
+        if generation.started is not None:
+            spent = generation.ended - generation.started
+            self._seconds_per_sequence += 0.1 * (spent - self._seconds_per_sequence)
+        self.listener.finished(generation)
+        if not self._live:
+            self._idle.set()
+
+    def _fail_all(self, error: Exception) -> None:
+        batches = {id(batch): batch for batch, _ in self._live.values()}
+        for batch in batches.values():
+            batch.fail(error)
+            self.cancel(batch)
+
+    def _retry_after(self) -> int:
+        """Seconds until about half of the queue will have gone."""
+        rounds = self.waiting / 2 / self.llm.config.slots
+        return max(1, min(60, round(rounds * self._seconds_per_sequence)))
+
+    def _engine_failed(self, error: Exception, *, for_good: bool) -> None:
+        self.listener.engine_failed()
+        batches = {id(batch): batch for batch, _ in self._live.values()}
+        for batch in batches.values():
+            batch.fail(EngineError(f"the engine failed: {type(error).__name__}"))
+        for name in list(self._live):
+            self._forget(name)
+        self.snapshot = Snapshot([None] * self.llm.config.slots, "", 0, 0)
+        if for_good:
+            self.dead = True
+            self.on_death()
+
+    def _put(self, command: _Command | None) -> bool:
+        """Send a command to the engine's thread; ``False`` if it has ended."""
+        with self._closing:
+            if not self._closed:
+                self._commands.put(command)
+            return not self._closed
+
+    # -- the engine's side ------------------------------------------------------------------------------------------
+
+    def _tell(self, function: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Call a function on the event loop."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(partial(function, *arguments, **named))
+
+    def _add(self, batch: Batch) -> None:
+        added: list[str] = []
+        try:
+            for generation in batch.generations:
+                job = generation.job
+                self.llm.add_request(job.tokens, job.params, generation.name, past=job.past, keep=job.keep)
+                added.append(generation.name)
+        except Exception:
+            self.llm.discard(added)
+            raise
+
+    def _look(self) -> Snapshot:
+        name = self.llm.reading
+        read, length = self.llm.prefill_progress(name) if name is not None else (0, 0)
+        return Snapshot(self.llm.slots(), name or "", read, length)
+
+    def _run(self) -> None:
+        self._work()
+        with self._closing:
+            self._closed = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.refuse(UnavailableError("the engine has stopped"))
+
+    def _work(self) -> None:
+        failures = 0
+        while failures < MAX_FAILURES:
+            while not self._commands.empty() or not self.llm.busy:
+                command = self._commands.get()
+                if command is None:
+                    return
+                command.run()
+            now = self.step_started = time.monotonic()
+            try:
+                outputs = self.llm.step()
+                failures = 0
+                self._tell(self._deliver, outputs, self._look(), now)
+            except Exception as error:
+                failures += 1
+                logger.exception("the engine failed (%d of %d times in a row)", failures, MAX_FAILURES)
+                self.llm.reset()
+                self._tell(self._engine_failed, error, for_good=failures >= MAX_FAILURES)
+            finally:
+                self.step_started = None

@@ -1,0 +1,168 @@
+"""Errors, in the shape OpenAI's clients know: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from snapstream.errors import RequestError
+from snapstream.serving.driver import EngineError, QueueFullError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+_MEANINGS = {
+    400: "The request cannot be served; the message says why.",
+    401: "No valid API key.",
+    404: "No such model, session or path.",
+    408: "The body came too slowly.",
+    409: "A turn of this session is running.",
+    413: "The body is too long.",
+    429: "The queue is full; Retry-After says when to come back.",
+    500: "The engine failed.",
+    503: "The server is stopping, or its engine has failed.",
+    504: "It took too long.",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    request_id: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error, as every endpoint answers it."""
+
+    error: ErrorDetail
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
+}
+"""Every status a route may answer besides success, for the OpenAPI document."""
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status.
+        message: What was given, what is allowed, what to do.
+        param: The field it is about.
+        code: A short name for programs.
+        headers: Sent along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self, request_id: str | None) -> dict[str, Any]:
+        """As JSON."""
+        message = self.message.encode("utf-8", "replace").decode()
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        detail = ErrorDetail(message=message, type=kind, param=self.param, code=self.code, request_id=request_id)
+        return ErrorBody(error=detail).model_dump()
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to an exception; one that nobody expected is logged and answered 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.seconds)})
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than the server allows (request_timeout)", code="timeout")
+    for kind, status, code, headers in (
+        (RequestError, 400, None, {}),
+        (UnavailableError, 503, "unavailable", {"Retry-After": "5"}),
+        (EngineError, 500, "engine_error", {}),
+    ):
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code, headers=headers)
+    logger.error("unexpected error", exc_info=error)
+    return ApiError(500, f"unexpected error: {type(error).__name__}")
+
+
+def respond(error: Exception, request_id: str | None) -> JSONResponse:
+    """An error as a response."""
+    answer = as_api_error(error)
+    return JSONResponse(answer.body(request_id), answer.status, headers=answer.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error in this shape, those of the framework too."""
+
+    def request_id(request: Request) -> str | None:
+        name: str | None = request.scope.get("state", {}).get("request_id")
+        return name
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return respond(_first_problem(error), request_id(request))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        if error.status_code == 404:
+            answer.message = f"there is no {request.url.path} here; see /docs"
+        return respond(answer, request_id(request))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return respond(error, request_id(request))
+
+    for kind in (ApiError, RequestError, QueueFullError, UnavailableError, EngineError, TimeoutError):
+        app.add_exception_handler(kind, failed)
+
+
+def _first_problem(error: RequestValidationError) -> ApiError:
+    """The first thing wrong with a body, by the name of its field; of a union, what came closest."""
+    problems = error.errors()
+    deepest = max(problems, key=lambda problem: len(problem["loc"]))
+    first = problems[0]
+    problem = deepest if first["loc"][:2] == deepest["loc"][:2] else first
+    place = [str(part) for part in problem["loc"] if part != "body"]
+    if problem["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+    if problem["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"{place[-1]!r} is not a field of this request, or asks for what is not supported", param=place[-1]
+        )
+    name = place[0] if place else None
+    return ApiError(400, f"{name or 'the body'}: {problem['msg']}", param=name)

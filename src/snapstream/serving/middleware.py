@@ -1,0 +1,177 @@
+"""Around every request: its name, its key, its size and time, its log line. Plain ASGI, so that disconnects pass."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from snapstream.serving.errors import ApiError, respond
+from snapstream.serving.logs import log_fields
+from snapstream.serving.metrics import ServerMetrics
+
+logger = logging.getLogger("snapstream.access")
+
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc"}
+)
+"""What needs no API key, besides the page's own files. Everything else does, also paths that do not exist."""
+
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
+PAGE_POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/cache"})
+
+
+class AccessMiddleware:
+    """Names a request, checks its key, measures and logs it.
+
+    Args:
+        app: What answers.
+        metrics: Counts it.
+        api_keys: Allowed keys; none: no key is needed.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_keys: Sequence[str]) -> None:
+        self.app, self.metrics = app, metrics
+        self.api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        log: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, log=log)
+        began = time.monotonic()
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                named = MutableHeaders(scope=message)
+                named["X-Request-Id"] = request_id
+                for name, value in SECURITY_HEADERS.items():
+                    named[name] = value
+                if scope["path"] == "/" or scope["path"].startswith("/page/"):
+                    named["Content-Security-Policy"] = PAGE_POLICY
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, headers, log)
+            if refusal is None:
+                await self.app(scope, receive, send_named)
+            else:
+                await respond(refusal, request_id)(scope, receive, send_named)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            if log.get("disconnected"):
+                status = 499
+            self.metrics.answered(scope["method"], route, status)
+            quiet = scope["path"] in _QUIET and status < 500
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "duration_s": round(time.monotonic() - began, 4),
+                **log,
+            }
+            log_fields(logger, logging.DEBUG if quiet else logging.INFO, "request", fields)
+
+    def _refusal(self, scope: Scope, headers: Headers, log: dict[str, Any]) -> ApiError | None:
+        path = scope["path"]
+        if not self.api_keys or path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS":
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            # All keys are compared, in constant time, so that time says nothing about them.
+            matches = [hmac.compare_digest(key.strip().encode("latin-1", "replace"), known) for known in self.api_keys]
+            if any(matches):
+                log["key"] = f"key-{matches.index(True) + 1}"
+                return None
+        return ApiError(
+            401,
+            "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies that are too long or come too slowly, before anything reads them.
+
+    Args:
+        app: What answers.
+        max_bytes: Longest body.
+        seconds: Longest time from the first to the last byte.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as error:
+            answer = respond(error, scope["state"]["request_id"])
+            answer.headers["Connection"] = "close"  # what is left of the body is not read
+            await answer(scope, receive, send)
+            return
+        if body is None:
+            scope["state"]["log"]["disconnected"] = True
+            return
+        handed_out = False
+
+        async def receive_read() -> Message:
+            nonlocal handed_out
+            if handed_out:
+                return await receive()
+            handed_out = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, receive_read, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; ``None`` if the client has gone."""
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > self.max_bytes:
+            raise self._too_long()
+        parts, size = [], 0
+        with anyio.move_on_after(self.seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part = message.get("body", b"")
+                size += len(part)
+                if size > self.max_bytes:
+                    raise self._too_long()
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+        raise ApiError(408, f"the body did not come within {self.seconds:g} s", code="body_timeout")
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self.max_bytes} bytes", code="body_too_large")

@@ -1,0 +1,144 @@
+"""What operators look at: caches, health, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from snapstream.engine import LLM
+from snapstream.serving.metrics import Gauge
+from snapstream.serving.parts import Parts
+
+
+class State(BaseModel):
+    """Answer of ``/health`` and ``/ready``."""
+
+    status: str
+
+
+class SlotState(BaseModel):
+    """One slot; numbers of entries are per layer and KV head, see :class:`snapstream.engine.SlotUse`."""
+
+    slot: int
+    busy: bool
+    request_id: str | None = None
+    seen: int = 0
+    generated: int = 0
+    held: int = 0
+    sink: int = 0
+    pinned: int = 0
+    limit: int = 0
+    next_entry: int = 0
+    bytes_held: int = 0
+    bytes_full: int = 0
+    kept: list[float] = []
+
+
+class Reading(BaseModel):
+    """The prompt that is being read, in tokens."""
+
+    read: int
+    of: int
+
+
+class CacheState(BaseModel):
+    """Answer of ``/v1/cache``."""
+
+    budget: dict[str, Any]
+    capacity: int
+    bytes_per_token: int
+    max_model_len: int
+    slots: list[SlotState]
+    reading: Reading | None
+    waiting: int
+    sessions: int
+    session_limit: int
+    session_bytes: int
+    memory: dict[str, int]
+
+
+def router(parts: Parts) -> APIRouter:
+    """The routes of one server."""
+    routes = APIRouter(tags=["Operation"])
+    llm, driver, sessions = parts.llm, parts.driver, parts.sessions
+
+    @routes.get("/v1/cache")
+    async def cache() -> CacheState:
+        """What every slot holds, as of the engine's last step."""
+        snapshot = driver.snapshot
+        return CacheState(
+            budget=llm.budget.as_dict(),
+            capacity=llm.budget.capacity,
+            bytes_per_token=llm.plan.bytes_per_token,
+            max_model_len=llm.max_model_len,
+            slots=[
+                SlotState(slot=slot, busy=False)
+                if use is None
+                else SlotState.model_validate({"busy": True, **asdict(use)})
+                for slot, use in enumerate(snapshot.slots)
+            ],
+            reading=Reading(read=snapshot.read, of=snapshot.length) if snapshot.reading else None,
+            waiting=driver.waiting,
+            sessions=len(sessions),
+            session_limit=sessions.limit,
+            session_bytes=sessions.bytes,
+            memory=_memory(llm),
+        )
+
+    @routes.get("/health", response_model=State)
+    async def health() -> JSONResponse:
+        """Whether the process works; restart it if not."""
+        began, limit = driver.step_started, parts.settings.stall_timeout
+        if not driver.healthy:
+            return JSONResponse({"status": "the engine has failed"}, 503)
+        if began is not None and time.monotonic() - began > limit:
+            return JSONResponse({"status": f"one step has taken more than {limit:g} s"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/ready", response_model=State)
+    async def ready() -> JSONResponse:
+        """Whether to send requests here."""
+        if driver.draining or not driver.healthy:
+            return JSONResponse({"status": "stopping" if driver.draining else "the engine has failed"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @routes.get("/metrics")
+    async def prometheus() -> Response:
+        """Metrics for Prometheus."""
+        return Response(parts.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+def gauges(parts: Parts) -> Iterator[Gauge]:
+    """Everything that is what it is now."""
+    driver, sessions = parts.driver, parts.sessions
+    uses = [use for use in driver.snapshot.slots if use is not None]
+    for name, text, value in (
+        ("slots", "Sequences that can be decoded at a time.", parts.llm.config.slots),
+        ("slots_busy", "Sequences that are being decoded.", len(uses)),
+        ("queue_length", "Sequences whose prompt is not being read yet.", driver.waiting),
+        ("sequences_unfinished", "Sequences that wait, are read or are decoded.", driver.unfinished),
+        ("cache_entries_held", "Entries in use in all slots.", sum(use.held for use in uses)),
+        ("cache_bytes_held", "Caches of busy slots.", sum(use.bytes_held for use in uses)),
+        ("cache_bytes_full", "What full caches of the same would take.", sum(use.bytes_full for use in uses)),
+        ("sessions", "Conversations whose cache is kept.", len(sessions)),
+        ("session_bytes", "Memory of kept conversations.", sessions.bytes),
+        ("healthy", "Whether the engine works.", driver.healthy),
+    ):
+        yield Gauge(name, text, {(): float(value)})
+    sizes: dict[tuple[str, ...], float] = {(purpose,): float(size) for purpose, size in _memory(parts.llm).items()}
+    yield Gauge("memory_planned_bytes", "Memory by purpose, as planned at the start.", sizes, ("purpose",))
+
+
+def _memory(llm: LLM) -> dict[str, int]:
+    """The engine's memory by purpose, in bytes."""
+    parts = ("weights", "slots", "staging", "sessions", "workspace", "metadata")
+    return {part: getattr(llm.plan, part) for part in parts}

@@ -1,0 +1,42 @@
+"""The page for people: static files, nothing from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import FileResponse, Response
+
+from snapstream.serving.errors import ApiError
+from snapstream.serving.settings import Example
+
+DIRECTORY = Path(__file__).parent / "static"
+FILES = frozenset(path.name for path in DIRECTORY.iterdir())
+
+
+def router(example: Example | None) -> APIRouter:
+    """The page's routes.
+
+    Args:
+        example: A prompt that it offers.
+    """
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def index() -> Response:
+        return FileResponse(DIRECTORY / "index.html")
+
+    @routes.get("/page/example.json")
+    async def prompt() -> dict[str, str]:
+        if example is None:
+            raise ApiError(404, "this server has no example")
+        return asdict(example)
+
+    @routes.get("/page/{name}")
+    async def file(name: str) -> Response:
+        if name not in FILES:
+            raise ApiError(404, f"there is no page file {name!r}")
+        return FileResponse(DIRECTORY / name)
+
+    return routes

@@ -1,0 +1,202 @@
+"""What a request may say: OpenAI's fields, and ours.
+
+A field that would change the answer and is not supported is refused by name, as is one that nobody knows: a typing
+error must not pass for a setting. Fields that change nothing here are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
+_UNUSED = (
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "tool_choice",
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+
+
+def _encodable(text: str) -> str:
+    """Refuse halves of surrogate pairs: JSON can write them, UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid text: {error.reason} at character {error.start}") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """Base of all requests: types are not converted, and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, data: Any) -> Any:
+        """Leave out what changes nothing: fields we do not use, and unsupported ones that ask for nothing."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            ours = name in cls.model_fields
+            neutral = value is None or name in _UNUSED or value in _NEUTRAL.get(name, ())
+            if ours or not neutral:
+                kept[name] = value
+        return kept
+
+
+class StreamOptions(Body):
+    """What a stream says besides text."""
+
+    include_usage: bool = Field(False, description="Send token counts in a last event.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is added.")
+    continuous_usage_stats: Literal[False] | None = Field(None, description="Not supported.")
+
+
+class Extra(Body):
+    """Fields of the vLLM plugin, so that one client can talk to both."""
+
+    kv_budget: int | None = Field(None, ge=1)
+
+
+class Generate(Body):
+    """What completions and chat completions share."""
+
+    model: Text | None = Field(None, description="The served model, or nothing.")
+    stream: bool | None = Field(False, description="Send server-sent events as text is generated.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, description="Answers to each prompt; it is read once for all of them.")
+    stop: (
+        Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+        | Annotated[list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = Field(None, description="Strings that end the output; they are not part of it.")
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES)] | None = Field(
+        None, description="Tokens that end the output, besides the model's own."
+    )
+    ignore_eos: bool | None = Field(False, description="Go on past the model's end-of-sequence token.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="Makes sampling repeatable, whatever else is running; the next answers of n count up from it."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0 is greedy. Default: the model's generation_config.json, or 1."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 or -1: all tokens.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = Field(None, description="Added to logits, by token id.")
+    user: Any = Field(None, description="Accepted, and not used.")
+    kv_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Cache entries of this request, at most the server's."
+    )
+    vllm_xargs: Extra | None = Field(None, description="As the vLLM plugin takes kv_budget.")
+    telemetry: bool | None = Field(
+        False, description="Report which prompt tokens were kept and how much attention they had; costs a little time."
+    )
+    session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
+        None,
+        description="Keep the compressed cache for the next turn, which sends the same name and the whole history.",
+    )
+
+
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class CompletionRequest(Generate):
+    """Body of ``/v1/completions``."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    ) = Field(description="Text, token ids, or a list of either.")
+    max_tokens: MaxTokens | None = Field(16, description="Most tokens to generate.")
+    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Report log-probabilities of the chosen token and of this many most likely ones."
+    )
+    echo: bool | None = Field(False, description="Begin the output with the prompt; not together with logprobs.")
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, description="For the chat template, if it knows them.")
+    tool_call_id: Text | None = None
+    refusal: Text | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: content is one text."""
+        fields = self.model_dump(exclude_none=True)
+        parts = self.content
+        fields["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        return fields
+
+
+class ChatRequest(Generate):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: MaxTokens | None = Field(None, description="The older name of max_completion_tokens.")
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="Most tokens to generate. Default: what the model's length leaves."
+    )
+    logprobs: bool | None = Field(False, description="Report log-probabilities of the chosen tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="And of this many most likely ones; needs logprobs."
+    )
+
+
+class TokenizeRequest(Body):
+    """Body of ``/tokenize``: a prompt, or messages."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(Body):
+    """Body of ``/detokenize``."""
+
+    model: Text | None = None
+    tokens: list[Token]

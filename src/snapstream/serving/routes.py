@@ -1,0 +1,121 @@
+"""OpenAI's routes, tokens and sessions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from snapstream.serving.answers import ChatCompletion, Completion
+from snapstream.serving.errors import ApiError
+from snapstream.serving.parts import Parts
+from snapstream.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class Model(BaseModel):
+    """A served model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "snapstream"
+    max_model_len: int
+    kv_budget: int
+    chat_template: bool
+
+
+class Models(BaseModel):
+    """Served models; there is one."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Tokens(BaseModel):
+    """Answer of ``/tokenize``."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Deleted(BaseModel):
+    """Answer to deleting a session."""
+
+    id: str
+    deleted: bool = True
+
+
+def router(parts: Parts) -> APIRouter:
+    """The routes of one server."""
+    routes = APIRouter()
+    llm, settings, completions = parts.llm, parts.settings, parts.completions
+    model = Model(
+        id=settings.model_name,
+        created=int(time.time()),
+        max_model_len=llm.max_model_len,
+        kv_budget=llm.budget.capacity,
+        chat_template=bool(getattr(llm.tokenizer, "chat_template", None)),
+    )
+
+    @routes.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
+    async def completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue a prompt."""
+        return await completions.complete(body, request)
+
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM, tags=["OpenAI"])
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation, laid out by the model's chat template."""
+        return await completions.chat(body, request)
+
+    @routes.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Models:
+        """The served model."""
+        return Models(data=[model])
+
+    @routes.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def one_model(name: str) -> Model:
+        """One model, by name."""
+        completions.check_model(name)
+        return model
+
+    @routes.post("/tokenize", tags=["Tokens"])
+    async def tokenize(body: TokenizeRequest) -> Tokens:
+        """Tokens of a prompt, or of messages as the chat template lays them out."""
+        completions.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            prompt = await parts.reader.text(body.prompt)
+        else:
+            prompt = await parts.reader.messages([message.for_template() for message in body.messages or []])
+        tokens = list(prompt.tokens)
+        words = [str(word) for word in llm.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
+        return Tokens(tokens=tokens, count=len(tokens), max_model_len=llm.max_model_len, token_strs=words)
+
+    @routes.post("/detokenize", tags=["Tokens"])
+    async def detokenize(body: DetokenizeRequest) -> Text:
+        """Text of tokens."""
+        completions.check_model(body.model)
+        return Text(prompt=str(llm.tokenizer.decode(llm.tokenize(body.tokens))))
+
+    @routes.delete("/v1/sessions/{name}", tags=["Sessions"])
+    async def forget(name: str, request: Request) -> Deleted:
+        """Forget a session and free its cache."""
+        if not parts.sessions.delete((request.scope["state"]["log"].get("key", ""), name)):
+            raise ApiError(404, f"there is no session {name!r}")
+        return Deleted(id=name)
+
+    return routes

@@ -1,0 +1,78 @@
+"""What the operator of a server can set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt that the page offers to try.
+
+    Attributes:
+        text: The long part.
+        question: What to ask about it.
+    """
+
+    text: str
+    question: str
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits, keys and times of one server.
+
+    Attributes:
+        model_name: What clients call the model.
+        api_keys: Any of them opens ``/v1``; none: no key is needed.
+        cors_origins: Web origins that browsers may call from, besides the server's own page; ``*`` for all.
+        max_body_bytes: Longest request body.
+        max_queue: Sequences that may wait for a slot; more are answered 429.
+        max_choices: Most sequences of one request: prompts times ``n``.
+        request_timeout: Seconds a request may take in all, waiting included.
+        body_timeout: Seconds a client may take to send its request.
+        drain_timeout: Seconds that what is running may go on after a signal to stop.
+        template_timeout: Seconds a chat template may take.
+        stall_timeout: Seconds one step of the engine may take before ``/health`` says that it hangs.
+        session_ttl: Seconds a session is kept after its last turn.
+        example: For the page.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_queue: int = 256
+    max_choices: int = 128
+    request_timeout: float = 600.0
+    body_timeout: float = 30.0
+    drain_timeout: float = 30.0
+    template_timeout: float = 5.0
+    stall_timeout: float = 300.0
+    session_ttl: float = 600.0
+    example: Example | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigurationError: A value that is not allowed.
+        """
+        if not self.model_name:
+            raise ConfigurationError("server: the model needs a name")
+        if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
+            raise ConfigurationError("server: an API key is empty, not ASCII, or has spaces around it")
+        for name in ("max_body_bytes", "max_choices"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"server: {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.max_queue < 0:
+            raise ConfigurationError(f"server: max_queue is {self.max_queue}; it must be 0 or more")
+        for name in ("request", "body", "template", "stall"):
+            if not getattr(self, f"{name}_timeout") > 0:
+                raise ConfigurationError(
+                    f"server: {name}_timeout is {getattr(self, f'{name}_timeout')}; it must be > 0"
+                )
+        if not self.session_ttl > 0 or not self.drain_timeout >= 0:
+            raise ConfigurationError("server: session_ttl must be above 0 and drain_timeout 0 or more")
