@@ -213,6 +213,7 @@ def test_what_a_slot_holds(checkpoint):
         if use is None:
             continue
         assert use.request_id == name
+        assert use.busy == (not output.finished)
         assert use.seen == 100 + use.generated
         assert (use.sink, use.pinned, use.limit, use.held) == (4, 20, 48, 48)
         assert use.next_entry == 24 + (use.generated - 1) % 24
@@ -222,9 +223,11 @@ def test_what_a_slot_holds(checkpoint):
         sizes = [sum(p * KEPT_PARTS // 100 == part for p in range(100)) for part in range(KEPT_PARTS)]
         copies = llm.spec.layers * llm.spec.kv_heads
         assert use.kept == pytest.approx([n / (size * copies) for n, size in zip(parts, sizes, strict=True)])
-    assert llm.slots() == [None, None]
+    assert not llm.slots()[0].busy  # and still says what it held last
+    assert llm.slots()[1] is None
     llm.add_request(prompt(5), greedy(9))
     llm.step()
+    assert llm.slots()[0].busy
     assert llm.slots()[0].kept == (1.0,) * KEPT_PARTS
     assert llm.slots()[0].held == 5 + llm.slots()[0].generated - 1
 

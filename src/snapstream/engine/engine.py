@@ -119,6 +119,7 @@ class Engine:
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         self.scheduler = Scheduler(config.slots)
         self._requests: dict[str, Request] = {}
+        self._last_uses: list[SlotUse | None] = [None] * config.slots
         self._names = (f"request-{number}" for number in itertools.count())
         # Final outputs that a loop over other requests came across, kept for whoever waits for them.
         self._undelivered: list[RequestOutput] = []
@@ -273,9 +274,12 @@ class Engine:
         return None if request is None else request.request_id
 
     def slots(self) -> list[SlotUse | None]:
-        """What each slot holds; ``None`` for a free one."""
-        each = self.scheduler.decoding
-        return [None if one is None else slot_use(one, self.plan.bytes_per_token) for one in each]
+        """What each slot holds, or held last; ``None`` for one that was never used."""
+        running = self.scheduler.decoding
+        return [
+            last if one is None else slot_use(one, self.plan.bytes_per_token)
+            for one, last in zip(running, self._last_uses, strict=True)
+        ]
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the engine reads it; may be called from any thread.
@@ -374,6 +378,8 @@ class Engine:
         request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
 
     def _finish(self, request: Request) -> None:
+        if request.slot is not None:
+            self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
         slot = self.scheduler.finish(request)
         if slot is not None:
             self.decode.release(slot)

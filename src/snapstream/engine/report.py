@@ -58,11 +58,12 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """One slot as it is now; numbers of entries are per layer and KV head.
+    """One slot as it is now, or as it was left; numbers of entries are per layer and KV head.
 
     Attributes:
         slot: Which.
-        request_id: Who decodes in it.
+        busy: Whether its request is still being decoded; if not, the slot is free for the next.
+        request_id: Who decodes in it, or did.
         seen: Tokens of prompt, earlier turns and output so far.
         held: Entries in use.
         sink: Entries of first tokens.
@@ -77,6 +78,7 @@ class SlotUse:
     """
 
     slot: int
+    busy: bool
     request_id: str
     seen: int
     held: int
@@ -119,6 +121,7 @@ def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
     sink = min(request.budget.sink, plan.count)
     return SlotUse(
         slot=request.slot,
+        busy=request.finish_reason is None,
         request_id=request.request_id,
         seen=request.seen,
         held=min(stored, plan.limit),

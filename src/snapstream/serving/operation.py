@@ -24,7 +24,7 @@ class State(BaseModel):
 
 
 class SlotState(BaseModel):
-    """One slot; numbers of entries are per layer and KV head, see :class:`snapstream.engine.SlotUse`."""
+    """One slot as it is, or as its last request left it; see :class:`snapstream.engine.SlotUse`."""
 
     slot: int
     busy: bool
@@ -79,9 +79,7 @@ def router(parts: Parts) -> APIRouter:
             bytes_per_token=llm.plan.bytes_per_token,
             max_model_len=llm.max_model_len,
             slots=[
-                SlotState(slot=slot, busy=False)
-                if use is None
-                else SlotState.model_validate({"busy": True, **asdict(use)})
+                SlotState(slot=slot, busy=False) if use is None else SlotState.model_validate(asdict(use))
                 for slot, use in enumerate(snapshot.slots)
             ],
             reading=Reading(read=snapshot.read, of=snapshot.length) if snapshot.reading else None,
@@ -120,7 +118,7 @@ def router(parts: Parts) -> APIRouter:
 def gauges(parts: Parts) -> Iterator[Gauge]:
     """Everything that is what it is now."""
     driver, sessions = parts.driver, parts.sessions
-    uses = [use for use in driver.snapshot.slots if use is not None]
+    uses = [use for use in driver.snapshot.slots if use is not None and use.busy]
     for name, text, value in (
         ("slots", "Sequences that can be decoded at a time.", parts.llm.config.slots),
         ("slots_busy", "Sequences that are being decoded.", len(uses)),

@@ -1,0 +1,250 @@
+// The chat, and the loop that asks how the caches are.
+
+import { bytes, draw, say } from "./slots.js";
+
+const $ = (id) => document.getElementById(id);
+const POLL_BUSY = 250;
+const POLL_IDLE = 2000;
+
+let model = null;
+let history = [];
+let session = newSession();
+let running = null;
+let timer = 0;
+let watching = false;
+let again = false;
+
+function newSession() {
+  return `page-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
+}
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+async function ask(path, options = {}) {
+  const response = await fetch(path, { headers: headers(), ...options });
+  if (!response.ok) throw new Error(await problem(response));
+  return response;
+}
+
+// What an error says, in one line, with the name by which the server's log knows the request.
+async function problem(response) {
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // not one of the server's own errors
+  }
+  if (response.status === 401) message += " (Settings, API key)";
+  return `${message} [request ${response.headers.get("X-Request-Id") ?? "unknown"}]`;
+}
+
+function show(error) {
+  $("error").hidden = !error;
+  say($("error"), error ?? "");
+}
+
+function bubble(role, text) {
+  $("hint")?.remove();
+  const item = document.createElement("div");
+  item.className = `message ${role}`;
+  const who = document.createElement("span");
+  who.className = "who";
+  who.textContent = role === "user" ? "You" : "Model";
+  const body = document.createElement("span");
+  body.className = text.length > 800 ? "body long" : "body";
+  body.textContent = text;
+  body.tabIndex = text.length > 800 ? 0 : -1;
+  item.append(who, body);
+  $("messages").append(item);
+  body.scrollTop = body.scrollHeight; // the question is at the end
+  $("messages").scrollTop = $("messages").scrollHeight;
+  return body;
+}
+
+function request() {
+  const budget = Number($("budget").value);
+  const body = {
+    model: model.id,
+    stream: true,
+    stream_options: { include_usage: true },
+    max_tokens: Number($("max-tokens").value) || 256,
+    temperature: Number($("temperature").value) || 0,
+    ...(budget ? { kv_budget: budget } : {}),
+    ...($("session").checked ? { session_id: session } : {}),
+  };
+  if (model.chat_template) return ["/v1/chat/completions", { ...body, messages: history }];
+  // Without a chat template, the conversation is one text that goes on.
+  return ["/v1/completions", { ...body, prompt: history.map((message) => message.content).join("\n") }];
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const data = line.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(`${event.error.message} [request ${event.error.request_id}]`);
+      yield event;
+    }
+  }
+}
+
+async function send() {
+  const text = $("input").value.replace(/\s+$/, "");
+  if (!text || running || !model) return;
+  show(null);
+  $("input").value = "";
+  history.push({ role: "user", content: text });
+  bubble("user", text);
+  const answer = bubble("assistant", "");
+  running = new AbortController();
+  $("send").disabled = true;
+  $("stop").disabled = false;
+  say($("figures"), "Reading the prompt …");
+  soon();
+
+  const began = performance.now();
+  const seen = { first: null, last: null, usage: null, session: null, finish: null };
+  let made = "";
+  try {
+    const [path, body] = request();
+    const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal: running.signal });
+    for await (const event of events(response)) {
+      const choice = event.choices[0];
+      const piece = choice?.delta?.content ?? choice?.text ?? "";
+      if (piece) {
+        seen.last = performance.now();
+        seen.first ??= seen.last;
+        made += piece;
+        answer.textContent = made.trimStart();
+        $("messages").scrollTop = $("messages").scrollHeight;
+      }
+      seen.finish ??= choice?.finish_reason ?? null;
+      seen.usage = event.usage ?? seen.usage;
+      seen.session = event.session ?? seen.session;
+    }
+    if (!seen.finish) throw new Error("the connection ended before the answer did");
+  } catch (error) {
+    if (error.name === "AbortError") seen.finish = "stopped";
+    else show(error.message);
+  } finally {
+    running = null;
+    $("send").disabled = false;
+    $("stop").disabled = true;
+    if (made || seen.finish) {
+      history.push({ role: "assistant", content: made });
+    } else {
+      // Nothing came: take the turn back, so that it can be tried again.
+      history.pop();
+      answer.parentElement.previousElementSibling?.remove();
+      answer.parentElement.remove();
+      $("input").value = text;
+    }
+    say($("figures"), figures(seen, began));
+    soon();
+    $("input").focus();
+  }
+}
+
+function figures(seen, began) {
+  if (seen.finish === "stopped") return "Stopped.";
+  if (!seen.usage) return "";
+  const { prompt_tokens: read, completion_tokens: made } = seen.usage;
+  const parts = [`${read.toLocaleString("en")} tokens of prompt, ${made} generated`];
+  if (seen.first !== null) parts.push(`first text after ${((seen.first - began) / 1000).toFixed(2)} s`);
+  if (made > 1 && seen.last > seen.first) parts.push(`${((1000 * (made - 1)) / (seen.last - seen.first)).toFixed(1)} tokens/s`);
+  if (seen.finish === "length") parts.push("cut at the most tokens");
+  if (seen.session?.reused_tokens) parts.push(`went on from the cache, read only ${seen.session.read_tokens}`);
+  return `${parts.join("; ")}.`;
+}
+
+function restart() {
+  running?.abort();
+  history = [];
+  session = newSession();
+  $("messages").replaceChildren();
+  show(null);
+  say($("figures"), "New conversation.");
+  $("input").focus();
+}
+
+async function connect() {
+  try {
+    model = (await (await ask("/v1/models")).json()).data[0];
+    const length = model.max_model_len.toLocaleString("en");
+    say($("server"), `${model.id}: up to ${length} tokens in a cache of ${model.kv_budget.toLocaleString("en")} entries`);
+    show(null);
+    return true;
+  } catch (error) {
+    show(error.message);
+    return false;
+  }
+}
+
+async function watch() {
+  let wait = POLL_IDLE;
+  watching = true;
+  if (!document.hidden && (model || (await connect()))) {
+    try {
+      const state = await (await ask("/v1/cache")).json();
+      draw(state);
+      if (running || state.reading || state.slots.some((slot) => slot.busy)) wait = POLL_BUSY;
+      const memory = Object.values(state.memory).reduce((sum, size) => sum + size, 0);
+      $("totals").title = `The engine's memory: ${bytes(memory)}`;
+    } catch {
+      say($("totals"), "The server cannot be reached.");
+    }
+  }
+  timer = setTimeout(watch, again ? 0 : wait);
+  watching = again = false;
+}
+
+// Look again at once, without a second loop.
+function soon() {
+  if (watching) {
+    again = true;
+    return;
+  }
+  clearTimeout(timer);
+  timer = setTimeout(watch, 0);
+}
+
+async function offerExample() {
+  const response = await fetch("/page/example.json");
+  if (!response.ok) return;
+  const example = await response.json();
+  $("example").hidden = false;
+  $("example").addEventListener("click", () => {
+    $("input").value = `${example.text} ${example.question}`;
+    $("input").focus();
+  });
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("input").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("fresh").addEventListener("click", restart);
+$("key").addEventListener("change", connect);
+
+offerExample();
+watch();

@@ -1,0 +1,122 @@
+// Draws what /v1/cache says: one card per slot.
+
+const SVG = "http://www.w3.org/2000/svg";
+const number = new Intl.NumberFormat("en");
+
+export function bytes(size) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (size >= 1024 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${size.toFixed(unit && size < 100 ? 1 : 0)} ${units[unit]}`;
+}
+
+function element(name, className, text) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
+
+function drawing(label, width, parts, className) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} 10`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  if (className) svg.setAttribute("class", className);
+  for (const part of parts) {
+    const rect = document.createElementNS(SVG, "rect");
+    for (const [name, value] of Object.entries({ y: 0, height: 10, ...part })) rect.setAttribute(name, value);
+    svg.append(rect);
+  }
+  return svg;
+}
+
+// Entries of the cache from left to right, and where the next token goes.
+function cache(slot) {
+  const base = slot.sink + slot.pinned;
+  const ring = Math.max(slot.held - base, 0);
+  const mark = Math.max(slot.limit / 250, 1);
+  return drawing(
+    `${slot.held} of ${slot.limit} entries in use: ${slot.sink} sinks, ${slot.pinned} pinned, ${ring} in the ring; ` +
+      `the next token goes to entry ${slot.next_entry}`,
+    slot.limit,
+    [
+      { x: 0, width: slot.limit, class: "empty" },
+      { x: 0, width: slot.sink, class: "sink" },
+      { x: slot.sink, width: slot.pinned, class: "pinned" },
+      { x: base, width: ring, class: "ring" },
+      { x: Math.min(slot.next_entry, slot.limit - mark), width: mark, class: "next" },
+    ],
+  );
+}
+
+// The prompt from its first to its last token; the darker a part, the more of it was kept.
+function prompt(slot) {
+  const kept = slot.kept.map((share, index) => ({ x: index, width: 1, class: "kept", "fill-opacity": Math.sqrt(share).toFixed(3) }));
+  const mean = slot.kept.reduce((sum, share) => sum + share, 0) / Math.max(slot.kept.length, 1);
+  return drawing(
+    `of the prompt, ${Math.round(100 * mean)} % was kept`,
+    slot.kept.length || 1,
+    [{ x: 0, width: slot.kept.length, class: "empty" }, ...kept],
+    "strip",
+  );
+}
+
+// What the cache takes, as a part of what a full one would take by now.
+function memory(slot) {
+  const label = `${bytes(slot.bytes_held)} of memory; a full cache would take ${bytes(slot.bytes_full)} by now`;
+  const whole = Math.max(slot.bytes_full, slot.bytes_held);
+  const held = slot.bytes_held / whole;
+  const parts = [{ x: 0, width: slot.bytes_full / whole, class: "empty" }, { x: 0, width: held, class: "memory" }];
+  const figure = element("p", "", label);
+  return [drawing(label, 1, parts, "strip"), figure];
+}
+
+function card(slot) {
+  const item = element("li", slot.busy ? "slot" : "slot idle");
+  if (!slot.limit) {
+    item.append(element("h3", "", `Slot ${slot.slot}: free`));
+    return item;
+  }
+  item.append(
+    element("h3", "", `Slot ${slot.slot}: ${slot.busy ? "decoding" : "free, as it was left"}`),
+    cache(slot),
+    prompt(slot),
+    element(
+      "p",
+      "",
+      `${number.format(slot.seen)} tokens seen, ${number.format(slot.generated)} of them generated; ` +
+        `${number.format(slot.held)} of ${number.format(slot.limit)} entries in use`,
+    ),
+    ...memory(slot),
+  );
+  return item;
+}
+
+export function draw(state) {
+  const busy = state.slots.filter((slot) => slot.busy);
+  const held = busy.reduce((sum, slot) => sum + slot.bytes_held, 0);
+  const full = busy.reduce((sum, slot) => sum + slot.bytes_full, 0);
+  const totals = [`${busy.length} of ${state.slots.length} slots busy, ${state.waiting} waiting`];
+  if (busy.length) totals.push(`caches take ${bytes(held)}, full ones would take ${bytes(full)}`);
+  if (state.sessions) totals.push(`${state.sessions} kept conversations take ${bytes(state.session_bytes)}`);
+  say(document.getElementById("totals"), `${totals.join("; ")}.`);
+
+  const reading = document.getElementById("reading");
+  reading.hidden = !state.reading;
+  if (state.reading) {
+    const { read, of } = state.reading;
+    document.getElementById("progress").value = of ? read / of : 0;
+    document.getElementById("progress-text").textContent = `${number.format(read)} of ${number.format(of)} tokens`;
+  }
+  document.getElementById("slots").replaceChildren(...state.slots.map(card));
+}
+
+// A status region is read aloud when it changes; do not touch it when it does not.
+export function say(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}

@@ -1,0 +1,37 @@
+import json
+
+import pytest
+
+from snapstream import LLM
+from snapstream.assets import EXAMPLE, PLAIN_CHAT, TASK_MODEL
+from tests.engine.test_engine import BUDGET
+from tests.serving.servers import running
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint):
+    """A tiny random model: it never ends by itself if asked not to, and says the same for the same prompt."""
+    engine = LLM(
+        str(checkpoint), budget=BUDGET, max_model_len=2000, slots=3, prefill_chunk=32, enforce_eager=True, sessions=2
+    )
+    engine.tokenizer.chat_template = PLAIN_CHAT.read_text()
+    return engine
+
+
+@pytest.fixture
+def server(llm):
+    with running(llm, max_queue=20, example=None) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def task_llm():
+    """The shipped model, which can answer."""
+    engine = LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4)
+    engine.tokenizer.chat_template = PLAIN_CHAT.read_text()
+    return engine
+
+
+@pytest.fixture(scope="session")
+def example():
+    return json.loads(EXAMPLE.read_text())

@@ -1,0 +1,293 @@
+"""Every feature, through the client that users have: sync and async, against the engine itself."""
+
+import asyncio
+import math
+
+import openai
+import pytest
+
+from snapstream import SamplingParams
+from tests.checkpoints import prompt
+from tests.serving.servers import running
+
+WORDS = " ".join(f"w{token}" for token in prompt(150))
+MESSAGES = [{"role": "system", "content": "w9 w10"}, {"role": "user", "content": WORDS}]
+FOREVER = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm) as one:
+        yield one
+
+
+@pytest.fixture(params=["sync", "async"])
+def create(request, server):
+    """Calls an endpoint, and collects a stream, by either client."""
+    url = server.url + "/v1"
+    if request.param == "sync":
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+
+            def call(kind, **body):
+                endpoint = client.completions if kind == "text" else client.chat.completions
+                reply = endpoint.create(model="tiny", **body)
+                return list(reply) if body.get("stream") else reply
+
+            yield call
+        return
+
+    async def call_async(kind, **body):
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            endpoint = client.completions if kind == "text" else client.chat.completions
+            reply = await endpoint.create(model="tiny", **body)
+            return [event async for event in reply] if body.get("stream") else reply
+
+    yield lambda kind, **body: asyncio.run(call_async(kind, **body))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """The engine's own answer."""
+    from tests.engine.test_engine import make
+
+    engine = make(checkpoint, max_model_len=2000)
+
+    def generate(text, **params):
+        return engine.generate(text, SamplingParams(**params))[0]
+
+    return generate
+
+
+def test_completion(create, alone):
+    expected = alone(WORDS, max_tokens=20, ignore_eos=True)
+    reply = create("text", prompt=WORDS, max_tokens=20, temperature=0, extra_body=FOREVER)
+    assert reply.object == "text_completion"
+    assert reply.choices[0].text == expected.text
+    assert reply.choices[0].finish_reason == "length"
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (150, 20, 170)
+
+
+def test_completion_stream(create, alone):
+    expected = alone(WORDS, max_tokens=20, ignore_eos=True)
+    events = create("text", prompt=WORDS, max_tokens=20, temperature=0, stream=True, extra_body=FOREVER)
+    assert "".join(event.choices[0].text for event in events) == expected.text
+    assert [event.choices[0].finish_reason for event in events][-1] == "length"
+    assert len(events) > 3
+    assert len({event.id for event in events}) == 1
+    assert all(event.usage is None for event in events)
+
+
+def test_chat(create, alone):
+    expected = alone("w9 w10 " + WORDS, max_tokens=20, ignore_eos=True)
+    reply = create("chat", messages=MESSAGES, max_completion_tokens=20, temperature=0, extra_body=FOREVER)
+    assert reply.object == "chat.completion"
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].message.content == expected.text
+    older = create("chat", messages=MESSAGES, max_tokens=20, temperature=0, extra_body=FOREVER)
+    assert older.choices[0].message.content == expected.text
+    parts = [{"type": "text", "text": WORDS[:100]}, {"type": "text", "text": WORDS[100:]}]
+    in_parts = [{"role": "developer", "content": "w9 w10"}, {"role": "tool", "tool_call_id": "a", "content": parts}]
+    reply = create("chat", messages=in_parts, max_tokens=20, temperature=0, extra_body=FOREVER)
+    assert reply.choices[0].message.content == expected.text
+
+
+def test_chat_stream_with_usage(create, alone):
+    expected = alone("w9 w10 " + WORDS, max_tokens=20, ignore_eos=True)
+    events = create(
+        "chat",
+        messages=MESSAGES,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=FOREVER,
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == expected.text
+    assert [event.choices[0].finish_reason for event in events[:-1]][-1] == "length"
+    assert events[-1].choices == []
+    assert events[-1].usage.total_tokens == 172
+
+
+def test_chat_goes_on_to_the_end_of_the_model_by_default(create, server):
+    reply = create("chat", messages=[{"role": "user", "content": "w5"}], temperature=0, extra_body=FOREVER)
+    assert reply.usage.total_tokens == server.llm.max_model_len
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_several_prompts_and_answers(create, alone):
+    texts = [WORDS, "w5 w6", "w7"]
+    reply = create("text", prompt=texts, n=2, max_tokens=9, temperature=0, extra_body=FOREVER)
+    expected = [alone(text, max_tokens=9, ignore_eos=True).text for text in texts for _ in range(2)]
+    assert [choice.text for choice in reply.choices] == expected
+    assert [choice.index for choice in reply.choices] == list(range(6))
+    assert reply.usage.prompt_tokens == 153
+    assert reply.usage.completion_tokens == 54
+    events = create("text", prompt=texts, n=2, max_tokens=9, temperature=0, stream=True, extra_body=FOREVER)
+    merged = ["".join(e.choices[0].text for e in events if e.choices[0].index == i) for i in range(6)]
+    assert merged == expected
+    ids = [[5, 6], [7]]
+    reply = create("text", prompt=ids, max_tokens=9, temperature=0, extra_body=FOREVER)
+    assert [choice.text for choice in reply.choices] == [expected[2], expected[4]]
+    reply = create("text", prompt=[5, 6], max_tokens=9, temperature=0, extra_body=FOREVER)
+    assert [choice.text for choice in reply.choices] == [expected[2]]
+
+
+def test_sampling_parameters_reach_the_engine(create, alone):
+    same = {
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
+    ours = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True}
+    bias = {5: 3.0, 7: -100}
+    params = same | ours | {"max_tokens": 25, "logit_bias": bias}
+    expected = [alone(WORDS, **params, seed=seed).text for seed in (3, 4, 5)]
+    assert len(set(expected)) == 3
+    named = {str(token): value for token, value in bias.items()}
+    reply = create("text", prompt=WORDS, max_tokens=25, seed=3, n=3, logit_bias=named, **same, extra_body=ours)
+    assert [choice.text for choice in reply.choices] == expected
+    for name, value in (params | {"seed": 9}).items():  # each of them matters, so each must have arrived
+        if name in ("ignore_eos", "max_tokens"):
+            continue
+        neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        without = params | {"seed": 3} | {name: neutral.get(name, {} if name == "logit_bias" else 0.0)}
+        if name == "seed":
+            without["seed"] = value
+        if name != "min_p":  # top_k cuts more here
+            assert alone(WORDS, **without).text != expected[0], name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_and_tokens(create, alone, stream):
+    free = alone(WORDS, max_tokens=30, ignore_eos=True)
+    stop = free.text[40:44]
+    expected = free.text[: free.text.index(stop)]
+
+    def text_of(**more):
+        reply = create("text", prompt=WORDS, max_tokens=30, temperature=0, stream=stream, **more)
+        events = reply if stream else [reply]
+        assert [event.choices[0].finish_reason for event in events][-1] == "stop"
+        return "".join(event.choices[0].text for event in events)
+
+    assert text_of(stop=stop, extra_body=FOREVER) == expected
+    assert text_of(stop=["nothing", stop], extra_body=FOREVER) == expected
+    token = free.token_ids[10]
+    until = alone(WORDS, max_tokens=30, ignore_eos=True, stop_token_ids=(token,))
+    assert text_of(extra_body=FOREVER | {"stop_token_ids": [token]}) == until.text
+
+
+def test_logprobs_of_completions(create, alone):
+    expected = alone(WORDS, max_tokens=12, ignore_eos=True, logprobs=3)
+    reply = create("text", prompt=WORDS, max_tokens=12, temperature=0, logprobs=3, extra_body=FOREVER)
+    got = reply.choices[0].logprobs
+    assert got.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4)
+    assert got.tokens == [
+        f"w{one.token_id}" if one.token_id > 2 else got.tokens[i] for i, one in enumerate(expected.logprobs)
+    ]
+    assert [len(top) for top in got.top_logprobs] == [3] * 12
+    assert got.text_offset == [len("".join(got.tokens[:i])) for i in range(12)]
+    events = create("text", prompt=WORDS, max_tokens=12, temperature=0, logprobs=3, stream=True, extra_body=FOREVER)
+    pieces = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece.tokens] == got.tokens
+    assert [at for piece in pieces for at in piece.text_offset] == got.text_offset
+
+
+def test_logprobs_of_chats(create):
+    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True, "extra_body": FOREVER}
+    reply = create("chat", **body, top_logprobs=2)
+    content = reply.choices[0].logprobs.content
+    assert len(content) == 12
+    for one in content:
+        assert bytes(one.bytes).decode() == one.token
+        assert one.top_logprobs[0].logprob == pytest.approx(one.logprob)  # greedy takes the most likely
+        assert math.exp(one.logprob) <= 1
+        assert len(one.top_logprobs) == 2
+    assert [len(one.top_logprobs) for one in create("chat", **body).choices[0].logprobs.content] == [0] * 12
+    events = create("chat", **body, top_logprobs=2, stream=True)
+    pieces = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+    assert [one.token for piece in pieces for one in piece.content] == [one.token for one in content]
+
+
+def test_echo(create, alone):
+    expected = alone(WORDS, max_tokens=5, ignore_eos=True).text
+    body = {"prompt": WORDS, "max_tokens": 5, "temperature": 0, "echo": True, "extra_body": FOREVER}
+    assert create("text", **body).choices[0].text == WORDS + expected
+    assert "".join(event.choices[0].text for event in create("text", **body, stream=True)) == WORDS + expected
+
+
+@pytest.mark.parametrize("field", [{"kv_budget": 36}, {"vllm_xargs": {"kv_budget": 36}}])
+def test_budget_and_telemetry(create, alone, field):
+    expected = alone(WORDS, max_tokens=30, ignore_eos=True, kv_budget=36, telemetry=True)
+    assert expected.text != alone(WORDS, max_tokens=30, ignore_eos=True).text
+    extra = FOREVER | field | {"telemetry": True}
+    reply = create("text", prompt=WORDS, max_tokens=30, temperature=0, extra_body=extra)
+    events = create("text", prompt=WORDS, max_tokens=30, temperature=0, stream=True, extra_body=extra)
+    assert reply.choices[0].text == "".join(event.choices[0].text for event in events) == expected.text
+    for choice in (reply.choices[0], events[-1].choices[0]):
+        cache = choice.cache
+        assert cache["limit"] == 36
+        assert cache["sink"] + cache["pinned"] + cache["recent"] == 36
+        assert cache["dropped"] == 114
+        assert cache["kept"]["mass"] == pytest.approx(expected.cache.kept.mass)
+        assert cache["kept"]["positions"] == [[list(h) for h in layer] for layer in expected.cache.kept.positions]
+    assert "cache" not in create("text", prompt="w5", max_tokens=2).choices[0].model_dump(exclude_none=True)
+
+
+def test_models_and_what_clients_send_along(create, server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").max_model_len == 2000
+        with pytest.raises(openai.NotFoundError, match="is not served here"):
+            client.models.retrieve("other")
+    reply = create(
+        "chat",
+        messages=[{"role": "user", "content": "w5", "name": "me"}],
+        max_tokens=3,
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        tools=[],
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+    )
+    assert reply.usage.completion_tokens <= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": ""}, "has no tokens"),
+        ({"prompt": [5, 96]}, "token 96 is not in the model's vocabulary"),
+        ({"prompt": "w5 " * 2000}, "at most 1999 fit"),
+        ({"prompt": "w5", "model": "gpt-4"}, "'gpt-4' is not served here; 'tiny' is"),
+        ({"prompt": "w5", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"prompt": "w5", "temperature": 3}, "temperature"),
+        ({"prompt": "w5", "logprobs": 21}, "at most 20"),
+        ({"prompt": "w5", "logit_bias": {"96": 1}}, "token 96"),
+        ({"prompt": "w5", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "w5", "extra_body": {"kv_budget": 49}}, "the server's is 48, give at most that"),
+        ({"prompt": "w5", "extra_body": {"kv_buget": 40}}, "'kv_buget' is not a field"),
+        ({"prompt": "w5", "suffix": "x"}, "'suffix' is not a field"),
+        ({"prompt": "w5", "best_of": 3}, "'best_of'"),
+        ({"prompt": "w5", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "w5", "stop": [""]}, "stop"),
+        ({"prompt": "w5", "echo": True, "logprobs": 1}, "echo and logprobs"),
+        ({"messages": [], "kind": "chat"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "kind": "chat"}, "messages"),
+        ({"messages": MESSAGES, "top_logprobs": 1, "kind": "chat"}, "needs logprobs"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}], "kind": "chat"}, "'tools' is not a field"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}, "kind": "chat"}, "'response_format'"),
+    ],
+)
+def test_errors_say_what_to_do(server, body, message):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        kind = body.pop("kind", "text") if "kind" in body else "text"
+        endpoint = client.completions if kind == "text" else client.chat.completions
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as caught:
+            endpoint.create(**({"model": "tiny"} | body))
+        body["kind"] = kind
+    assert message in caught.value.message
+    assert caught.value.body["type"] in ("invalid_request_error", "not_found_error")
+    assert caught.value.body["request_id"] == caught.value.request_id
