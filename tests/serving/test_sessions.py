@@ -1,0 +1,202 @@
+"""Conversations over HTTP: what is reused, what is read anew, and why."""
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from snapstream.assets import EXAMPLE
+from snapstream.serving.sessions import Session, SessionBusyError, SessionStore
+from tests.checkpoints import prompt
+from tests.serving.servers import idle, metric, post, running, wait_until
+
+LONG = json.loads(EXAMPLE.read_text())["text"][:4000].rsplit(".", 1)[0] + "."
+TINY = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "logit_bias": {"0": -100, "1": -100, "2": -100}}
+BODY = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "logit_bias": {"0": -100, "1": -100}}
+
+
+@pytest.fixture
+def server(task_llm):
+    with running(task_llm, model_name="task-model") as one:
+        yield one
+
+
+def chat(server, messages, **more):
+    return post(server, "/v1/chat/completions", messages=messages, **(BODY | more)).json()
+
+
+def say(text):
+    return {"role": "user", "content": text}
+
+
+def answer(reply):
+    return {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+
+
+def test_a_next_turn_reads_only_what_is_new(server):
+    first = chat(server, [say(LONG)], session_id="a")
+    assert first["session"] == {
+        "id": "a",
+        "kept": True,
+        "reused_tokens": 0,
+        "read_tokens": first["usage"]["prompt_tokens"],
+        "reason": "there is no such session: it is new, or was not used for too long",
+    }
+    turns = [say(LONG), answer(first), say("The guard visited the flag.")]
+    second = chat(server, turns, session_id="a", telemetry=True)
+    known = first["usage"]["prompt_tokens"] + 19  # the last token of the answer had not been read
+    assert second["session"]["reused_tokens"] == known
+    assert second["session"]["reason"] is None
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == known
+    cache = second["choices"][0]["cache"]
+    assert cache["prompt_tokens"] == known + second["session"]["read_tokens"]
+    positions = cache["kept"]["positions"][0][0]
+    assert positions == sorted(set(positions))
+    assert positions[-1] == cache["prompt_tokens"] - 1
+    assert metric(server, "snapstream_reused_tokens_total") == known
+    assert metric(server, "snapstream_sessions") == 1
+    assert 0 < metric(server, "snapstream_session_bytes") <= server.llm.plan.sessions
+
+
+def test_the_shipped_model_answers_over_a_session(task_llm, example):
+    with running(task_llm, model_name="task-model") as server:
+        body = {"max_tokens": 8, "temperature": 0, "session_id": "x", "logit_bias": {}, "ignore_eos": False}
+        turns = [say(example["text"] + " " + example["question"])]
+        first = chat(server, turns, **body)
+        assert first["choices"][0]["message"]["content"] == " broad vase."
+        turns += [answer(first), say(example["question"])]  # what was asked before is in the cache
+        second = chat(server, turns, **body)
+        assert second["session"]["reused_tokens"] > 2990
+        assert second["session"]["read_tokens"] == 5
+        assert second["choices"][0]["message"]["content"] == " broad vase."
+
+
+def test_token_ids(llm):
+    with running(llm) as server:
+        go_on_from_token_ids(server)
+
+
+def go_on_from_token_ids(server):
+    ids = prompt(120)
+    first = post(server, prompt=ids, session_id="ids", **TINY).json()
+    made = server.llm.tokenizer.convert_tokens_to_ids(
+        ["w" + word for word in first["choices"][0]["text"].split("w")[1:]]
+    )
+    second = post(server, prompt=ids + made + [7, 8], session_id="ids", **TINY).json()
+    assert second["session"]["reused_tokens"] == 139
+    assert second["session"]["read_tokens"] == 3  # the last token of the answer had not been read
+    other = post(server, prompt=[9, *ids], session_id="ids", **TINY).json()
+    assert other["session"]["reused_tokens"] == 0
+    assert "does not begin with the earlier turns" in other["session"]["reason"]
+
+
+def test_what_does_not_fit_is_read_anew(server):
+    plain = chat(server, [say(LONG), say("The writer.")])
+    first = chat(server, [say(LONG)], session_id="b")
+    changed = chat(server, [say(LONG), say("The writer.")], session_id="b")
+    assert changed["session"]["reused_tokens"] == 0
+    assert "does not begin with the earlier turns" in changed["session"]["reason"]
+    assert answer(changed) == answer(plain)
+
+    def known():
+        return server.parts.sessions._kept["", "b"][0].text
+
+    for text, reason in ((known, "nothing new"), (lambda: known() + "zz and", "inside of a token")):
+        same = post(server, prompt=text(), session_id="b", **BODY).json()
+        assert same["session"]["reused_tokens"] == 0
+        assert same["session"]["read_tokens"] > 700
+        assert reason in same["session"]["reason"]
+    as_ids = post(server, prompt=[5, 6], session_id="b", **BODY).json()
+    assert "token ids" in as_ids["session"]["reason"]
+    assert first["session"]["kept"]
+
+
+def test_an_interrupted_turn_can_be_tried_again(server):
+    first = chat(server, [say(LONG)], session_id="c")
+    turns = [say(LONG), answer(first), say("The guard visited the flag.")]
+    with httpx.stream(
+        "POST",
+        server.url + "/v1/chat/completions",
+        json={"messages": turns, "session_id": "c", "stream": True, **(BODY | {"max_tokens": 1500})},
+    ) as reply:
+        lines = reply.iter_lines()  # a lost iterator would close the connection
+        next(lines)
+        busy = post(server, "/v1/chat/completions", messages=turns, session_id="c", **BODY)
+        assert busy.status_code == 409
+        assert busy.json()["error"]["code"] == "session_busy"
+    wait_until(lambda: idle(server))
+    again = chat(server, turns, session_id="c")
+    assert again["session"]["reused_tokens"] == first["usage"]["prompt_tokens"] + 19
+    events = httpx.post(
+        server.url + "/v1/chat/completions", json={"messages": turns, "session_id": "c", "stream": True, **BODY}
+    ).text
+    assert '"session": {"id": "c"' in events
+
+
+def test_the_least_used_session_goes_first_and_time_ends_them(llm):
+    with running(llm, session_ttl=0.5) as server:
+        for name in ("a", "b", "c"):
+            chat(server, [say(LONG)], session_id=name)
+        assert len(server.parts.sessions) == 2
+        assert httpx.delete(server.url + "/v1/sessions/a").status_code == 404
+        assert httpx.delete(server.url + "/v1/sessions/b").status_code == 200
+        wait_until(lambda: len(server.parts.sessions) == 0)
+
+
+def test_a_session_is_one_prompt_and_one_answer(server, llm):
+    for body in ({"n": 2, "prompt": "w5"}, {"prompt": ["w5", "w6"]}):
+        reply = post(server, session_id="a", **body)
+        assert reply.status_code == 400
+        assert "one prompt and one answer" in reply.json()["error"]["message"]
+    assert post(server, prompt="w5", session_id="a b").status_code == 400
+    assert len(server.parts.sessions) == 0
+
+
+def test_store():
+    now = [0.0]
+    store = SessionStore(2, 10, clock=lambda: now[0])
+    one, two, three = (("", name) for name in "abc")
+    session = Session.__new__(Session)
+    assert store.begin(one) is None
+    with pytest.raises(SessionBusyError):
+        store.begin(one)
+    store.end(one, session)
+    now[0] = 9
+    assert store.begin(one) is session
+    store.end(one, None)  # failed: what was there stays, and is no younger for it
+    now[0] = 11
+    assert store.begin(one) is None
+    store.end(one, session)
+    store.begin(two)
+    store.end(two, session)
+    store.begin(one)
+    store.end(one, session)
+    store.begin(three)
+    store.end(three, session)
+    assert (store.delete(one), store.delete(two), store.delete(three)) == (True, False, True)
+
+
+def test_many_sessions_at_once(server):
+    answers = {}
+
+    def talk(name, words):
+        turns = [say(f"{LONG} {words}")]
+        for turn in range(3):
+            reply = chat(server, turns, session_id=name)
+            turns += [answer(reply), say(f"The porter {words} {turn}.")]
+        answers[name] = turns
+
+    names = [f"s{i}" for i in range(6)]  # more than are kept
+    threads = [
+        threading.Thread(target=talk, args=(name, ["red", "green", "blue", "grey", "pink", "white"][i]))
+        for i, name in enumerate(names)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(answers[name]) == 7 for name in names)
+    assert len(server.parts.sessions) == 4
+    assert not server.parts.sessions._busy
+    wait_until(lambda: idle(server))
