@@ -24,7 +24,7 @@ from snapstream.engine import LLM, RequestOutput, SavedSequence, SlotUse
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Steps of the engine that may fail in a row before the server gives up."""
+"""Steps of the engine that may fail, with no sequence ending well in between, before the server gives up."""
 
 T = TypeVar("T")
 
@@ -416,11 +416,12 @@ class EngineDriver:
             now = self.step_started = time.monotonic()
             try:
                 outputs = self.llm.step()
-                failures = 0
+                if any(output.finish_reason in ("stop", "length") for output in outputs):
+                    failures = 0
                 self._tell(self._deliver, outputs, self._look(), now)
             except Exception as error:
                 failures += 1
-                logger.exception("the engine failed (%d of %d times in a row)", failures, MAX_FAILURES)
+                logger.exception("the engine failed (%d of %d times)", failures, MAX_FAILURES)
                 self.llm.reset()
                 self._tell(self._engine_failed, error, for_good=failures >= MAX_FAILURES)
             finally:

@@ -94,10 +94,22 @@ class ApiError(Exception):
 
     def body(self, request_id: str | None) -> dict[str, Any]:
         """As JSON."""
-        message = self.message.encode("utf-8", "replace").decode()
+        message = _printable(self.message, 2000)
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        detail = ErrorDetail(message=message, type=kind, param=self.param, code=self.code, request_id=request_id)
+        detail = ErrorDetail(
+            message=message,
+            type=kind,
+            param=self.param and _printable(self.param, 200),
+            code=self.code,
+            request_id=request_id,
+        )
         return ErrorBody(error=detail).model_dump()
+
+
+def _printable(text: str, length: int) -> str:
+    """What a client sent may come back in a message; it may be long, and need not be text."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def as_api_error(error: Exception) -> ApiError:

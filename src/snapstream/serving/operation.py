@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
@@ -107,7 +107,7 @@ def router(parts: Parts) -> APIRouter:
             return JSONResponse({"status": "stopping" if driver.draining else "the engine has failed"}, 503)
         return JSONResponse({"status": "ready"})
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Metrics for Prometheus."""
         return Response(parts.metrics.render(), media_type=CONTENT_TYPE_LATEST)

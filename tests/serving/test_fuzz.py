@@ -1,0 +1,165 @@
+"""Bodies that nobody should send: every one is answered below 500, at once, and others never notice."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import prompt
+from tests.serving.servers import idle, post, running, wait_until
+
+WORDS = " ".join(f"w{token}" for token in prompt(100))
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+BROKEN = {
+    "nothing": b"",
+    "not JSON": b"hello",
+    "half of it": b'{"prompt": "w5", "max_tokens": ',
+    "truncated UTF-8": b'{"prompt": "w5 \xe2\x82"}',
+    "invalid UTF-8": b'{"prompt": "\xff\xfe"}',
+    "UTF-16": '{"prompt": "w5", "x": 1}'.encode("utf-16"),
+    "half of a surrogate pair": b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}]}',
+    "a surrogate in a name": b'{"prompt": "w5", "\\ud800": 1}',
+    "a surrogate as model": b'{"prompt": "w5", "model": "\\ud800"}',
+    "NUL": b'{"prompt": "\x00"}',
+    "deep lists": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"prompt": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+    "deep and open": b"[" * 1_000_000,
+    "NaN": b'{"prompt": "w5", "temperature": NaN}',
+    "infinity": b'{"prompt": "w5", "temperature": Infinity, "top_p": -Infinity}',
+    "a huge exponent": b'{"prompt": "w5", "temperature": 1e999999}',
+    "a huge integer": b'{"prompt": "w5", "seed": ' + b"9" * 100_000 + b"}",
+    "a huge negative": b'{"prompt": [-' + b"9" * 4_000 + b"]}",
+    "twice the same": b'{"prompt": "w5", "prompt": 5}',
+    "a number": b"5",
+    "null": b"null",
+    "a list": b'["prompt"]',
+    "a string": b'"prompt"',
+    "wrong types": b'{"prompt": {"a": 1}, "messages": "x", "tokens": "5", "max_tokens": "5", "stream": "yes"}',
+    "booleans as numbers": b'{"prompt": [true, false], "max_tokens": true}',
+    "many keys": json.dumps({f"k{i}": i for i in range(50_000)}).encode(),
+    "a long key": json.dumps({"k" * 1_000_000: 1}).encode(),
+    "messages of messages": b'{"messages": [{"role": "user", "content": [{"type": "text", "text": [{}]}]}]}',
+    "an unknown role": b'{"messages": [{"role": "root", "content": "w5"}]}',
+    "tool calls of anything": b'{"messages": [{"role": "assistant", "tool_calls": [{"a": 1e308}]}], "n": 0}',
+}
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others(server):
+    """Requests that run all the while; every one must get the same answer."""
+    body = {"prompt": WORDS, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    expected, answers, stop = post(server, **body).json()["choices"], [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answers.append(post(server, **body).json().get("choices"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(30)
+    assert len(answers) > 5
+    assert all(answer == expected for answer in answers)
+    wait_until(lambda: idle(server))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_bodies(server, path, name):
+    reply = httpx.post(
+        server.url + path, content=BROKEN[name], headers={"Content-Type": "application/json"}, timeout=10
+    )
+    assert reply.status_code == 400, reply.text[:300]
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["request_id"] == reply.headers["x-request-id"]
+    assert len(error["message"]) <= 2_000
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/xml", "multipart/form-data; boundary=x", "\xff"])
+def test_other_content_types(server, kind):
+    headers = [(b"Content-Type", kind.encode("latin-1"))]
+    reply = httpx.post(server.url + "/v1/completions", content=b'{"prompt": "w5"}', headers=headers)
+    assert reply.status_code in (200, 400)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "HEAD", "TRACE", "NONSENSE"])
+def test_other_methods(server, method):
+    assert httpx.request(method, server.url + "/v1/completions").status_code in (400, 405)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../etc/passwd", "/page/../server.py", "/page/%2e%2e/server.py", "/page//etc/passwd", "/%00", "/" + "a" * 5000],
+)
+def test_other_paths(server, path):
+    assert httpx.get(server.url + path).status_code in (400, 404)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = [
+    "prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n",
+    "stop", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "kv_budget", "telemetry", "session_id", "echo", "user", "tools",
+    "response_format", "vllm_xargs", "stop_token_ids", "ignore_eos", "tokens", "return_token_strs", "suffix",
+]  # fmt: skip
+good = {
+    "/v1/completions": {"prompt": "w5 w6", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3},
+    "/tokenize": {"prompt": "w5"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), odd=st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3))
+def test_odd_values_in_good_requests(server, path, odd):
+    data = json.dumps(good[path] | odd, ensure_ascii=True)
+    reply = httpx.post(server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30)
+    assert reply.status_code in (200, 400, 409, 429), reply.text
+
+
+def test_schemathesis(server, tmp_path):
+    """Requests made from the OpenAPI document: no 5xx, nothing undocumented, no hang."""
+    examples = os.environ.get("SNAPSTREAM_FUZZ_EXAMPLES", "15")
+    run = subprocess.run(
+        [
+            os.path.join(os.path.dirname(sys.executable), "schemathesis"),
+            "run",
+            f"{server.url}/openapi.json",
+            f"--max-examples={examples}",
+            "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
+            "--request-timeout=30",
+            "--suppress-health-check=all",
+            "--continue-on-failure",
+            "--no-color",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    print(run.stdout)
+    generated = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert generated, run.stdout[-2000:]
+    assert int(generated[1]) > 300

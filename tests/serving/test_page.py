@@ -1,0 +1,229 @@
+"""The page in a real browser."""
+
+import shutil
+import time
+
+import pytest
+
+from snapstream.serving.settings import Example
+from tests.serving.servers import idle, metric, running, wait_until
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server(task_llm, example):
+    with running(task_llm, model_name="task-model", example=Example(**example)) as one:
+        yield one
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(request, browser, server):
+    context = browser.new_context(color_scheme=request.param, viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    requests, problems = [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.problems = problems
+    page.goto(server.url)
+    page.get_by_text("task-model: up to 16,384 tokens in a cache of 512 entries").wait_for()
+    yield page
+    assert all(url.startswith(server.url) for url in requests)  # nothing from elsewhere
+    assert len(requests) > 5
+    assert not page.problems
+    context.close()
+
+
+def ask(page, text, tokens=None, temperature=None):
+    if tokens is not None:
+        if not page.get_by_label("Most tokens").is_visible():
+            page.get_by_text("Settings", exact=True).click()
+        page.get_by_label("Most tokens").fill(str(tokens))
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def slow_steps(server, monkeypatch):
+    """Gives a person, or a test, the time to press a button."""
+    step = server.llm.step
+    monkeypatch.setattr(server.llm, "step", lambda: (time.sleep(0.02), step())[1])
+
+
+def longer_than(page, body, length):
+    end = time.monotonic() + 20
+    while len(body.inner_text()) <= length:
+        assert time.monotonic() < end
+        page.wait_for_timeout(20)
+
+
+def never_ending(page):
+    """Answers that go on past the end token."""
+
+    def change(route):
+        route.continue_(post_data=route.request.post_data.replace('"stream":true', '"stream":true,"ignore_eos":true'))
+
+    page.route("**/v1/chat/completions", change)
+
+
+def test_ask_about_the_example(page, server):
+    page.get_by_role("button", name="Insert example").click()
+    page.get_by_role("button", name="Send").click()
+    log = page.get_by_role("log")
+    log.get_by_text("broad vase.").wait_for()
+    page.get_by_text("2,996 tokens of prompt, 4 generated").wait_for()
+    slot = page.locator(".slot", has=page.get_by_text("as it was left")).first
+    slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 380 pinned, 128 in the ring").wait_for()
+    slot.get_by_role("img", name="of the prompt, 17 % was kept").wait_for()
+    slot.get_by_text("768 KiB of memory; a full cache would take 4.4 MiB by now").wait_for()
+    colours = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
+    dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert (sum(map(int, colours[0][4:-1].split(","))) < 200) == dark
+    assert (sum(map(int, colours[1][4:-1].split(","))) > 600) == dark
+
+
+def test_stream_and_stop(page, server, monkeypatch):
+    slow_steps(server, monkeypatch)
+    never_ending(page)
+    ask(page, "The guard visited the flag.", tokens=16_000)
+    body = page.locator(".message.assistant .body").last
+    longer_than(page, body, 30)
+    longer_than(page, body, len(body.inner_text()))
+    page.get_by_text("1 of 4 slots busy").wait_for()
+    assert page.get_by_role("button", name="Send").is_disabled()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    wait_until(lambda: idle(server))
+    page.get_by_text("0 of 4 slots busy").wait_for()
+    ask(page, "The porter carried the coin.", tokens=3)  # and the conversation goes on
+    page.get_by_text("3 generated").wait_for()
+    assert page.locator(".message").count() == 4
+
+
+def test_escape_stops(page, server, monkeypatch):
+    slow_steps(server, monkeypatch)
+    page.get_by_role("button", name="Insert example").click()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Stop").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("Stopped.").wait_for()
+    wait_until(lambda: idle(server))
+
+
+def test_an_error_is_shown_and_the_message_comes_back(page):
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Cache entries").fill("100000")
+    ask(page, "The guard visited the flag.")
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert "the server's is 512, give at most that" in alert.inner_text()
+    assert "[request " in alert.inner_text()
+    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+    assert page.locator(".message").count() == 0
+    page.problems.clear()  # browsers log what was answered 400
+    page.get_by_label("Cache entries").fill("")
+    page.get_by_label("Message").press("Enter")
+    page.locator("#figures", has_text="generated").wait_for()
+    assert not alert.is_visible()
+
+
+def test_an_error_in_mid_stream_is_shown(page, server, monkeypatch):
+    launch, calls = server.llm.decode.launch, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("on purpose")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    never_ending(page)
+    ask(page, "The guard visited the flag.", tokens=500)
+    page.get_by_role("alert").wait_for()
+    assert "the engine failed" in page.get_by_role("alert").inner_text()
+
+
+def test_a_session(page, server):
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Keep the compressed cache").check()
+    page.get_by_role("button", name="Insert example").click()
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("log").get_by_text("broad vase.").wait_for()
+    page.get_by_text("1 kept conversations take").wait_for()
+    ask(page, "Recall the note for swallow:")
+    page.get_by_text("went on from the cache, read only 5").wait_for()
+    assert page.locator(".message.assistant .body").last.inner_text() == "broad vase."
+    assert metric(server, "snapstream_reused_tokens_total") > 2900
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator(".message").count() == 0
+
+
+def test_everything_can_be_reached_by_keyboard_and_has_a_name(page):
+    page.get_by_text("Settings", exact=True).click()
+    wanted = page.locator(
+        "button:visible:enabled, input:visible, textarea:visible, summary:visible, [tabindex='0']:visible"
+    )
+    count = wanted.count()
+    seen = set()
+    page.locator("body").click(position={"x": 1, "y": 1})
+    for _ in range(count + 4):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {
+        "messages",
+        "input",
+        "send",
+        "fresh",
+        "example",
+        "SUMMARY",
+        "max-tokens",
+        "temperature",
+        "budget",
+        "key",
+    } <= seen
+    for control in page.get_by_role("textbox").all() + page.get_by_role("spinbutton").all():
+        assert control.evaluate("element => element.labels.length") == 1
+    assert page.locator("html").get_attribute("lang") == "en"
+    assert page.get_by_role("heading", level=1).count() == 1
+
+
+def test_narrow_screens(browser, server):
+    page = browser.new_page(viewport={"width": 360, "height": 700})
+    page.goto(server.url)
+    page.get_by_text("0 of 4 slots busy").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.close()
+
+
+def test_a_key_is_asked_for(browser, task_llm):
+    with running(task_llm, model_name="task-model", api_keys=("sesame",)) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.get_by_role("alert").filter(has_text="needs an API key").wait_for()
+        page.get_by_text("Settings", exact=True).click()
+        page.get_by_label("API key").fill("sesame")
+        page.get_by_label("API key").press("Tab")
+        page.get_by_text("task-model: up to").wait_for()
+        assert not page.get_by_role("alert").is_visible()
+        page.close()
+
+
+def test_a_model_without_a_chat_template(browser, task_llm, monkeypatch):
+    monkeypatch.setattr(task_llm.tokenizer, "chat_template", None)
+    with running(task_llm, model_name="task-model") as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.get_by_text("task-model: up to").wait_for()
+        ask(page, "The guard visited the flag.", tokens=5)
+        page.locator("#figures", has_text="generated").wait_for()
+        page.close()
