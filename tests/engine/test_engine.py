@@ -382,3 +382,17 @@ def test_half_precision_runs(checkpoint):
     for dtype in ("bfloat16", "float16"):
         out = make(checkpoint, dtype=dtype).generate([prompt(100), prompt(20)], greedy(20))
         assert [len(o.token_ids) for o in out] == [20, 20]
+
+
+def test_a_smaller_budget_of_a_full_cache_is_snapstream(checkpoint):
+    """Not StreamingLLM, which a full cache with fewer entries would be."""
+    params = greedy(30, kv_budget=64, telemetry=True)
+    full = make(checkpoint, budget=None).generate([prompt(150)], params)[0]
+    streaming = make(checkpoint, budget=CacheBudget.preset("streaming", 64)).generate([prompt(150)], params)[0]
+    assert full.cache.pinned > 0
+    assert full.cache.kept.positions != streaming.cache.kept.positions
+    own = CacheBudget.of(256).resized(64)
+    same = make(checkpoint, budget=own).generate([prompt(150)], params)[0]
+    assert full.token_ids == same.token_ids
+    assert full.cache.kept.positions == same.cache.kept.positions
+    assert full.cache.limit == 64

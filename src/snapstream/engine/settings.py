@@ -46,9 +46,12 @@ def choose_max_model_len(wanted: int | None, trained: int) -> int:
 
 
 def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
-    """Cache of one slot; never more entries than a sequence can have tokens."""
+    """Cache of one slot; never more entries than a sequence can have tokens.
+
+    ``None`` has room for everything, so nothing is dropped; a request that asks for less gets SnapStream.
+    """
     if budget is None:
-        return CacheBudget.preset("full", max_model_len)
+        return CacheBudget.of(max_model_len)
     parsed = CacheBudget.parse(budget)
     if parsed.capacity <= max_model_len:
         return parsed

@@ -14,7 +14,12 @@ from snapstream.serving.errors import ApiError
 from snapstream.serving.parts import Parts
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream, chunks of it as server-sent events.",
+        "content": {"text/event-stream": {}},
+    }
+}
 
 
 class Model(BaseModel):

@@ -97,11 +97,27 @@ function card(slot) {
   return item;
 }
 
+let before = { time: 0, generated: new Map() };
+
+// Tokens per second of all slots since the last look; null if nothing was decoded at both times.
+function speed(busy) {
+  const now = { time: performance.now(), generated: new Map(busy.map((slot) => [slot.request_id, slot.generated])) };
+  let made = null;
+  for (const [name, generated] of now.generated) {
+    if (before.generated.has(name)) made = (made ?? 0) + generated - before.generated.get(name);
+  }
+  const seconds = (now.time - before.time) / 1000;
+  before = now;
+  return made === null ? null : made / seconds;
+}
+
 export function draw(state) {
   const busy = state.slots.filter((slot) => slot.busy);
   const held = busy.reduce((sum, slot) => sum + slot.bytes_held, 0);
   const full = busy.reduce((sum, slot) => sum + slot.bytes_full, 0);
   const totals = [`${busy.length} of ${state.slots.length} slots busy, ${state.waiting} waiting`];
+  const tokens = speed(busy);
+  if (tokens !== null) totals.push(`${number.format(Math.round(tokens))} tokens/s`);
   if (busy.length) totals.push(`caches take ${bytes(held)}, full ones would take ${bytes(full)}`);
   if (state.sessions) totals.push(`${state.sessions} kept conversations take ${bytes(state.session_bytes)}`);
   say(document.getElementById("totals"), `${totals.join("; ")}.`);
