@@ -42,8 +42,12 @@ def parse_budget(budget: str | None, policy: str) -> CacheBudget | None:
         if policy not in ("snapstream", "full"):
             raise ConfigurationError(f"policy {policy} needs a --budget")
         return None
-    with contextlib.suppress(ValueError):
-        return CacheBudget.preset(cast(Preset, policy), int(budget))
+    try:
+        entries = int(budget)
+    except ValueError:
+        pass
+    else:
+        return CacheBudget.preset(cast(Preset, policy), entries)
     if policy != "snapstream":
         raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
     return CacheBudget.parse(budget)

@@ -198,5 +198,5 @@ def test_many_sessions_at_once(server):
         thread.join()
     assert all(len(answers[name]) == 7 for name in names)
     assert len(server.parts.sessions) == 4
-    assert not server.parts.sessions._busy
+    assert not server.parts.sessions._running
     wait_until(lambda: idle(server))

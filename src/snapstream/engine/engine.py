@@ -21,7 +21,7 @@ from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
 from snapstream.engine.prefill import Prefill, kept_shares
 from snapstream.engine.report import SlotUse, cache_use, slot_use
-from snapstream.engine.request import Detokenizer, Request, RequestOutput, TokenLogprobs
+from snapstream.engine.request import Detokenizer, Request, RequestOutput, TokenLogprobs, special_tokens
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import (
@@ -101,6 +101,7 @@ class Engine:
         self.plan.check()
         checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
         self.tokenizer = load_tokenizer(str(checkpoint))
+        self._special_tokens = special_tokens(self.tokenizer)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         eager = config.enforce_eager or not can_compile(self.device)
         loaded = load_model(checkpoint, spec, dtype, self.device)
@@ -190,7 +191,7 @@ class Engine:
             budget=self.budget.for_request(params.kv_budget),
             stop_ids=frozenset(stop_ids),
             max_tokens=min(params.max_tokens, room),
-            detokenizer=Detokenizer(self.tokenizer),
+            detokenizer=Detokenizer(self.tokenizer, self._special_tokens),
             past=past,
             keep=keep,
         )
@@ -266,6 +267,11 @@ class Engine:
             raise RequestError(f"no request {request_id!r} is running")
         request = self._requests[request_id]
         return request.prefilled, len(request.prompt)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests that wait or run."""
+        return list(self._requests)
 
     @property
     def reading(self) -> str | None:

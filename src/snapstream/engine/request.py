@@ -161,13 +161,26 @@ def _held_back(text: str, stops: tuple[str, ...]) -> int:
     return longest
 
 
-class Detokenizer:
-    """Turns tokens into text one at a time, holding back bytes of a character that is not complete."""
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that are no text."""
+    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
-    def __init__(self, tokenizer: Any) -> None:
+
+class Detokenizer:
+    """Turns tokens into text one at a time, holding back bytes of a character that is not complete.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        special: Its :func:`special_tokens`.
+    """
+
+    def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
+        self._tokenizer, self._special = tokenizer.backend_tokenizer, special
+        self._start()
+
+    def _start(self) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
 
@@ -178,14 +191,24 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Text that ``token`` completes; may be empty."""
-        text = self._stream.step(self._tokenizer, token)
-        if text is None:
-            self._pending.append(token)
+        if token in self._special:  # the stream would keep it, and read all it keeps with every token
             return ""
-        self._pending.clear()
-        return str(text)
+        text = self._stream.step(self._tokenizer, token)
+        if text is not None:
+            self._pending.clear()
+            return str(text)
+        self._pending.append(token)
+        if len(self._pending) <= _LONGEST_CHARACTER:
+            return ""
+        text = self.flush()
+        self._start()
+        return text
 
     def flush(self) -> str:
         """Whatever is still held back, with replacement characters where a character is not complete."""
         pending, self._pending = self._pending, []
         return str(self._tokenizer.decode(pending, skip_special_tokens=True)) if pending else ""
+
+
+_LONGEST_CHARACTER = 8
+"""Tokens that may be held back; four bytes make a character, and more than these will not become one."""

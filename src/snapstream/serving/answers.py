@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -119,14 +119,13 @@ class LogprobWriter:
     """Writes the log-probabilities of one sequence, as it grows.
 
     Args:
-        tokenizer: The model's.
-        offset: Characters before the output, for ``text_offset``.
+        text_of: Text of a token.
     """
 
-    def __init__(self, tokenizer: Any, offset: int = 0) -> None:
-        self._tokenizer, self._offset, self._written = tokenizer, offset, 0
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        self._text_of, self._offset, self._written = text_of, 0, 0
 
-    def chat(self, output: RequestOutput) -> dict[str, Any] | None:
+    def chat(self, output: RequestOutput) -> dict[str, Any]:
         """New tokens since the last call, as chat completions have them."""
         return {"content": [self._chat_token(one) for one in self._new(output)], "refusal": None}
 
@@ -134,11 +133,11 @@ class LogprobWriter:
         """New tokens since the last call, as completions have them."""
         parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in self._new(output):
-            text = self._text(one.token_id)
+            text = self._text_of(one.token_id)
             parts["tokens"].append(text)
             parts["token_logprobs"].append(_finite(one.logprob))
             # The chosen token is among them, as everywhere: its place may be below the most likely ones.
-            top = {self._text(token): _finite(value) for token, value in one.top.items()}
+            top = {self._text_of(token): _finite(value) for token, value in one.top.items()}
             parts["top_logprobs"].append(top | {text: _finite(one.logprob)})
             parts["text_offset"].append(self._offset)
             self._offset += len(text)
@@ -153,11 +152,10 @@ class LogprobWriter:
         return self._entry(one.token_id, one.logprob) | {"top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        text = self._text_of(token)
+        # A part of a character has no text of its own, and its bytes are not those of the sign put in its place.
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode("utf-8", "replace"))
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
 
 
 def _finite(logprob: float) -> float:

@@ -15,7 +15,7 @@ from snapstream.serving import errors, operation, page, routes
 from snapstream.serving.completions import Completions
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
-from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware
+from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, KeyMiddleware
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.sessions import SessionStore
@@ -37,8 +37,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
     sessions = SessionStore(llm.config.sessions, settings.session_ttl)
     reader = PromptReader(llm, settings.template_timeout)
-    completions = Completions(llm, driver, settings, reader, sessions)
-    parts = Parts(llm, settings, driver, reader, sessions, completions, metrics)
+    parts = Parts(llm, settings, driver, reader, sessions, metrics)
     metrics.watch(lambda: operation.gauges(parts))
 
     async def sweep() -> None:
@@ -64,10 +63,12 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     )
     app.state.parts = parts
     errors.install(app)
-    app.include_router(routes.router(parts))
+    app.include_router(routes.router(parts, Completions(parts)))
     app.include_router(operation.router(parts))
     app.include_router(page.router(settings.example))
+    # The one added last is the outermost: every answer has a name, and browsers may read every one of them.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
+    app.add_middleware(KeyMiddleware, api_keys=settings.api_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -76,5 +77,5 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(AccessMiddleware, metrics=metrics, api_keys=settings.api_keys)
+    app.add_middleware(AccessMiddleware, metrics=metrics)
     return app

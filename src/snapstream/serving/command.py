@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def serve(
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="SNAPSTREAM_API_KEY", help="A key that clients must send; may be given again."),
+        typer.Option(help="A key that clients must send; may be given again. Or SNAPSTREAM_API_KEY: keys by commas."),
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Web origin that browsers may call from; may be given again.")
@@ -59,12 +60,12 @@ def serve(
     ] = True,
     log_format: Annotated[str, typer.Option(help="text, or json: one object per line.")] = "text",
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs snapstream[serve]."""
+    """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
     shipped = Path(model) == TASK_MODEL
     settings = ServerSettings(
         model_name=served_model_name or (Path(model).resolve().name if Path(model).exists() else model),
-        api_keys=tuple(api_key or ()),
+        api_keys=tuple(api_key or _keys_of_environment()),
         cors_origins=tuple(cors_origin or ()),
         max_body_bytes=int(max_body * 2**20),
         max_queue=max_queue,
@@ -95,12 +96,20 @@ def serve(
         from snapstream.engine import LLM
 
         logger.info("loading %s%s", model, "; compiling takes a minute, --eager starts at once" if compiled else "")
+        if not settings.api_keys:
+            logger.info("no API key is needed to use this server")
         with quiet():
             llm = LLM(model, budget=parsed, config=config, report_plan=lambda plan: logger.info("%s", plan.summary()))
         if template is not None:
             llm.tokenizer.chat_template = template
         if not server.serve(llm, settings, listener):
             raise typer.Exit(1)
+
+
+def _keys_of_environment() -> list[str]:
+    """Keys by commas; a variable that is there but empty is refused, as it would open the server."""
+    value = os.environ.get("SNAPSTREAM_API_KEY")
+    return [] if value is None else [key.strip() for key in value.split(",")]
 
 
 def _log_format(name: str) -> LogFormat:

@@ -14,17 +14,19 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from snapstream.config import SamplingParams
 from snapstream.engine import LLM, RequestOutput, SavedSequence, SlotUse
+from snapstream.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Steps of the engine that may fail, with no sequence ending well in between, before the server gives up."""
+"""Steps of the engine that may fail, with no sequence ending well in between, before the server gives up. After so many
+requests that fail by themselves, the engine is tried with one of its own."""
 
 T = TypeVar("T")
 
@@ -53,13 +55,15 @@ class Job:
         tokens: The prompt; after a ``past``, what is new of it.
         params: How to sample.
         past: The turns before.
-        keep: Whether the compressed cache is wanted for a next turn.
+        keep: Takes the compressed cache at the end, on the event loop, for a next turn; ``None`` if it is not wanted.
+        asked: When the client asked, as :func:`time.monotonic` counts; ``None``: when it is submitted.
     """
 
     tokens: Sequence[int]
     params: SamplingParams
     past: SavedSequence | None = None
-    keep: bool = False
+    keep: Callable[[SavedSequence], None] | None = None
+    asked: float | None = None
 
 
 class Listener(Protocol):
@@ -82,7 +86,7 @@ class Generation:
         name: The engine's name for it.
         job: What was asked.
         output: The newest output.
-        created: When it was submitted; all times are of :func:`time.monotonic`.
+        created: When it was asked for; all times are of :func:`time.monotonic`.
         started: When its prompt began to be read.
         first_token: When its first token was there.
         ended: When it ended.
@@ -91,7 +95,7 @@ class Generation:
     def __init__(self, name: str, job: Job, wake: asyncio.Event) -> None:
         self.name, self.job = name, job
         self.output: RequestOutput | None = None
-        self.created = time.monotonic()
+        self.created = time.monotonic() if job.asked is None else job.asked
         self.started: float | None = None
         self.first_token: float | None = None
         self.ended: float | None = None
@@ -223,14 +227,13 @@ class EngineDriver:
         """Queue sequences, all or none.
 
         Raises:
-            QueueFullError: Too many wait already.
+            QueueFullError: Too many wait already, or are still being read.
             UnavailableError: No new work is taken.
-            RequestError: The engine cannot serve one of them.
+            RequestError: The engine cannot serve one of them, or they are more than it can ever hold.
         """
-        if self.draining or not self.healthy:
-            raise UnavailableError("the server is stopping" if self.draining else "the engine has failed")
-        if len(self._live) + len(jobs) > self.capacity:
-            raise QueueFullError(self._retry_after())
+        if len(jobs) > self.capacity:
+            raise RequestError(f"{len(jobs)} answers at once are more than slots and queue hold, {self.capacity}")
+        self.check_room(len(jobs))
         names = [next(self._names) for _ in jobs]
         batch = Batch(self, names, jobs)
         for generation in batch.generations:
@@ -245,6 +248,18 @@ class EngineDriver:
             self._drop(names)
             raise
         return batch
+
+    def check_room(self, sequences: int) -> None:
+        """See whether so many more would be taken now.
+
+        Raises:
+            QueueFullError: No.
+            UnavailableError: Nothing is taken.
+        """
+        if self.draining or not self.healthy:
+            raise UnavailableError("the server is stopping" if self.draining else "the engine has failed")
+        if len(self._live) + sequences > self.capacity:
+            raise QueueFullError(self._retry_after())
 
     def cancel(self, batch: Batch) -> None:
         """See :meth:`Batch.cancel`. They count as live until the engine has let them go."""
@@ -311,16 +326,15 @@ class EngineDriver:
             if output.request_id not in self._live:
                 continue
             generation = self._live[output.request_id][1]
-            if output.token_ids:
+            first = bool(output.token_ids) and generation.first_token is None
+            if first:
                 generation.started = generation.started or now
-                if generation.first_token is None:
-                    generation.first_token = time.monotonic()
-                    generation.put(output)
-                    self.listener.first_token(generation)
-                else:
-                    generation.put(output)
-            else:
-                generation.put(output)
+                generation.first_token = time.monotonic()
+            if output.saved is not None and generation.job.keep is not None:
+                generation.job.keep(output.saved)  # at once: a client may take its time to fetch the output
+            generation.put(replace(output, saved=None))
+            if first:
+                self.listener.first_token(generation)
             if output.finished:
                 self._forget(output.request_id)
 
@@ -353,15 +367,15 @@ class EngineDriver:
         rounds = self.waiting / 2 / self.llm.config.slots
         return max(1, min(60, round(rounds * self._seconds_per_sequence)))
 
-    def _engine_failed(self, error: Exception, *, for_good: bool) -> None:
+    def _engine_failed(self, error: BaseException, names: Sequence[str] | None) -> None:
+        """Fail the sequences that were in the engine; with ``None`` all, for good."""
         self.listener.engine_failed()
-        batches = {id(batch): batch for batch, _ in self._live.values()}
-        for batch in batches.values():
-            batch.fail(EngineError(f"the engine failed: {type(error).__name__}"))
-        for name in list(self._live):
-            self._forget(name)
+        for name in list(self._live) if names is None else names:
+            if name in self._live:
+                self._live[name][0].fail(EngineError(f"the engine failed: {type(error).__name__}"))
+                self._forget(name)
         self.snapshot = Snapshot([None] * self.llm.config.slots, "", 0, 0)
-        if for_good:
+        if names is None:
             self.dead = True
             self.on_death()
 
@@ -385,7 +399,7 @@ class EngineDriver:
         try:
             for generation in batch.generations:
                 job = generation.job
-                self.llm.add_request(job.tokens, job.params, generation.name, past=job.past, keep=job.keep)
+                self.llm.add_request(job.tokens, job.params, generation.name, past=job.past, keep=job.keep is not None)
                 added.append(generation.name)
         except Exception:
             self.llm.discard(added)
@@ -397,7 +411,11 @@ class EngineDriver:
         return Snapshot(self.llm.slots(), name or "", read, length)
 
     def _run(self) -> None:
-        self._work()
+        try:
+            self._work()
+        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+            logger.critical("the engine has failed for good", exc_info=error)
+            self._tell(self._engine_failed, error, None)
         with self._closing:
             self._closed = True
         while not self._commands.empty():
@@ -406,8 +424,9 @@ class EngineDriver:
                 command.refuse(UnavailableError("the engine has stopped"))
 
     def _work(self) -> None:
-        failures = 0
-        while failures < MAX_FAILURES:
+        """Run the engine until told to stop; raises what it cannot go on after."""
+        failures = own = 0
+        while True:
             while not self._commands.empty() or not self.llm.busy:
                 command = self._commands.get()
                 if command is None:
@@ -416,13 +435,27 @@ class EngineDriver:
             now = self.step_started = time.monotonic()
             try:
                 outputs = self.llm.step()
-                if any(output.finish_reason in ("stop", "length") for output in outputs):
-                    failures = 0
-                self._tell(self._deliver, outputs, self._look(), now)
             except Exception as error:
                 failures += 1
+                if failures == MAX_FAILURES:
+                    raise
                 logger.exception("the engine failed (%d of %d times)", failures, MAX_FAILURES)
+                names = self.llm.request_ids
                 self.llm.reset()
-                self._tell(self._engine_failed, error, for_good=failures >= MAX_FAILURES)
+                self._tell(self._engine_failed, error, names)
+                continue
             finally:
                 self.step_started = None
+            self._tell(self._deliver, outputs, self._look(), now)
+            if any(output.finish_reason in ("stop", "length") for output in outputs):
+                failures = own = 0
+            own += sum(output.finish_reason == "error" for output in outputs)
+            if own >= MAX_FAILURES and not any(self.llm.scheduler.decoding):
+                self._probe()
+                own = 0
+
+    def _probe(self) -> None:
+        """Several requests have failed by themselves and nothing else runs: see whether it is the engine after all."""
+        output = self.llm.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
+        if output.finish_reason == "error":
+            raise RuntimeError(f"a request of one token failed: {output.error}")

@@ -146,6 +146,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        kind = request.headers.get("content-type", "none")
+        if "json" not in kind and request.method == "POST":
+            problem = ApiError(400, f"the body has to be JSON, sent as application/json; its Content-Type is {kind}")
+            return respond(problem, request_id(request))
         return respond(_first_problem(error), request_id(request))
 
     @app.exception_handler(HTTPException)
@@ -155,7 +159,6 @@ def install(app: FastAPI) -> None:
             answer.message = f"there is no {request.url.path} here; see /docs"
         return respond(answer, request_id(request))
 
-    @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return respond(error, request_id(request))
 

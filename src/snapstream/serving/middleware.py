@@ -1,4 +1,4 @@
-"""Around every request: its name, its key, its size and time, its log line. Plain ASGI, so that disconnects pass."""
+"""Around every request: its name, key, size and time, and its log line. Plain ASGI, so that disconnects pass."""
 
 from __future__ import annotations
 
@@ -33,33 +33,30 @@ SECURITY_HEADERS = {
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/cache"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/cache", "/v1/models"})
 
 
 class AccessMiddleware:
-    """Names a request, checks its key, measures and logs it.
+    """Names a request, measures and logs it, and answers what went wrong where nobody expected it.
 
     Args:
         app: What answers.
         metrics: Counts it.
-        api_keys: Allowed keys; none: no key is needed.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app, self.metrics = app, metrics
-        self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         log: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, log=log)
         began = time.monotonic()
+        scope.setdefault("state", {}).update(request_id=request_id, log=log, began=began)
         status = 0
 
         async def send_named(message: Message) -> None:
@@ -75,16 +72,15 @@ class AccessMiddleware:
             await send(message)
 
         try:
-            refusal = self._refusal(scope, headers, log)
-            if refusal is None:
-                await self.app(scope, receive, send_named)
-            else:
-                await respond(refusal, request_id)(scope, receive, send_named)
+            await self.app(scope, receive, send_named)
+        except Exception as error:
+            if status:
+                raise  # an answer has begun; all that is left is to break it off
+            await respond(error, request_id)(scope, receive, send_named)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
             if log.get("disconnected"):
                 status = 499
-            self.metrics.answered(scope["method"], route, status)
+            self.metrics.answered(scope["method"], getattr(scope.get("route"), "path", "other"), status)
             quiet = scope["path"] in _QUIET and status < 500
             fields = {
                 "request_id": request_id,
@@ -96,23 +92,44 @@ class AccessMiddleware:
             }
             log_fields(logger, logging.DEBUG if quiet else logging.INFO, "request", fields)
 
-    def _refusal(self, scope: Scope, headers: Headers, log: dict[str, Any]) -> ApiError | None:
-        path = scope["path"]
-        if not self.api_keys or path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS":
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            # All keys are compared, in constant time, so that time says nothing about them.
-            matches = [hmac.compare_digest(key.strip().encode("latin-1", "replace"), known) for known in self.api_keys]
-            if any(matches):
-                log["key"] = f"key-{matches.index(True) + 1}"
-                return None
-        return ApiError(
+
+class KeyMiddleware:
+    """Refuses requests without a valid key.
+
+    Args:
+        app: What answers.
+        api_keys: Allowed keys; none: no key is needed.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self.app = app
+        self.api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] != "http" or not self.api_keys or self._is_open(scope):
+            await self.app(scope, receive, send)
+            return
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+        # All keys are compared, each in constant time, so that time says nothing about them.
+        matches = [hmac.compare_digest(given, known) for known in self.api_keys]
+        if any(matches):
+            scope["state"]["log"]["key"] = f"key-{matches.index(True) + 1}"
+            await self.app(scope, receive, send)
+            return
+        refusal = ApiError(
             401,
             "this server needs an API key: send it as 'Authorization: Bearer KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+        await respond(refusal, scope["state"]["request_id"])(scope, receive, send)
+
+    @staticmethod
+    def _is_open(scope: Scope) -> bool:
+        path = scope["path"]
+        return path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS"
 
 
 class BodyLimitMiddleware:

@@ -1,11 +1,10 @@
-"""The parts of one server that its routes use."""
+"""The parts of one server that answer requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from snapstream.engine import LLM
-from snapstream.serving.completions import Completions
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.prompts import PromptReader
@@ -23,7 +22,6 @@ class Parts:
         driver: The engine's thread.
         reader: Reads prompts.
         sessions: Kept conversations.
-        completions: Answers requests.
         metrics: Counts.
     """
 
@@ -32,5 +30,4 @@ class Parts:
     driver: EngineDriver
     reader: PromptReader
     sessions: SessionStore
-    completions: Completions
     metrics: ServerMetrics

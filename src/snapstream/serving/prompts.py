@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,13 @@ import anyio.to_thread
 
 from snapstream.engine import LLM
 from snapstream.errors import RequestError
+from snapstream.serving.protocol import Message
 
 T = TypeVar("T")
+
+
+_SPACES = frozenset(" \N{LATIN CAPITAL LETTER G WITH DOT ABOVE}\N{LOWER ONE EIGHTH BLOCK}")
+"""How tokenizers spell a space: as it is, in byte-level BPE, in SentencePiece."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,18 @@ class Prompt:
     Attributes:
         tokens: Its tokens.
         text: Its text; ``None`` if it came as token ids.
-        offsets: The character each token begins at; empty without a text.
+        offsets: The character each token begins at; empty without a text, or if they were not asked for.
+        words: The tokens' own spelling, as far as it is needed: tells whether one begins with a space.
     """
 
     tokens: Sequence[int]
-    text: str | None
-    offsets: Sequence[int]
+    text: str | None = None
+    offsets: Sequence[int] = ()
+    words: Callable[[int], str] = str
+
+    def begins_with_space(self, index: int) -> bool:
+        """Whether a token has a space of its own before its word."""
+        return self.words(self.tokens[index])[:1] in _SPACES
 
 
 class PromptReader:
@@ -39,22 +51,25 @@ class PromptReader:
     Args:
         llm: The engine; only its tokenizer is used.
         template_timeout: Seconds a chat template may take.
-        threads: Prompts at a time.
+        threads: Texts, conversations and answers at a time, each.
     """
 
     def __init__(self, llm: LLM, template_timeout: float, threads: int = 2) -> None:
         self._llm, self._timeout = llm, template_timeout
-        self._limiter = anyio.CapacityLimiter(threads)
+        # Templates may take their time; nothing else waits for them.
+        self._reading, self._templates, self._writing = (anyio.CapacityLimiter(threads) for _ in range(3))
+        self.token_text = functools.lru_cache(2**16)(self._token_text)
 
-    async def text(self, prompt: str) -> Prompt:
+    async def text(self, prompt: str, *, offsets: bool = False) -> Prompt:
         """Read plain text.
 
         Raises:
             RequestError: It is no text.
         """
-        return await anyio.to_thread.run_sync(self._encode, prompt, True, limiter=self._limiter)
+        encode = functools.partial(self._encode, prompt, True, offsets)
+        return await anyio.to_thread.run_sync(encode, limiter=self._reading)
 
-    async def messages(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+    async def messages(self, messages: Sequence[Message], *, offsets: bool = False) -> Prompt:
         """Lay out and read a conversation.
 
         Raises:
@@ -62,21 +77,36 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            text = within(self._timeout, lambda: self._llm.chat_text(messages))
-            return self._encode(text, False)
+            plain = [message.for_template() for message in messages]
+            return self._encode(within(self._timeout, lambda: self._llm.chat_text(plain)), False, offsets)
 
-        return await anyio.to_thread.run_sync(read, limiter=self._limiter)
+        return await anyio.to_thread.run_sync(read, limiter=self._templates)
 
     def tokens(self, tokens: Sequence[int]) -> Prompt:
-        """Token ids, as they are; the engine checks them."""
-        return Prompt(tokens, None, ())
+        """Token ids, as they are.
 
-    def _encode(self, text: str, special: bool) -> Prompt:
+        Raises:
+            RequestError: So many do not fit. The engine checks the rest.
+        """
+        if len(tokens) >= self._llm.max_model_len:
+            raise RequestError(f"the prompt has {len(tokens)} tokens; at most {self._llm.max_model_len - 1} fit")
+        return Prompt(tokens)
+
+    async def write(self, function: Callable[[], T]) -> T:
+        """Make an answer, which may be a long one, in a thread."""
+        return await anyio.to_thread.run_sync(function, limiter=self._writing)
+
+    def _encode(self, text: str, special: bool, offsets: bool) -> Prompt:
+        tokenizer = self._llm.tokenizer
         try:
-            encoded = self._llm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the prompt is not valid text: {error}") from error
-        return Prompt(encoded["input_ids"], text, [start for start, _ in encoded["offset_mapping"]])
+        starts = [start for start, _ in encoded["offset_mapping"]] if offsets else []
+        return Prompt(encoded["input_ids"], text, starts, tokenizer.convert_ids_to_tokens)
+
+    def _token_text(self, token: int) -> str:
+        return str(self._llm.tokenizer.decode([token]))
 
 
 class _TooLongError(BaseException):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_MESSAGES = 16, 1024, 1024, 10_000
 _UNUSED = (
     "metadata",
     "store",
@@ -41,8 +41,17 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _few_biases(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"{len(biases)} tokens; at most {MAX_BIASES}")
+    return biases
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists end at their first error: a long one with many would make gigabytes of messages.
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class Body(BaseModel):
@@ -56,13 +65,14 @@ class Body(BaseModel):
         """Leave out what changes nothing: fields we do not use, and unsupported ones that ask for nothing."""
         if not isinstance(data, dict):
             return data
-        kept = {}
+        kept, unknown = {}, []
         for name, value in data.items():
-            ours = name in cls.model_fields
-            neutral = value is None or name in _UNUSED or value in _NEUTRAL.get(name, ())
-            if ours or not neutral:
+            if name in cls.model_fields:
                 kept[name] = value
-        return kept
+            elif not (value is None or name in _UNUSED or value in _NEUTRAL.get(name, ())):
+                unknown.append(name)
+        # One that is refused is enough: a body may have a million of them, and each would make an error of its own.
+        return kept | {name: data[name] for name in unknown[:1]}
 
 
 class StreamOptions(Body):
@@ -86,12 +96,10 @@ class Generate(Body):
     stream: bool | None = Field(False, description="Send server-sent events as text is generated.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, description="Answers to each prompt; it is read once for all of them.")
-    stop: (
-        Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-        | Annotated[list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)]
-        | None
-    ) = Field(None, description="Strings that end the output; they are not part of it.")
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES)] | None = Field(
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
+        None, description="Strings that end the output; they are not part of it."
+    )
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES, fail_fast=True)] | None = Field(
         None, description="Tokens that end the output, besides the model's own."
     )
     ignore_eos: bool | None = Field(False, description="Go on past the model's end-of-sequence token.")
@@ -111,6 +119,7 @@ class Generate(Body):
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_BIASES),
+            BeforeValidator(_few_biases),
         ]
         | None
     ) = Field(None, description="Added to logits, by token id.")
@@ -136,9 +145,9 @@ class CompletionRequest(Generate):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either.")
     max_tokens: MaxTokens | None = Field(16, description="Most tokens to generate.")
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
@@ -158,9 +167,11 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, description="For the chat template, if it knows them.")
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
+        None, description="For the chat template, if it knows them."
+    )
     tool_call_id: Text | None = None
     refusal: Text | None = None
 
@@ -172,10 +183,13 @@ class Message(Body):
         return fields
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(Generate):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_tokens: MaxTokens | None = Field(None, description="The older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens | None = Field(
         None, description="Most tokens to generate. Default: what the model's length leaves."
@@ -191,7 +205,7 @@ class TokenizeRequest(Body):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     return_token_strs: bool | None = False
 
 
@@ -199,4 +213,4 @@ class DetokenizeRequest(Body):
     """Body of ``/detokenize``."""
 
     model: Text | None = None
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Field(fail_fast=True)]

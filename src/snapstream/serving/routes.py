@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from snapstream.serving.answers import ChatCompletion, Completion
+from snapstream.serving.completions import Completions
 from snapstream.serving.errors import ApiError
 from snapstream.serving.parts import Parts
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -63,10 +64,10 @@ class Deleted(BaseModel):
     deleted: bool = True
 
 
-def router(parts: Parts) -> APIRouter:
+def router(parts: Parts, completions: Completions) -> APIRouter:
     """The routes of one server."""
     routes = APIRouter()
-    llm, settings, completions = parts.llm, parts.settings, parts.completions
+    llm, settings, reader = parts.llm, parts.settings, parts.reader
     model = Model(
         id=settings.model_name,
         created=int(time.time()),
@@ -96,25 +97,30 @@ def router(parts: Parts) -> APIRouter:
         completions.check_model(name)
         return model
 
-    @routes.post("/tokenize", tags=["Tokens"])
-    async def tokenize(body: TokenizeRequest) -> Tokens:
+    @routes.post("/tokenize", response_model=Tokens, tags=["Tokens"])
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Tokens of a prompt, or of messages as the chat template lays them out."""
         completions.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            prompt = await parts.reader.text(body.prompt)
+            prompt = await reader.text(body.prompt)
         else:
-            prompt = await parts.reader.messages([message.for_template() for message in body.messages or []])
-        tokens = list(prompt.tokens)
-        words = [str(word) for word in llm.tokenizer.convert_ids_to_tokens(tokens)] if body.return_token_strs else None
-        return Tokens(tokens=tokens, count=len(tokens), max_model_len=llm.max_model_len, token_strs=words)
+            prompt = await reader.messages(body.messages or [])
+
+        def write() -> bytes:
+            tokens = list(prompt.tokens)
+            words = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=llm.max_model_len, token_strs=words)
+            return answer.model_dump_json().encode()
+
+        return Response(await reader.write(write), media_type="application/json")
 
     @routes.post("/detokenize", tags=["Tokens"])
     async def detokenize(body: DetokenizeRequest) -> Text:
         """Text of tokens."""
         completions.check_model(body.model)
-        return Text(prompt=str(llm.tokenizer.decode(llm.tokenize(body.tokens))))
+        return Text(prompt=await reader.write(lambda: str(llm.tokenizer.decode(llm.tokenize(body.tokens)))))
 
     @routes.delete("/v1/sessions/{name}", tags=["Sessions"])
     async def forget(name: str, request: Request) -> Deleted:

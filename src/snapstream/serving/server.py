@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -28,6 +31,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.failed = False
+        # Closing connections, what they have not sent yet, and since when that is so.
+        self._stuck: dict[Any, tuple[int, float]] = {}
         self.settings = settings
         self.application = create_app(llm, settings, on_death=self._engine_died)
         self._driver = self.application.state.parts.driver
@@ -50,6 +55,30 @@ class Server(uvicorn.Server):
         finally:
             drain.cancel()
         logger.info("stopped")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; a second signal, of whatever kind, stops at once."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Once a second, break off connections that are to be closed but whose client takes nothing any more."""
+        if counter % 10 == 0:
+            self._break_off_stuck()
+        return await super().on_tick(counter)
+
+    def _break_off_stuck(self) -> None:
+        now, stuck = time.monotonic(), {}
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is None or not transport.is_closing():
+                continue
+            left = transport.get_write_buffer_size()
+            before, since = self._stuck.get(connection, (left, now))
+            stuck[connection] = (left, since if left == before else now)
+            if now - stuck[connection][1] > self.settings.flush_timeout:
+                transport.abort()
+        self._stuck = stuck
 
     def _engine_died(self) -> None:
         self.failed = True

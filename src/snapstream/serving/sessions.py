@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from snapstream.engine import SavedSequence
+from snapstream.serving.prompts import Prompt
 
 Key = tuple[str, str]
 """Who it belongs to, and what they call it: nobody can reach another key's sessions."""
@@ -29,42 +29,36 @@ class Session:
     saved: SavedSequence
     text: str | None
 
-    def rest_of(self, text: str | None, tokens: Sequence[int], offsets: Sequence[int]) -> Sequence[int] | str:
-        """Tokens of a prompt that come after this conversation.
-
-        Args:
-            text: The whole prompt; ``None`` if it came as token ids.
-            tokens: The same as tokens.
-            offsets: The character each token begins at; empty without a text.
-
-        Returns:
-            Tokens, one or more; or, as text, why the prompt does not go on from here.
-        """
-        if text is not None and self.text is not None:
-            return self._rest_of_text(text, tokens, offsets)
-        if text is not None or self.text is not None:
+    def rest_of(self, prompt: Prompt) -> Sequence[int] | str:
+        """Tokens of a prompt that come after this conversation; one or more. Or, as text, why it does not go on."""
+        if prompt.text is not None and self.text is not None:
+            return self._rest_of_text(prompt, prompt.text, self.text)
+        if prompt.text is not None or self.text is not None:
             return "the earlier turn was text and this one token ids, or the other way round"
         known = len(self.saved.tokens)
-        if list(tokens[:known]) != list(self.saved.tokens):
+        if list(prompt.tokens[:known]) != list(self.saved.tokens):
             return "the prompt does not begin with the earlier turns"
-        return list(tokens[known:]) or "there is nothing new in the prompt"
+        return list(prompt.tokens[known:]) or "there is nothing new in the prompt"
 
-    def _rest_of_text(self, text: str, tokens: Sequence[int], offsets: Sequence[int]) -> Sequence[int] | str:
-        assert self.text is not None
-        if not text.startswith(self.text):
+    @staticmethod
+    def _rest_of_text(prompt: Prompt, text: str, known: str) -> Sequence[int] | str:
+        if not text.startswith(known):
             return "the prompt does not begin with the earlier turns as the chat template lays them out"
-        border = len(self.text)
-        first = next((index for index, start in enumerate(offsets) if start >= border), len(offsets))
-        if first == len(offsets):
+        first = next((at for at, start in enumerate(prompt.offsets) if start >= len(known)), len(prompt.offsets))
+        if first == len(prompt.offsets):
             return "there is nothing new in the prompt"
-        # Some tokenizers leave the space before a word out of its offsets.
-        if text[border : offsets[first]].strip():
+        # Some tokenizers leave the space that begins a token out of its offsets. Anything else between the border and
+        # the first new token belongs to a token that began before the border.
+        between = text[len(known) : prompt.offsets[first]]
+        if between and not (between == " " and prompt.begins_with_space(first)):
             return "the new text goes on inside of a token of the earlier turns"
-        return list(tokens[first:])
+        return list(prompt.tokens[first:])
 
 
 class SessionStore:
     """Keeps at most ``limit`` sessions; the one not used for the longest time goes first.
+
+    A session that a turn goes on from counts, too: its cache is needed until the turn has ended.
 
     Args:
         limit: Sessions; each holds at most one compressed cache.
@@ -74,8 +68,9 @@ class SessionStore:
 
     def __init__(self, limit: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self.seconds, self.clock = limit, seconds, clock
-        self._kept: OrderedDict[Key, tuple[Session, float]] = OrderedDict()
-        self._busy: set[Key] = set()
+        self._kept: dict[Key, tuple[Session, float]] = {}
+        self._running: dict[Key, tuple[Session, float] | None] = {}
+        self._deleted: set[Key] = set()
 
     def begin(self, key: Key) -> Session | None:
         """Start a turn; :meth:`end` must follow.
@@ -83,24 +78,32 @@ class SessionStore:
         Raises:
             SessionBusyError: A turn of this session is running.
         """
-        if key in self._busy:
+        if key in self._running:
             raise SessionBusyError
         self.sweep()
-        self._busy.add(key)
-        kept = self._kept.get(key)
-        return None if kept is None else kept[0]
+        taken = self._running[key] = self._kept.pop(key, None)
+        return None if taken is None else taken[0]
 
-    def end(self, key: Key, session: Session | None) -> None:
-        """End a turn. Without a new ``session``, what there was before stays, and the turn can be tried again."""
-        self._busy.discard(key)
-        if session is not None:
-            self._kept[key] = session, self.clock()
-            self._kept.move_to_end(key)
-        while len(self._kept) > self.limit:
-            self._kept.popitem(last=False)
+    def end(self, key: Key, session: Session | None) -> bool:
+        """End a turn. Without a new ``session``, what there was before stays, and the turn can be tried again.
+
+        Returns:
+            Whether there is something to go on from.
+        """
+        before = self._running.pop(key)
+        after = before if session is None else (session, self.clock())
+        if after is not None and key not in self._deleted:
+            self._kept[key] = after
+        self._deleted.discard(key)
+        while self._kept and len(self) > self.limit:
+            del self._kept[min(self._kept, key=lambda one: self._kept[one][1])]
+        return key in self._kept
 
     def delete(self, key: Key) -> bool:
-        """Forget a session; whether there was one."""
+        """Forget a session, at the end of its turn if one is running; whether there was one."""
+        if key in self._running:
+            self._deleted.add(key)
+            return True
         return self._kept.pop(key, None) is not None
 
     def sweep(self) -> None:
@@ -109,10 +112,13 @@ class SessionStore:
         for key in [key for key, (_, used) in self._kept.items() if now - used > self.seconds]:
             del self._kept[key]
 
+    def _all(self) -> list[Session]:
+        return [one[0] for one in (*self._kept.values(), *self._running.values()) if one is not None]
+
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._all())
 
     @property
     def bytes(self) -> int:
         """Memory of all caches that are kept."""
-        return sum(session.saved.bytes for session, _ in self._kept.values())
+        return sum(session.saved.bytes for session in self._all())

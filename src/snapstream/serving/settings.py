@@ -33,6 +33,7 @@ class ServerSettings:
         max_choices: Most sequences of one request: prompts times ``n``.
         request_timeout: Seconds a request may take in all, waiting included.
         body_timeout: Seconds a client may take to send its request.
+        flush_timeout: Seconds that what is left of an ended answer waits for a client that takes none of it.
         drain_timeout: Seconds that what is running may go on after a signal to stop.
         template_timeout: Seconds a chat template may take.
         stall_timeout: Seconds one step of the engine may take before ``/health`` says that it hangs.
@@ -48,6 +49,7 @@ class ServerSettings:
     max_choices: int = 128
     request_timeout: float = 600.0
     body_timeout: float = 30.0
+    flush_timeout: float = 30.0
     drain_timeout: float = 30.0
     template_timeout: float = 5.0
     stall_timeout: float = 300.0
@@ -69,7 +71,7 @@ class ServerSettings:
                 raise ConfigurationError(f"server: {name} is {getattr(self, name)}; it must be 1 or more")
         if self.max_queue < 0:
             raise ConfigurationError(f"server: max_queue is {self.max_queue}; it must be 0 or more")
-        for name in ("request", "body", "template", "stall"):
+        for name in ("request", "body", "flush", "template", "stall"):
             if not getattr(self, f"{name}_timeout") > 0:
                 raise ConfigurationError(
                     f"server: {name}_timeout is {getattr(self, f'{name}_timeout')}; it must be > 0"

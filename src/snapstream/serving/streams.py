@@ -42,8 +42,8 @@ class EventStream(Response):
         """Answer."""
 
         async def emit(event: dict[str, Any] | str) -> None:
-            text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, allow_nan=False)
-            body = f"data: {text}\n\n".encode("utf-8", "replace")
+            text = event if isinstance(event, str) else json.dumps(event, allow_nan=False)
+            body = f"data: {text}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         async def work() -> None:

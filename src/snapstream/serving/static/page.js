@@ -76,8 +76,9 @@ function request() {
     ...($("session").checked ? { session_id: session } : {}),
   };
   if (model.chat_template) return ["/v1/chat/completions", { ...body, messages: history }];
-  // Without a chat template, the conversation is one text that goes on.
-  return ["/v1/completions", { ...body, prompt: history.map((message) => message.content).join("\n") }];
+  // Without a chat template, the conversation is one text that goes on; an answer follows its question directly.
+  const turns = history.map(({ role, content }, index) => (role === "user" && index ? `\n${content}` : content));
+  return ["/v1/completions", { ...body, prompt: turns.join("") }];
 }
 
 async function* events(response) {
@@ -103,7 +104,8 @@ async function send() {
   if (!text || running || !model) return;
   show(null);
   $("input").value = "";
-  history.push({ role: "user", content: text });
+  const conversation = history;
+  conversation.push({ role: "user", content: text });
   bubble("user", text);
   const answer = bubble("assistant", "");
   running = new AbortController();
@@ -125,7 +127,8 @@ async function send() {
         seen.last = performance.now();
         seen.first ??= seen.last;
         made += piece;
-        answer.textContent = made.trimStart();
+        // Added to, not replaced: a screen reader reads what is new.
+        answer.append(answer.textContent ? piece : piece.trimStart());
         $("messages").scrollTop = $("messages").scrollHeight;
       }
       seen.finish ??= choice?.finish_reason ?? null;
@@ -135,24 +138,24 @@ async function send() {
     if (!seen.finish) throw new Error("the connection ended before the answer did");
   } catch (error) {
     if (error.name === "AbortError") seen.finish = "stopped";
-    else show(error.message);
-  } finally {
-    running = null;
-    $("send").disabled = false;
-    $("stop").disabled = true;
-    if (made || seen.finish) {
-      history.push({ role: "assistant", content: made });
-    } else {
-      // Nothing came: take the turn back, so that it can be tried again.
-      history.pop();
-      answer.parentElement.previousElementSibling?.remove();
-      answer.parentElement.remove();
-      $("input").value = text;
-    }
-    say($("figures"), figures(seen, began));
-    soon();
-    $("input").focus();
+    else if (conversation === history) show(error.message);
   }
+  running = null;
+  $("send").disabled = false;
+  $("stop").disabled = true;
+  soon();
+  if (conversation !== history) return; // a new one has begun meanwhile
+  if (made || (seen.finish && seen.finish !== "stopped")) {
+    conversation.push({ role: "assistant", content: made });
+  } else {
+    // Nothing came: take the turn back, so that it can be tried again.
+    conversation.pop();
+    answer.parentElement.previousElementSibling?.remove();
+    answer.parentElement.remove();
+    $("input").value ||= text;
+  }
+  say($("figures"), figures(seen, began));
+  $("input").focus();
 }
 
 function figures(seen, began) {
@@ -185,7 +188,8 @@ async function connect() {
     show(null);
     return true;
   } catch (error) {
-    show(error.message);
+    // Asked again and again: without the request's name it is the same text, and is read aloud once.
+    show(error.message.replace(/ \[request .*\]$/, ""));
     return false;
   }
 }

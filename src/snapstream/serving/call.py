@@ -1,0 +1,212 @@
+"""One request on its way through the engine, and its answer in OpenAI's shape, whole or as it grows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from snapstream import __version__
+from snapstream.config import SamplingParams
+from snapstream.engine import RequestOutput
+from snapstream.serving.answers import LogprobWriter, cache_of
+from snapstream.serving.driver import Batch, Job
+from snapstream.serving.errors import ApiError
+from snapstream.serving.parts import Parts
+from snapstream.serving.prompts import Prompt
+from snapstream.serving.protocol import ChatRequest, Generate
+from snapstream.serving.streams import Emit
+from snapstream.serving.turns import Turn
+
+
+class Call:
+    """A request for completions: :meth:`begin`, :meth:`start`, then :meth:`collect` or :meth:`stream`; :meth:`close`.
+
+    Args:
+        parts: The server's.
+        body: What is asked.
+        state: Of the HTTP request: ``request_id``, when it ``began``, and fields of its ``log`` line.
+        max_tokens: Most tokens of an answer.
+        logprobs: Most likely tokens to report.
+    """
+
+    def __init__(
+        self, parts: Parts, body: Generate, state: dict[str, Any], *, max_tokens: int, logprobs: int | None
+    ) -> None:
+        self.parts, self.body, self.logprobs = parts, body, logprobs
+        self.request_id: str = state["request_id"]
+        self.log: dict[str, Any] = state["log"]
+        self.asked: float = state["began"]
+        self.max_tokens = max_tokens
+        self.is_chat = isinstance(body, ChatRequest)
+        self.number = body.n or 1
+        self.created = int(time.time())
+        self.prompts: Sequence[Prompt] = ()
+        self.turn: Turn | None = None
+        self.batch: Batch | None = None
+        self.writers: list[LogprobWriter] = []
+
+    def begin(self) -> None:
+        """Take the session, if one was asked for."""
+        if self.body.session_id is not None:
+            self.turn = Turn(self.parts.sessions, (self.log.get("key", ""), self.body.session_id))
+
+    async def start(self, prompts: Sequence[Prompt]) -> None:
+        """Queue every answer to every prompt."""
+        self.prompts = prompts
+        jobs, turn = [], self.turn
+        for prompt in prompts:
+            tokens = prompt.tokens if turn is None else turn.go_on(prompt)
+            past = None if turn is None else turn.past
+            keep = None if turn is None else turn.keep
+            jobs += [Job(tokens, self._params(index), past, keep, self.asked) for index in range(self.number)]
+        reused = 0 if turn is None else turn.reused
+        self.log["prompt_tokens"] = reused + sum(len(job.tokens) for job in jobs[:: self.number])
+        self.writers = [LogprobWriter(self.parts.reader.token_text) for _ in jobs]
+        self.batch = await self.parts.driver.submit(jobs)
+        self.log["sequences"] = [generation.name for generation in self.batch.generations]
+
+    def close(self) -> None:
+        """End what still runs, and the turn."""
+        if self.turn is not None:
+            self.turn.end()
+        if self.batch is None:
+            return
+        self.batch.cancel()
+        generations = self.batch.generations
+        self.log["finish"] = [(one.output and one.output.finish_reason) or "abort" for one in generations]
+        self.log["completion_tokens"] = self._completion_tokens()
+        first = [one.first_token - one.created for one in generations if one.first_token is not None]
+        if first:
+            self.log["first_token_s"] = round(min(first), 4)
+
+    async def collect(self) -> bytes:
+        """The whole answer, as JSON."""
+        assert self.batch is not None
+        texts = [self._echo(index) for index in range(len(self.batch.generations))]
+        async for index, text, output in self.batch.changes():
+            texts[index] += text
+            self._check(output)
+        return await self.parts.reader.write(lambda: json.dumps(self._whole(texts), allow_nan=False).encode())
+
+    async def stream(self, emit: Emit) -> None:
+        """Send the answer as it grows."""
+        assert self.batch is not None
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        with_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        silent: dict[str, Any] = {"usage": None} if with_usage else {}
+
+        def piece(index: int, text: str, **more: Any) -> dict[str, Any]:
+            delta = {"delta": {"content": text}} if self.is_chat else {"text": text}
+            choice = {"index": index, **delta, "logprobs": None, "finish_reason": None} | more
+            return self._frame(kind, [choice]) | silent
+
+        for index in range(len(self.batch.generations)):
+            if self.is_chat:
+                await emit(piece(index, "", delta={"role": "assistant", "content": ""}))
+            elif self._echo(index):
+                await emit(piece(index, self._echo(index)))
+        async for index, text, output in self.batch.changes():
+            self._check(output)
+            if not (text or output.finished or self.logprobs is not None):
+                continue
+            if not output.finished or (self.is_chat and text):
+                await emit(piece(index, text, logprobs=self._logprobs(index, output)))
+            if output.finished:
+                last = await self.parts.reader.write(partial(self._rest_of_choice, index, output))
+                # What ends a chat stream has no content of its own.
+                last |= {"delta": {}} if self.is_chat else {}
+                await emit(piece(index, text, **last) | self._session())
+        if with_usage:
+            await emit(self._frame(kind, []) | {"usage": self._usage()})
+
+    # -- parts of answers -------------------------------------------------------------------------------------------
+
+    def _params(self, index: int) -> SamplingParams:
+        """Sampling of one answer: what the request says, else what the model's makers propose, else OpenAI's."""
+        body, defaults = self.body, self.parts.llm.sampling_defaults
+        given = {
+            name: getattr(body, name) if getattr(body, name) is not None else defaults.get(name, standard)
+            for name, standard in (
+                ("temperature", 1.0),
+                ("top_p", 1.0),
+                ("top_k", 0),
+                ("min_p", 0.0),
+                ("presence_penalty", 0.0),
+                ("frequency_penalty", 0.0),
+                ("repetition_penalty", 1.0),
+            )
+        }
+        xargs = None if body.vllm_xargs is None else body.vllm_xargs.kv_budget
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+            stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop or [])),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            seed=None if body.seed is None else body.seed + index,
+            kv_budget=body.kv_budget if body.kv_budget is not None else xargs,
+            telemetry=bool(body.telemetry),
+            **(given | {"top_k": max(given["top_k"], 0)}),
+        )
+
+    def _whole(self, texts: Sequence[str]) -> dict[str, Any]:
+        assert self.batch is not None
+        choices = []
+        for index, (text, generation) in enumerate(zip(texts, self.batch.generations, strict=True)):
+            assert generation.output is not None
+            choice: dict[str, Any] = {"index": index}
+            choice |= {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            choices.append(choice | self._rest_of_choice(index, generation.output))
+        answer = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
+        return answer | {"usage": self._usage()} | self._session()
+
+    def _echo(self, index: int) -> str:
+        if not getattr(self.body, "echo", False):
+            return ""
+        prompt = self.prompts[index // self.number]
+        return prompt.text if prompt.text is not None else str(self.parts.llm.tokenizer.decode(list(prompt.tokens)))
+
+    def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        writer = self.writers[index]
+        return writer.chat(output) if self.is_chat else writer.completion(output)
+
+    def _rest_of_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        rest: dict[str, Any] = {"logprobs": self._logprobs(index, output), "finish_reason": output.finish_reason}
+        return rest | ({"cache": cache_of(output)} if self.body.telemetry else {})
+
+    def _check(self, output: RequestOutput) -> None:
+        if output.finish_reason == "error":
+            self.log["error"] = output.error
+            raise ApiError(500, f"the request failed: {output.error}", code="request_failed")
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.parts.settings.model_name,
+            "system_fingerprint": f"snapstream-{__version__}",
+            "choices": choices,
+        }
+
+    def _session(self) -> dict[str, Any]:
+        return {} if self.turn is None else {"session": self.turn.report()}
+
+    def _completion_tokens(self) -> int:
+        assert self.batch is not None
+        return sum(len(one.output.token_ids) for one in self.batch.generations if one.output is not None)
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, completion = self.log["prompt_tokens"], self._completion_tokens()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 0 if self.turn is None else self.turn.reused},
+        }
