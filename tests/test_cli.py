@@ -160,3 +160,8 @@ def assert_one_line_error(done, message):
     assert len([line for line in errors if line.startswith("error:")]) == 1, done.stderr
     assert errors[-1].startswith("error:"), done.stderr
     assert re.search(message, errors[-1]), done.stderr
+
+
+def test_a_small_budget_of_another_policy_says_what_is_wrong():
+    result = run("plan", "--budget", "8", "--policy", "streaming")
+    assert "too few to be useful" in result.stderr

@@ -2,13 +2,18 @@
 
 import random
 import re
+import time
 
 import numpy
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
+from snapstream.engine.request import Detokenizer, special_tokens
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -396,3 +401,28 @@ def test_a_smaller_budget_of_a_full_cache_is_snapstream(checkpoint):
     assert full.token_ids == same.token_ids
     assert full.cache.kept.positions == same.cache.kept.positions
     assert full.cache.limit == 64
+
+
+def test_special_tokens_are_no_text_and_cost_nothing(checkpoint):
+    """A stream of them was read again in full with every token."""
+    llm = make(checkpoint)
+    detokenizer = Detokenizer(llm.tokenizer, special_tokens(llm.tokenizer))
+    began = time.perf_counter()
+    assert {detokenizer.add(1) for _ in range(200_000)} == {""}
+    assert time.perf_counter() - began < 2
+    assert not detokenizer.pending
+    assert detokenizer.add(5) == "w5"
+
+
+def test_bytes_that_never_become_a_character_are_not_kept_for_ever(tmp_path):
+    tokenizer = Tokenizer(BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.ByteFallback()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    detokenizer = Detokenizer(wrapped, frozenset())
+    began = time.perf_counter()
+    made = "".join(detokenizer.add(0xE2) for _ in range(20_000))
+    assert time.perf_counter() - began < 5
+    assert set(made) == {"\N{REPLACEMENT CHARACTER}"}
+    detokenizer.flush()
+    again = Detokenizer(wrapped, frozenset())
+    assert [again.add(byte) for byte in "a\N{EURO SIGN}".encode()] == ["a", "", "", "\N{EURO SIGN}"]

@@ -40,6 +40,6 @@ def test_the_serving_page_names_options_that_exist():
 
     text = (ROOT / "docs/serving.md").read_text()
     serve = get_command(app).commands["serve"]
-    options = {name for parameter in serve.params for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("--")}
+    options = {name for parameter in serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
     mentioned = set(re.findall(r"--[a-z][a-z-]+", text))
     assert mentioned <= options

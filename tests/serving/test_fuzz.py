@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -88,6 +90,32 @@ def test_broken_bodies(server, path, name):
     assert error["type"] == "invalid_request_error"
     assert error["request_id"] == reply.headers["x-request-id"]
     assert len(error["message"]) <= 2_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5] * 1_000_000 + ["x"]},
+        {"prompt": [[5]] * 500_000 + ["x"]},
+        {"prompt": ["w5"] * 500_000 + [5]},
+        {"prompt": [5] * 1_000_000},
+        {"messages": [{"role": "nobody"}] * 200_000},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 200_000}]},
+        {"prompt": "w5", "logit_bias": {f"x{i}": "x" for i in range(300_000)}},
+        {"tokens": ["x"] * 500_000},
+    ],
+    ids=lambda body: f"{next(iter(body))} {len(str(body))}",
+)
+def test_long_lists_of_errors_are_cheap(server, body):
+    """One error is enough: a list of them for every item took gigabytes."""
+    data = json.dumps(body)
+    path = "/v1/chat/completions" if "messages" in body else "/detokenize" if "tokens" in body else "/v1/completions"
+    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reply = httpx.post(server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30)
+    assert reply.status_code == 400
+    assert time.monotonic() - began < 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB; the body itself takes some
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/xml", "multipart/form-data; boundary=x", "\xff"])

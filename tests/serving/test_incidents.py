@@ -241,7 +241,7 @@ def test_a_client_that_reads_one_byte_a_second(server):
 
 
 def test_a_client_that_does_not_read_is_dropped_in_time(llm):
-    with running(llm, request_timeout=1.0) as server:
+    with running(llm, request_timeout=1.0, flush_timeout=1.5) as server:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
@@ -250,8 +250,9 @@ def test_a_client_that_does_not_read_is_dropped_in_time(llm):
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         wait_until(lambda: server.server.server_state.tasks, 5)
         wait_until(lambda: not server.server.server_state.tasks, 10)
-        slow.close()
+        wait_until(lambda: not server.server.server_state.connections, 10)  # with what was buffered for it
         works(server)
+        slow.close()
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -331,6 +332,77 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
     reply = post(server, prompt=WORDS, max_tokens=200, **FOREVER)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "engine_error"
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert works(server) == expected
+
+
+def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
+    """It was not in the engine yet, so it has not failed; and nothing is left running that nobody waits for."""
+    expected = works(server)
+    gate = Gate(server.llm, monkeypatch)
+    launch, fails = server.llm.decode.launch, [True]
+
+    def failing(*args, **kwargs):
+        if fails and fails.pop():
+            raise RuntimeError("on purpose")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    first = background(server, prompt="w5", max_tokens=20, **FOREVER)
+    wait_until(lambda: gate.closed)
+    second = background(server, prompt=WORDS, max_tokens=20, **FOREVER)
+    wait_until(lambda: server.driver.unfinished == 2)
+    gate.open()
+    assert first().status_code == 500
+    assert second().json()["choices"][0]["text"] == expected
+    wait_until(lambda: idle(server))
+    assert not server.llm.request_ids
+
+
+def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
+    """As after an error that a CUDA device does not recover from."""
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("on purpose")
+
+    with running(llm) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.decode, "launch", failing)
+            patched.setattr(llm, "reset", failing)
+            assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
+            server.thread.join(20)
+        assert not server.thread.is_alive()
+        assert server.server.failed
+
+
+def test_requests_that_all_fail_in_prefill_end_the_server(llm, monkeypatch):
+    """Each failure is taken for the request's own, until a request of the server's own fails as well."""
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("on purpose")
+
+    with running(llm) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.prefill, "run_chunk", failing)
+            for index in range(3):
+                assert post(server, prompt=f"w{index + 5}", max_tokens=20, **FOREVER).status_code == 500
+            server.thread.join(20)
+        assert not server.thread.is_alive()
+        assert server.server.failed
+
+
+def test_many_requests_that_fail_by_themselves_do_not_end_it(server, monkeypatch):
+    expected = works(server)
+    original = SamplingState.assign
+
+    def assign(self, slot, params, *rest):
+        if params.seed == 66:
+            raise ZeroDivisionError("on purpose")
+        original(self, slot, params, *rest)
+
+    monkeypatch.setattr(SamplingState, "assign", assign)
+    for _ in range(10):
+        assert post(server, prompt=WORDS, max_tokens=5, seed=66).status_code == 500
     assert httpx.get(server.url + "/health").status_code == 200
     assert works(server) == expected
 

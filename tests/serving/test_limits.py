@@ -63,6 +63,9 @@ def test_cors(llm):
         assert reply.headers["access-control-allow-origin"] == "https://app.example"
         reply = httpx.options(server.url + "/v1/completions", headers=asking | {"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in reply.headers
+        reply = httpx.get(server.url + "/v1/models", headers={"Origin": "https://app.example"})
+        assert reply.status_code == 401
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
     with running(llm) as server:
         assert "access-control-allow-origin" not in httpx.get(server.url + "/health", headers=asking).headers
 
@@ -82,6 +85,44 @@ def test_every_answer_has_a_name(server, caplog):
     assert lines["my-request.1"]["prompt_tokens"] == 1
     assert lines["my-request.1"]["finish"] == ["length"]
     assert lines[made.headers["x-request-id"]]["status"] == 400
+
+
+def test_an_unexpected_error_has_a_name_too(server, monkeypatch):
+    def failing(*args, **kwargs):
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(server.driver, "check_room", failing)
+    reply = post(server, prompt="w5")
+    assert reply.status_code == 500
+    assert reply.json()["error"]["request_id"] == reply.headers["x-request-id"]
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    monkeypatch.undo()
+    counted = [
+        line
+        for line in httpx.get(server.url + "/metrics").text.splitlines()
+        if "_total" in line and 'status="500"' in line
+    ]
+    assert counted == ['snapstream_http_requests_total{method="POST",route="/v1/completions",status="500"} 1.0']
+
+
+def test_requests_that_are_being_read_are_bounded(llm, monkeypatch):
+    """Each holds its body, so they count against the queue."""
+    go = threading.Event()
+    with running(llm, max_queue=2) as server:
+        encode = server.parts.reader._encode
+        monkeypatch.setattr(server.parts.reader, "_encode", lambda *given: (go.wait(20), encode(*given))[1])
+        replies = []
+        threads = [
+            threading.Thread(target=lambda: replies.append(post(server, prompt="w5", max_tokens=2).status_code))
+            for _ in range(9)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(replies) == 4)
+        go.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(replies) == [200] * 5 + [429] * 4
 
 
 def test_a_body_that_is_too_long(llm):
@@ -136,14 +177,16 @@ def test_a_full_queue(llm):
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        # More than the queue can ever take is refused as a whole, also when nothing runs.
-        assert post(server, **(body | {"n": 6})).status_code == 429
         assert httpx.get(server.url + "/health").status_code == 200
         for thread in threads:
             thread.join()
         assert [reply.status_code for reply in replies] == [200] * 5
         assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
         assert post(server, **(body | {"max_tokens": 2})).status_code == 200
+        # What can never fit is not told to come back.
+        never = post(server, **(body | {"n": 6}))
+        assert never.status_code == 400
+        assert "more than slots and queue hold, 5" in never.json()["error"]["message"]
 
 
 def test_tokenize(server):

@@ -110,6 +110,34 @@ def test_stream_and_stop(page, server, monkeypatch):
     assert page.locator(".message").count() == 4
 
 
+def test_a_new_conversation_while_an_answer_streams(page, server, monkeypatch):
+    slow_steps(server, monkeypatch)
+    never_ending(page)
+    ask(page, "The guard visited the flag.", tokens=2_000)
+    longer_than(page, page.locator(".message.assistant .body").last, 10)
+    page.get_by_label("Message").fill("a draft")
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_text("New conversation.").wait_for()
+    wait_until(lambda: idle(server))
+    assert page.locator(".message").count() == 0
+    assert page.get_by_label("Message").input_value() == "a draft"
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    ask(page, "The porter carried the coin.", tokens=3)
+    page.get_by_text("3 generated").wait_for()
+    assert [message["role"] for message in sent[0]["messages"]] == ["user"]
+
+
+def test_stopped_before_any_text(page, server, monkeypatch):
+    slow_steps(server, monkeypatch)
+    page.route("**/v1/chat/completions", lambda route: None)  # never answered
+    ask(page, "The guard visited the flag.", tokens=10)
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    assert page.locator(".message").count() == 0
+    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+
+
 def test_escape_stops(page, server, monkeypatch):
     slow_steps(server, monkeypatch)
     page.get_by_role("button", name="Insert example").click()
@@ -226,4 +254,10 @@ def test_a_model_without_a_chat_template(browser, task_llm, monkeypatch):
         page.get_by_text("task-model: up to").wait_for()
         ask(page, "The guard visited the flag.", tokens=5)
         page.locator("#figures", has_text="generated").wait_for()
+        page.get_by_label("Keep the compressed cache").check()
+        for turn in ("one more", "and another"):
+            ask(page, f"The porter carried {turn}.", tokens=5)
+            page.locator(".message.user", has_text=turn).wait_for()
+            page.locator("#figures", has_text="generated").wait_for()
+        page.locator("#figures", has_text="went on from the cache").wait_for()
         page.close()

@@ -77,6 +77,32 @@ def test_a_life(tmp_path):
     assert "secret-key" not in log.read_text()
 
 
+def test_a_second_signal_stops_at_once(tmp_path):
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with process(tmp_path / "log", "--port", str(port), "--max-model-len", "16384") as started:
+        ready(url)
+        body = {"prompt": "Notes", "max_tokens": 16_000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            started.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert started.poll() is None
+            started.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            started.wait(20)
+            assert time.monotonic() - began < 5
+
+
+def test_an_empty_key_does_not_open_the_server():
+    run = subprocess.run(
+        COMMAND, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"SNAPSTREAM_API_KEY": ""}
+    )
+    assert run.returncode == 1
+    assert "an API key is empty" in run.stderr
+
+
 def test_killed_in_mid_stream_and_restarted_by_the_unit(tmp_path):
     """The client of a killed server learns of it at once, and the unit brings the server back."""
     unit = configparser.ConfigParser(strict=False)

@@ -1,12 +1,14 @@
 """Conversations over HTTP: what is reused, what is read anew, and why."""
 
 import json
+import socket
 import threading
 
 import httpx
 import pytest
 
 from snapstream.assets import EXAMPLE
+from snapstream.serving.prompts import Prompt
 from snapstream.serving.sessions import Session, SessionBusyError, SessionStore
 from tests.checkpoints import prompt
 from tests.serving.servers import idle, metric, post, running, wait_until
@@ -144,11 +146,36 @@ def test_the_least_used_session_goes_first_and_time_ends_them(llm):
         wait_until(lambda: len(server.parts.sessions) == 0)
 
 
+def test_a_session_that_is_deleted_during_its_turn_is_not_kept(server):
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json={"prompt": LONG, "session_id": "d", "stream": True, **BODY}
+    ) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        assert httpx.delete(server.url + "/v1/sessions/d").status_code == 200
+        list(lines)
+    assert len(server.parts.sessions) == 0
+    assert httpx.delete(server.url + "/v1/sessions/d").status_code == 404
+
+
+def test_a_slow_reader_leaves_its_session_when_it_is_decoded(server):
+    """Not when the client has fetched the end; until then the cache would be held outside of the bound."""
+    body = json.dumps({"prompt": LONG, "session_id": "e", "stream": True, **BODY, "max_tokens": 200, "logprobs": 20})
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    wait_until(lambda: len(server.parts.sessions) == 1 and server.driver.unfinished == 0)
+    slow.close()
+
+
 def test_a_session_is_one_prompt_and_one_answer(server, llm):
     for body in ({"n": 2, "prompt": "w5"}, {"prompt": ["w5", "w6"]}):
-        reply = post(server, session_id="a", **body)
-        assert reply.status_code == 400
-        assert "one prompt and one answer" in reply.json()["error"]["message"]
+        for field in ({"session_id": "a"}, {"telemetry": True}):
+            reply = post(server, **field, **body)
+            assert reply.status_code == 400
+            assert "one prompt and one answer" in reply.json()["error"]["message"]
     assert post(server, prompt="w5", session_id="a b").status_code == 400
     assert len(server.parts.sessions) == 0
 
@@ -175,6 +202,46 @@ def test_store():
     store.begin(three)
     store.end(three, session)
     assert (store.delete(one), store.delete(two), store.delete(three)) == (True, False, True)
+
+
+def test_a_running_session_counts():
+    store = SessionStore(1, 10)
+    session = Session.__new__(Session)
+    store.begin(("", "a"))
+    assert store.end(("", "a"), session)
+    assert store.begin(("", "a")) is session
+    store.begin(("", "b"))
+    assert not store.end(("", "b"), session)  # the one there is room for is in use
+    assert len(store) == 1
+    assert store.end(("", "a"), None)
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize(
+    ("border", "words", "offsets", "rest"),
+    [
+        ("Paris.", ["Paris", ".", "\u0120So"], [0, 5, 7], [2]),  # the space is the token's, left out of its offsets
+        ("Paris.", ["Paris", ".", "\u0120So"], [0, 5, 6], [2]),  # or not
+        ("Paris.", ["Paris", ". ", "So"], [0, 5, 7], "inside of a token"),  # the space is the token's before
+        ("Paris", ["Paris", ".", "\u0120So"], [0, 5, 7], [1, 2]),
+        ("Par", ["Paris", ".", "\u0120So"], [0, 5, 7], "inside of a token"),
+        ("Paris. So", ["Paris", ".", "\u0120So"], [0, 5, 7], "nothing new"),
+        ("Rome.", ["Paris", ".", "\u0120So"], [0, 5, 7], "does not begin with"),
+    ],
+)
+def test_where_the_new_text_begins(border, words, offsets, rest):
+    prompt = Prompt([0, 1, 2], "Paris. So", offsets, lambda token: words[token])
+    got = Session(None, border).rest_of(prompt)
+    assert rest in got if isinstance(rest, str) else got == rest
+
+
+def test_lines_are_not_lost_between_turns():
+    """A token of several line ends that began in the earlier text: nothing of it may go missing."""
+    words = ["A", ".\u010a\u010a", "Q"]
+    prompt = Prompt([0, 1, 2], "A.\n\nQ", [0, 1, 4], lambda token: words[token])
+    assert "inside of a token" in Session(None, "A.").rest_of(prompt)
+    apart = Prompt([0, 1, 2, 3], "A.\n\nQ", [0, 1, 2, 4], lambda token: ["A", ".", "\u010a\u010a", "Q"][token])
+    assert Session(None, "A.").rest_of(apart) == [2, 3]
 
 
 def test_many_sessions_at_once(server):
