@@ -414,15 +414,58 @@ def test_special_tokens_are_no_text_and_cost_nothing(checkpoint):
     assert detokenizer.add(5) == "w5"
 
 
-def test_bytes_that_never_become_a_character_are_not_kept_for_ever(tmp_path):
-    tokenizer = Tokenizer(BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.ByteFallback()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    detokenizer = Detokenizer(wrapped, frozenset())
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """As Llama 2 has it: words with a sign for the space before, single bytes for what is no word."""
+    words = ["\u2581Hello", "\u2581world", "a"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+HELLO, WORLD, A = 256, 257, 258
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_text_in_pieces_equals_text_at_once(byte_tokenizer, seed):
+    rng = random.Random(seed)
+    words = ["\u2581Hello", "\u2581world", "a", "\N{EURO SIGN}", "\N{GRINNING FACE}", "\u00e9"]
+    text = [rng.choice(words) for _ in range(30)]
+    tokens = []
+    for word in text:
+        tokens += [HELLO + words.index(word)] if word in words[:3] else list(word.encode())
+    detokenizer = Detokenizer(byte_tokenizer, frozenset())
+    pieces = [detokenizer.add(token) for token in tokens]
+    assert "".join(pieces) + detokenizer.flush() == byte_tokenizer.decode(tokens)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[HELLO, 0xC3, 0xA9, 0xFF, A], [HELLO, 0xE4, 0xBD, 0xA0, 0xE5, WORLD], [0xF0, 0x9F, 0x98, 0x80, 0xF0, 0x9F, A]],
+)
+def test_stray_bytes_are_no_error(byte_tokenizer, tokens):
+    """A run of bytes is decoded as one, so a stray one changes what was text before."""
+    detokenizer = Detokenizer(byte_tokenizer, frozenset())
+    text = "".join(detokenizer.add(token) for token in tokens) + detokenizer.flush()
+    assert "\N{REPLACEMENT CHARACTER}" in text
+    assert text.endswith("a") or text.endswith(" world")
+
+
+def test_bytes_that_never_become_a_character_are_not_kept_for_ever(byte_tokenizer):
+    detokenizer = Detokenizer(byte_tokenizer, frozenset())
     began = time.perf_counter()
     made = "".join(detokenizer.add(0xE2) for _ in range(20_000))
     assert time.perf_counter() - began < 5
     assert set(made) == {"\N{REPLACEMENT CHARACTER}"}
-    detokenizer.flush()
-    again = Detokenizer(wrapped, frozenset())
-    assert [again.add(byte) for byte in "a\N{EURO SIGN}".encode()] == ["a", "", "", "\N{EURO SIGN}"]
+    assert (made + detokenizer.flush() + detokenizer.add(WORLD)).endswith("\N{REPLACEMENT CHARACTER} world")
+
+
+def test_the_space_before_the_first_word_is_kept_after_a_prompt(byte_tokenizer):
+    assert Detokenizer(byte_tokenizer, frozenset()).add(WORLD) == "world"  # the beginning of a text
+    assert Detokenizer(byte_tokenizer, frozenset(), [HELLO]).add(WORLD) == " world"
+    cut = Detokenizer(byte_tokenizer, frozenset(), [HELLO, 0xE2])  # a prompt of token ids may end anywhere
+    assert [cut.add(byte) for byte in "\N{EURO SIGN}".encode()] == ["", "", "\N{EURO SIGN}"]

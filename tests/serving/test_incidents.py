@@ -359,6 +359,32 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     assert not server.llm.request_ids
 
 
+def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypatch):
+    gate = Gate(server.llm, monkeypatch)
+    launch, fails = server.llm.decode.launch, []
+
+    def failing(*args, **kwargs):
+        if fails and fails.pop():
+            raise RuntimeError("on purpose")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    other = background(server, prompt="w5", max_tokens=500, **FOREVER)
+    gate.let(2)
+    gone = raw_request(server, prompt="w6", max_tokens=500, **FOREVER)
+    wait_until(lambda: server.driver.unfinished == 2)
+    gate.let(2)
+    wait_until(lambda: gate.closed)
+    gone.close()
+    wait_until(lambda: not server.driver._commands.empty())
+    gate.let(1)
+    fails.append(True)  # in the step that would have reported its end
+    gate.open()
+    assert other().status_code == 500
+    wait_until(lambda: idle(server))
+    works(server)
+
+
 def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
     """As after an error that a CUDA device does not recover from."""
 
@@ -401,8 +427,10 @@ def test_many_requests_that_fail_by_themselves_do_not_end_it(server, monkeypatch
         original(self, slot, params, *rest)
 
     monkeypatch.setattr(SamplingState, "assign", assign)
+    wait = background(server, prompt="w5", max_tokens=1500, **FOREVER)
     for _ in range(10):
         assert post(server, prompt=WORDS, max_tokens=5, seed=66).status_code == 500
+    assert wait().status_code == 200
     assert httpx.get(server.url + "/health").status_code == 200
     assert works(server) == expected
 

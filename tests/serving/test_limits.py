@@ -87,6 +87,15 @@ def test_every_answer_has_a_name(server, caplog):
     assert lines[made.headers["x-request-id"]]["status"] == 400
 
 
+def test_an_unexpected_error_can_be_read_by_the_page_that_caused_it(llm, monkeypatch):
+    with running(llm, cors_origins=("*",)) as server:
+        monkeypatch.setattr(server.driver, "check_room", None)
+        reply = post(server, prompt="w5", headers={"Origin": "https://app.example"})
+        assert reply.status_code == 500
+        assert reply.headers["access-control-allow-origin"] == "*"
+        assert reply.headers["x-request-id"] == reply.json()["error"]["request_id"]
+
+
 def test_an_unexpected_error_has_a_name_too(server, monkeypatch):
     def failing(*args, **kwargs):
         raise KeyError("on purpose")
@@ -137,6 +146,14 @@ def test_a_body_that_is_too_long(llm):
 
         assert httpx.post(server.url + "/v1/completions", content=chunks()).status_code == 413
         assert post(server, prompt="w5", max_tokens=2).status_code == 200
+
+
+def test_bodies_that_nobody_asked_for(llm):
+    """Without a key nobody can make the server hold anything."""
+    with running(llm, api_keys=("k",)) as server:
+        for method, path in (("GET", "/health"), ("OPTIONS", "/v1/completions"), ("POST", "/metrics"), ("PUT", "/")):
+            assert httpx.request(method, server.url + path, content=b"x" * 100).status_code == 413
+        assert httpx.post(server.url + "/v1/completions", content=b"x" * 10_000_000).status_code == 401
 
 
 def test_a_body_that_comes_too_slowly(llm):
@@ -263,6 +280,7 @@ def test_health_tells_a_hanging_engine(server, monkeypatch):
         {"max_choices": 0},
         {"request_timeout": 0},
         {"session_ttl": float("nan")},
+        {"drain_timeout": float("inf")},
     ],
 )
 def test_wrong_settings(wrong):

@@ -21,7 +21,7 @@ from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
 from snapstream.engine.prefill import Prefill, kept_shares
 from snapstream.engine.report import SlotUse, cache_use, slot_use
-from snapstream.engine.request import Detokenizer, Request, RequestOutput, TokenLogprobs, special_tokens
+from snapstream.engine.request import CONTEXT, Detokenizer, Request, RequestOutput, TokenLogprobs, special_tokens
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import (
@@ -137,6 +137,7 @@ class Engine:
         *,
         past: SavedSequence | None = None,
         keep: bool = False,
+        first: bool = False,
     ) -> str:
         """Queue a request.
 
@@ -147,6 +148,7 @@ class Engine:
             past: The turns before, as the ``saved`` of an earlier output. The prompt is read over this compressed
                 cache, and both are compressed again at its end.
             keep: Give the compressed cache out with the last output, for a next turn.
+            first: Put it at the head of the queue.
 
         Returns:
             The request's name.
@@ -191,11 +193,11 @@ class Engine:
             budget=self.budget.for_request(params.kv_budget),
             stop_ids=frozenset(stop_ids),
             max_tokens=min(params.max_tokens, room),
-            detokenizer=Detokenizer(self.tokenizer, self._special_tokens),
+            detokenizer=Detokenizer(self.tokenizer, self._special_tokens, tokens[-CONTEXT:]),
             past=past,
             keep=keep,
         )
-        self.scheduler.add(request)
+        self.scheduler.add(request, first=first)
         return name
 
     def abort(self, request_id: str) -> bool:
@@ -270,8 +272,8 @@ class Engine:
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that wait or run."""
-        return list(self._requests)
+        """Requests that wait or run, or have ended without a word so far."""
+        return [*self._requests, *(output.request_id for output in self._undelivered)]
 
     @property
     def reading(self) -> str | None:
@@ -372,8 +374,8 @@ class Engine:
                 if request.finish_reason is not None:
                     break  # what was decoded past a stop is thrown away
                 wanted = request.params.logprobs
-                report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
                 try:
+                    report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
                     request.append(tokens[index][slot], report)
                 except Exception as error:
                     self._fail(request, error)

@@ -172,17 +172,15 @@ class Detokenizer:
     Args:
         tokenizer: A fast tokenizer of transformers.
         special: Its :func:`special_tokens`.
+        context: Tokens before the first one. Some decoders leave out the space that begins a text; after other tokens
+            they do not.
     """
 
-    def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, special: frozenset[int], context: Sequence[int] = ()) -> None:
         self._tokenizer, self._special = tokenizer.backend_tokenizer, special
-        self._start()
-
-    def _start(self) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._pending: list[int] = []
+        self._context, self._pending = list(context), list[int]()
+        if self._decode(self._context).endswith(_INCOMPLETE):
+            self._context = []
 
     @property
     def pending(self) -> bool:
@@ -191,24 +189,31 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Text that ``token`` completes; may be empty."""
-        if token in self._special:  # the stream would keep it, and read all it keeps with every token
+        if token in self._special:  # no text, and none will come of it
             return ""
-        text = self._stream.step(self._tokenizer, token)
-        if text is not None:
-            self._pending.clear()
-            return str(text)
         self._pending.append(token)
-        if len(self._pending) <= _LONGEST_CHARACTER:
-            return ""
-        text = self.flush()
-        self._start()
-        return text
+        text = self._pending_text()
+        complete = bool(text) and not text.endswith(_INCOMPLETE)
+        return self._emit(text) if complete or len(self._pending) > _LONGEST_CHARACTER else ""
 
     def flush(self) -> str:
         """Whatever is still held back, with replacement characters where a character is not complete."""
-        pending, self._pending = self._pending, []
-        return str(self._tokenizer.decode(pending, skip_special_tokens=True)) if pending else ""
+        return self._emit(self._pending_text()) if self._pending else ""
+
+    def _pending_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(before) :]
+
+    def _emit(self, text: str) -> str:
+        self._context, self._pending = self._pending, []
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 8
 """Tokens that may be held back; four bytes make a character, and more than these will not become one."""
+CONTEXT = 4
+"""Tokens of the prompt that are enough of a context for the text of the first generated one."""

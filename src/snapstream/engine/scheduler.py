@@ -18,9 +18,12 @@ class Scheduler:
         self.prefilling: Request | None = None
         self.decoding: list[Request | None] = [None] * slots
 
-    def add(self, request: Request) -> None:
-        """Put a request at the end of the queue."""
-        self.waiting.append(request)
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Put a request at the end of the queue, or at its head."""
+        if first:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
 
     def next_prefill(self) -> Request | None:
         """The request whose next prompt chunk is to run, if there is one and a slot for it."""

@@ -15,7 +15,7 @@ from snapstream.serving import errors, operation, page, routes
 from snapstream.serving.completions import Completions
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
-from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, KeyMiddleware
+from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, ErrorMiddleware, KeyMiddleware
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.sessions import SessionStore
@@ -69,6 +69,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     # The one added last is the outermost: every answer has a name, and browsers may read every one of them.
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(KeyMiddleware, api_keys=settings.api_keys)
+    app.add_middleware(ErrorMiddleware)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -47,7 +47,7 @@ def serve(
     ] = None,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are answered 429.")] = 256,
     max_choices: Annotated[int, typer.Option(help="Most sequences of one request: prompts times n.")] = 128,
-    max_body: Annotated[float, typer.Option(help="Longest request body, in MiB.")] = 16,
+    max_body: Annotated[float, typer.Option(min=0.001, max=4096, help="Longest request body, in MiB.")] = 16,
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take, waiting included.")] = 600,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM.")] = 30,
     max_model_len: MaxLength = None,

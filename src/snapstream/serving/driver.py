@@ -28,6 +28,8 @@ MAX_FAILURES = 3
 """Steps of the engine that may fail, with no sequence ending well in between, before the server gives up. After so many
 requests that fail by themselves, the engine is tried with one of its own."""
 
+_PROBE = "probe"
+
 T = TypeVar("T")
 
 
@@ -140,6 +142,7 @@ class Batch:
         self._driver, self.wake = driver, asyncio.Event()
         self.generations = [Generation(name, job, self.wake) for name, job in zip(names, jobs, strict=True)]
         self.failure: Exception | None = None
+        self.cancelled = False
 
     def fail(self, error: Exception) -> None:
         """Whoever waits for outputs gets this error."""
@@ -264,6 +267,9 @@ class EngineDriver:
     def cancel(self, batch: Batch) -> None:
         """See :meth:`Batch.cancel`. They count as live until the engine has let them go."""
         names = [generation.name for generation in batch.generations if generation.name in self._live]
+        if batch.cancelled:
+            return
+        batch.cancelled = True
 
         def abort() -> None:
             # What runs is reported by the next step; what was never added would not be.
@@ -426,12 +432,14 @@ class EngineDriver:
     def _work(self) -> None:
         """Run the engine until told to stop; raises what it cannot go on after."""
         failures = own = 0
+        probing = False
         while True:
             while not self._commands.empty() or not self.llm.busy:
                 command = self._commands.get()
                 if command is None:
                     return
                 command.run()
+            names = self.llm.request_ids  # as they are before the step: one that has ended in it has told nobody yet
             now = self.step_started = time.monotonic()
             try:
                 outputs = self.llm.step()
@@ -440,8 +448,8 @@ class EngineDriver:
                 if failures == MAX_FAILURES:
                     raise
                 logger.exception("the engine failed (%d of %d times)", failures, MAX_FAILURES)
-                names = self.llm.request_ids
                 self.llm.reset()
+                probing = False
                 self._tell(self._engine_failed, error, names)
                 continue
             finally:
@@ -450,12 +458,12 @@ class EngineDriver:
             if any(output.finish_reason in ("stop", "length") for output in outputs):
                 failures = own = 0
             own += sum(output.finish_reason == "error" for output in outputs)
-            if own >= MAX_FAILURES and not any(self.llm.scheduler.decoding):
-                self._probe()
-                own = 0
-
-    def _probe(self) -> None:
-        """Several requests have failed by themselves and nothing else runs: see whether it is the engine after all."""
-        output = self.llm.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
-        if output.finish_reason == "error":
-            raise RuntimeError(f"a request of one token failed: {output.error}")
+            for output in outputs:
+                if output.request_id == _PROBE and output.finished:
+                    probing = False
+                    if output.finish_reason == "error":
+                        raise RuntimeError(f"a request of one token failed: {output.error}")
+            if own >= MAX_FAILURES and not probing:
+                # So many requests have failed by themselves: see whether it is the engine after all.
+                self.llm.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True), _PROBE, first=True)
+                own, probing = 0, True

@@ -169,9 +169,8 @@ def install(app: FastAPI) -> None:
 def _first_problem(error: RequestValidationError) -> ApiError:
     """The first thing wrong with a body, by the name of its field; of a union, what came closest."""
     problems = error.errors()
-    deepest = max(problems, key=lambda problem: len(problem["loc"]))
-    first = problems[0]
-    problem = deepest if first["loc"][:2] == deepest["loc"][:2] else first
+    alike = [one for one in problems if one["loc"][:2] == problems[0]["loc"][:2]]
+    problem = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     place = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")

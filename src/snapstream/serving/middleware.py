@@ -37,7 +37,7 @@ _QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/cache", "/v1/models"})
 
 
 class AccessMiddleware:
-    """Names a request, measures and logs it, and answers what went wrong where nobody expected it.
+    """Names a request, measures and logs it.
 
     Args:
         app: What answers.
@@ -73,10 +73,6 @@ class AccessMiddleware:
 
         try:
             await self.app(scope, receive, send_named)
-        except Exception as error:
-            if status:
-                raise  # an answer has begun; all that is left is to break it off
-            await respond(error, request_id)(scope, receive, send_named)
         finally:
             if log.get("disconnected"):
                 status = 499
@@ -93,6 +89,33 @@ class AccessMiddleware:
             log_fields(logger, logging.DEBUG if quiet else logging.INFO, "request", fields)
 
 
+class ErrorMiddleware:
+    """Answers what went wrong where nobody expected it, so that this answer goes through what is around it, too.
+
+    Args:
+        app: What answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        began = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_on)
+        except Exception as error:
+            if began or scope["type"] != "http":
+                raise  # all that is left is to break it off
+            await respond(error, scope["state"]["request_id"])(scope, receive, send)
+
+
 class KeyMiddleware:
     """Refuses requests without a valid key.
 
@@ -107,7 +130,7 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        if scope["type"] != "http" or not self.api_keys or self._is_open(scope):
+        if scope["type"] != "http" or not self.api_keys or _is_open(scope):
             await self.app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -126,14 +149,17 @@ class KeyMiddleware:
         )
         await respond(refusal, scope["state"]["request_id"])(scope, receive, send)
 
-    @staticmethod
-    def _is_open(scope: Scope) -> bool:
-        path = scope["path"]
-        return path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS"
+
+def _is_open(scope: Scope) -> bool:
+    """Whether this needs no key."""
+    path = scope["path"]
+    return path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS"
 
 
 class BodyLimitMiddleware:
     """Refuses bodies that are too long or come too slowly, before anything reads them.
+
+    Only what is posted where a key is needed may have a body at all: the rest could come from anybody.
 
     Args:
         app: What answers.
@@ -150,7 +176,8 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            limit = 0 if scope["method"] != "POST" or _is_open(scope) else self.max_bytes
+            body = await self._read(Headers(scope=scope), receive, limit)
         except ApiError as error:
             answer = respond(error, scope["state"]["request_id"])
             answer.headers["Connection"] = "close"  # what is left of the body is not read
@@ -170,11 +197,11 @@ class BodyLimitMiddleware:
 
         await self.app(scope, receive_read, send)
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+    async def _read(self, headers: Headers, receive: Receive, limit: int) -> bytes | None:
         """The whole body; ``None`` if the client has gone."""
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > self.max_bytes:
-            raise self._too_long()
+        if length.isdigit() and int(length[:20]) > limit:
+            raise _too_long(limit)
         parts, size = [], 0
         with anyio.move_on_after(self.seconds):
             while True:
@@ -183,12 +210,14 @@ class BodyLimitMiddleware:
                     return None
                 part = message.get("body", b"")
                 size += len(part)
-                if size > self.max_bytes:
-                    raise self._too_long()
+                if size > limit:
+                    raise _too_long(limit)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
         raise ApiError(408, f"the body did not come within {self.seconds:g} s", code="body_timeout")
 
-    def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body is longer than {self.max_bytes} bytes", code="body_too_large")
+
+def _too_long(limit: int) -> ApiError:
+    allowed = f"is longer than {limit} bytes" if limit else "is not wanted here"
+    return ApiError(413, f"the body {allowed}", code="body_too_large")

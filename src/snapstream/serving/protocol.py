@@ -51,7 +51,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # Lists end at their first error: a long one with many would make gigabytes of messages.
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_encodable)]
 
 
 class Body(BaseModel):

@@ -17,6 +17,9 @@ from snapstream.serving.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+_FLUSHES = 10
+"""Times ``flush_timeout`` that an ended answer may take to reach a client that takes some of it now and then."""
+
 _LAST_WORDS = 5
 """Seconds for error messages to reach clients after the drain."""
 
@@ -31,8 +34,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.failed = False
-        # Closing connections, what they have not sent yet, and since when that is so.
-        self._stuck: dict[Any, tuple[int, float]] = {}
+        # Closing connections: bytes not sent yet, since when they are as many, and since when it is closing.
+        self._stuck: dict[Any, tuple[int, float, float]] = {}
         self.settings = settings
         self.application = create_app(llm, settings, on_death=self._engine_died)
         self._driver = self.application.state.parts.driver
@@ -68,15 +71,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _break_off_stuck(self) -> None:
-        now, stuck = time.monotonic(), {}
+        now, limit, stuck = time.monotonic(), self.settings.flush_timeout, {}
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if transport is None or not transport.is_closing():
                 continue
             left = transport.get_write_buffer_size()
-            before, since = self._stuck.get(connection, (left, now))
-            stuck[connection] = (left, since if left == before else now)
-            if now - stuck[connection][1] > self.settings.flush_timeout:
+            before, moved, began = self._stuck.get(connection, (left, now, now))
+            stuck[connection] = left, moved if left == before else now, began
+            if now - stuck[connection][1] > limit or now - began > _FLUSHES * limit:
                 transport.abort()
         self._stuck = stuck
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from snapstream.errors import ConfigurationError
@@ -72,9 +73,9 @@ class ServerSettings:
         if self.max_queue < 0:
             raise ConfigurationError(f"server: max_queue is {self.max_queue}; it must be 0 or more")
         for name in ("request", "body", "flush", "template", "stall"):
-            if not getattr(self, f"{name}_timeout") > 0:
+            if not 0 < getattr(self, f"{name}_timeout") < math.inf:
                 raise ConfigurationError(
                     f"server: {name}_timeout is {getattr(self, f'{name}_timeout')}; it must be > 0"
                 )
-        if not self.session_ttl > 0 or not self.drain_timeout >= 0:
-            raise ConfigurationError("server: session_ttl must be above 0 and drain_timeout 0 or more")
+        if not 0 < self.session_ttl < math.inf or not 0 <= self.drain_timeout < math.inf:
+            raise ConfigurationError("server: session_ttl must be above 0, drain_timeout 0 or more, and both finite")
