@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from snapstream.engine import RequestOutput, TokenLogprobs
+from snapstream.engine import CacheUse, RequestOutput, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """What minus infinity becomes: JSON has no word for it."""
@@ -39,27 +39,6 @@ class SessionUse(BaseModel):
     reason: str | None = Field(None, description="Why nothing was reused.")
 
 
-class Kept(BaseModel):
-    """Which prompt tokens were kept."""
-
-    mass: list[float] = Field(description="Per layer, the share of attention that went to tokens which were kept.")
-    positions: list[list[list[int]]] = Field(description="Per layer and KV head, their positions in the prompt.")
-
-
-class Cache(BaseModel):
-    """What compression made of a prompt; numbers of entries are per layer and KV head."""
-
-    prompt_tokens: int
-    sink: int
-    pinned: int
-    recent: int
-    dropped: int
-    limit: int
-    bytes_held: int
-    bytes_full: int
-    kept: Kept | None = None
-
-
 class Choice(BaseModel):
     """One answer of ``/v1/completions``."""
 
@@ -67,7 +46,7 @@ class Choice(BaseModel):
     text: str
     finish_reason: str | None
     logprobs: dict[str, Any] | None = None
-    cache: Cache | None = None
+    cache: CacheUse | None = None
 
 
 class ChatAnswer(BaseModel):
@@ -84,7 +63,7 @@ class ChatChoice(BaseModel):
     message: ChatAnswer
     finish_reason: str | None
     logprobs: dict[str, Any] | None = None
-    cache: Cache | None = None
+    cache: CacheUse | None = None
 
 
 class _Answer(BaseModel):

@@ -60,6 +60,9 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
         description="LLM inference with a KV cache of fixed size per sequence, behind OpenAI's API.",
         lifespan=lifespan,
         responses=errors.DOCUMENTED,
+        # The framework's pages for documents fetch their code from elsewhere.
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.parts = parts
     errors.install(app)

@@ -156,7 +156,7 @@ def install(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
         if error.status_code == 404:
-            answer.message = f"there is no {request.url.path} here; see /docs"
+            answer.message = f"there is no {request.url.path} here; see /openapi.json"
         return respond(answer, request_id(request))
 
     async def failed(request: Request, error: Exception) -> JSONResponse:

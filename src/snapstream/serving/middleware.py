@@ -20,9 +20,7 @@ from snapstream.serving.metrics import ServerMetrics
 
 logger = logging.getLogger("snapstream.access")
 
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", "/redoc"}
-)
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
 """What needs no API key, besides the page's own files. Everything else does, also paths that do not exist."""
 
 SECURITY_HEADERS = {
