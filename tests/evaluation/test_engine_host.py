@@ -81,7 +81,9 @@ def test_all_policies_share_one_reading(tmp_path, monkeypatch):
     from snapstream.engine.prefill import Prefill
 
     starts, read = [], Prefill.run_chunk
-    monkeypatch.setattr(Prefill, "run_chunk", lambda self, tokens, at: (starts.append(at), read(self, tokens, at))[1])
+    monkeypatch.setattr(
+        Prefill, "run_chunk", lambda self, tokens, at, ahead=0: (starts.append(at), read(self, tokens, at))[1]
+    )
     policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
     run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)
     assert starts.count(0) == 3 * 2  # 13 caches each

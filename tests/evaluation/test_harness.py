@@ -164,7 +164,7 @@ def test_equal_contexts_are_read_once(checkpoint, monkeypatch):
     model, starts = make(checkpoint, **SMALL), []
     read = model.llm.prefill.run_chunk
     monkeypatch.setattr(
-        model.llm.prefill, "run_chunk", lambda tokens, start: (starts.append(start), read(tokens, start))[1]
+        model.llm.prefill, "run_chunk", lambda tokens, start, ahead=0: (starts.append(start), read(tokens, start))[1]
     )
     first, second = prompt(70, seed=1), prompt(70, seed=2)
     score(model, *((context, [choice]) for choice in range(3, 12) for context in (first, second)))

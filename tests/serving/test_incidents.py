@@ -452,9 +452,10 @@ def test_an_engine_that_fails_for_good_ends_the_server(llm, monkeypatch):
 def test_stopping_finishes_what_runs(llm):
     with running(llm, drain_timeout=20) as server:
         expected = works(server)
-        wait = background(server, prompt=WORDS, max_tokens=20, **FOREVER)
         slow = background(server, prompt=LONG, max_tokens=400, **FOREVER)
-        wait_until(lambda: server.driver.unfinished >= 1 and any(server.llm.scheduler.decoding))
+        wait_until(lambda: server.driver.unfinished == 1)
+        wait = background(server, prompt=WORDS, max_tokens=20, **FOREVER)
+        wait_until(lambda: server.driver.unfinished == 2)
         server.server.should_exit = True
         assert slow().json()["usage"]["completion_tokens"] == 400
         assert wait().json()["choices"][0]["text"] == expected

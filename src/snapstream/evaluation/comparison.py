@@ -120,6 +120,5 @@ def _decode_speeds(
             seconds = time.perf_counter() - start
             measured[policy].append(engine.config.slots * engine.config.decode_steps / seconds)
     for engine in engines.values():
-        for i in range(engine.config.slots):
-            engine.abort(f"timed-{i}")
+        engine.discard([f"timed-{i}" for i in range(engine.config.slots)])
     return {policy: (statistics.median(m), min(m), max(m)) for policy, m in measured.items()}

@@ -108,8 +108,7 @@ class EngineHost:
                         job, forced_tokens = waiting.pop(output.request_id)
                         yield job, self._answer(job, output, forced_tokens)
         finally:
-            for name in waiting:
-                self.llm.abort(name)
+            self.llm.discard(list(waiting))
 
     def _answer(self, job: Job, output: RequestOutput, forced: int) -> Answer:
         if output.finish_reason in ("error", "abort") or output.cache is None:

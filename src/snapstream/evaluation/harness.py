@@ -287,8 +287,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
                         bar.update()
                         yield number, output
         finally:  # an error or an interrupt leaves nothing running
-            for name in waiting:
-                self.llm.abort(name)
+            self.llm.discard(list(waiting))
 
     def _fitting(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """The end of a prompt, if it and its output are too long."""
