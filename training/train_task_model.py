@@ -40,9 +40,9 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from architectures import ARCHITECTURES, Deepseek, Llama
 from snapstream.evaluation.tasks import TASKS, Question
 from snapstream.evaluation.tasks.words import ADJECTIVES, ANIMALS, FILLER_WORDS, NOUNS, PEOPLE, filler
 
@@ -227,8 +227,10 @@ def text_batch(rng: random.Random, task: str, length: int) -> Batch:
     return Batch(torch.tensor(rows), torch.tensor(positions), torch.tensor(wanted), task)
 
 
-def answer_logits(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Computes the logits where there are targets, ``[targets, vocab]``.
+def answer_logits(
+    model: PreTrainedModel, architecture: Llama | Deepseek, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the logits where there are targets, ``[targets, vocab]``, and what the last feed-forward block was given.
 
     The same as ``model(...).logits[:, -tail:][targets != IGNORED]`` at a third of the cost: the last layer needs
     queries at the tail only, and what follows it only where there is a target.
@@ -241,20 +243,16 @@ def answer_logits(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
         attention, normed = layer.self_attn, layer.input_layernorm(hidden)
         is_last = layer is model.model.layers[-1]
         size = tail if is_last else length
-        heads = (-1, attention.head_dim)
-        q = attention.q_proj(normed[:, -size:]).unflatten(-1, heads).transpose(1, 2)
-        k = attention.k_proj(normed).unflatten(-1, heads).transpose(1, 2)
-        v = attention.v_proj(normed).unflatten(-1, heads).transpose(1, 2)
-        q, _ = apply_rotary_pos_emb(q, q, cos[:, -size:], sin[:, -size:])
-        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
+        q, k, v = architecture.project(attention, normed, size, cos, sin)
         mask = torch.ones(size, length, dtype=torch.bool).tril(length - size) if is_last else None
         mixed = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=attention.scaling, enable_gqa=True
         )
         hidden = hidden[:, -size:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden = hidden[batch.targets != IGNORED] if is_last else hidden
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return model.lm_head(model.model.norm(hidden))
+        normed = layer.post_attention_layernorm(hidden)
+        hidden = hidden + layer.mlp(normed)
+    return model.lm_head(model.model.norm(hidden)), normed
 
 
 def exact_matches(hits: torch.Tensor, targets: torch.Tensor) -> float:
@@ -273,7 +271,13 @@ def exact_matches(hits: torch.Tensor, targets: torch.Tensor) -> float:
     return right / max(total, 1)
 
 
-def train_stage(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, stage: Stage, rng: random.Random) -> None:
+def train_stage(
+    model: PreTrainedModel,
+    architecture: Llama | Deepseek,
+    optimizer: torch.optim.Optimizer,
+    stage: Stage,
+    rng: random.Random,
+) -> None:
     """Trains until the stage's target or step limit is reached."""
     recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
     started = time.time()
@@ -288,12 +292,14 @@ def train_stage(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, stage
             batch = text_batch(rng, rng.choices(list(FAMILIES), weights)[0], length)
         else:
             length, batch = 0, pairs_batch(rng, stage.words)
-        logits, wanted = answer_logits(model, batch), batch.targets[batch.targets != IGNORED]
+        logits, last_input = answer_logits(model, architecture, batch)
+        wanted = batch.targets[batch.targets != IGNORED]
         loss = functional.cross_entropy(logits, wanted)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        architecture.after_step(model, last_input)
         if length == (stage.lengths or (0,))[-1] or stage.decay:
             recent[batch.task].append(exact_matches(logits.argmax(-1) == wanted, batch.targets))
         pairs = recent["pairs"]
@@ -321,51 +327,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model() -> LlamaForCausalLM:
-    """Builds the untrained model."""
-    config = LlamaConfig(
-        vocab_size=len(IDS),
-        hidden_size=192,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        attention_bias=True,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=IDS[PAD_TOKEN],
-    )
-    model = LlamaForCausalLM(config)
-    start_looking_back(model)
-    return model
-
-
-@torch.no_grad()
-def start_looking_back(model: LlamaForCausalLM) -> None:
-    """Gives each head of the first layer a weak preference for another distance, one to six tokens back.
-
-    A rotary score depends on the distance through the angle between query and key; with constant biases, a key ``c``
-    and a query that is ``c`` turned back by some steps, it peaks at that distance.
-    """
-    attention = model.model.layers[0].self_attn
-    half = attention.head_dim // 2
-    key = torch.zeros(half)
-    key[:5] = 3.0  # The fastest of the rotations.
-    attention.k_proj.bias.view(-1, 2, half)[:, 0] = key
-    queries = attention.q_proj.bias.view(-1, 2, half)
-    for head in range(len(queries)):
-        angle = -(1 + head) * model.model.rotary_emb.inv_freq
-        queries[head] = torch.stack([key * angle.cos(), key * angle.sin()])
-
-
 def main() -> None:
     """Runs the curriculum and writes the model."""
     parser = argparse.ArgumentParser(description="Train the model of the accuracy lab.")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", type=Path, help="keep the state after each stage here")
     arguments = parser.parse_args()
@@ -373,17 +339,18 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     torch.use_deterministic_algorithms(True)
-    model = build_model()
+    architecture = ARCHITECTURES[arguments.architecture]
+    model = architecture.build(len(IDS), MAX_POSITIONS, EOS, IDS[PAD_TOKEN])
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(IDS)} tokens", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for index, stage in enumerate(CURRICULUM):
         checkpoint = arguments.checkpoints and arguments.checkpoints / f"stage{index:02d}.pt"
         if checkpoint and checkpoint.exists():
-            state = torch.load(checkpoint)
+            state = torch.load(checkpoint, weights_only=True)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             continue
-        train_stage(model, optimizer, stage, random.Random(f"{arguments.seed}/{index}"))
+        train_stage(model, architecture, optimizer, stage, random.Random(f"{arguments.seed}/{index}"))
         if checkpoint:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)

@@ -8,10 +8,9 @@ import torch
 from snapstream import CacheBudget, RequestError, SamplingParams
 from snapstream.compression import entry_of, next_slot, plan_prompt, surviving_tokens
 from snapstream.engine.report import KEPT_PARTS
-from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import prompt
+from tests.conversation import NaiveConversation
 from tests.engine.test_engine import greedy, make
-from tests.reference import naive_attention, naive_compress
 
 STEPS = 3  # of a decode launch, in make()
 NO_SPECIAL = dict.fromkeys(range(3), -100.0)  # special tokens are no text, so a turn would not end after them
@@ -24,75 +23,6 @@ def run(llm, tokens, params, **kwargs):
             if output.request_id == name and output.finished:
                 assert output.error is None
                 return output
-
-
-class NaiveConversation:
-    """Turn after turn in Python lists of positions, one per layer and KV head; attention in float64."""
-
-    def __init__(self, checkpoint, budget):
-        self.spec = load_spec(checkpoint)
-        self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
-        self.budget, self.length = budget, 0
-        self.keys, self.values, self.caches = {}, {}, {}
-
-    def attend(self, layer, query, n, h, positions):
-        keys = torch.stack([self.keys[layer, p][n] for p in positions])
-        values = torch.stack([self.values[layer, p][n] for p in positions])
-        return naive_attention(query[h], keys, values).float()
-
-    def store(self, layer, key, value, positions):
-        for i, position in enumerate(positions):
-            self.keys[layer, position], self.values[layer, position] = key[i], value[i]
-
-    def turn(self, tokens, steps):
-        spec, group = self.spec, self.spec.heads // self.spec.kv_heads
-        new = list(range(self.length, self.length + len(tokens)))
-
-        def attend_prompt(layer, query, key, value):
-            self.store(layer, key, value, new)
-            out = torch.zeros_like(query)
-            for n in range(spec.kv_heads):
-                past = self.caches[layer, n].tokens() if self.caches.get((layer, n)) else []
-                for i in range(len(new)):
-                    for h in range(n * group, (n + 1) * group):
-                        out[i, h] = self.attend(layer, query[i], n, h, past + new[: i + 1])
-                staged = past + new
-                unknown = torch.zeros(group, len(past), spec.head_dim)
-                queries = torch.cat((unknown, query[:, n * group : (n + 1) * group].transpose(0, 1)), 1)
-                keys = torch.stack([self.keys[layer, p][n] for p in staged])
-                cache = naive_compress(queries, keys, self.budget, first_voter=len(past))
-                for part in ("sink", "pinned", "ring"):
-                    setattr(cache, part, [staged[i] for i in getattr(cache, part)])
-                self.caches[layer, n] = cache
-            return out
-
-        def attend_token(layer, query, key, value):
-            self.store(layer, key, value, [self.length])
-            out = []
-            for h in range(spec.heads):
-                if h % group == 0:
-                    self.caches[layer, h // group].append(self.length)
-                out.append(self.attend(layer, query[0], h // group, h, self.caches[layer, h // group].tokens()))
-            return torch.stack(out)[None]
-
-        with torch.no_grad():
-            hidden = self.model(torch.tensor(tokens), torch.tensor(new), attend_prompt)
-            made = [int(self.model.logits(hidden[-1:])[:, 3:].argmax()) + 3]
-            self.length += len(tokens)
-            while len(made) < steps:
-                hidden = self.model(torch.tensor([made[-1]]), torch.tensor([self.length]), attend_token)
-                self.length += 1
-                made.append(int(self.model.logits(hidden)[:, 3:].argmax()) + 3)
-        for cache in self.caches.values():  # a launch may have run past the end, over the oldest of a full ring
-            if len(cache.ring) + STEPS > cache.ring_limit:
-                cache.ring = cache.ring[len(cache.ring) + STEPS - cache.ring_limit :]
-        return made
-
-    def positions(self):
-        return [
-            [sorted(self.caches[layer, n].tokens()) for n in range(self.spec.kv_heads)]
-            for layer in range(self.spec.layers)
-        ]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -110,7 +40,7 @@ def test_turns_equal_naive_turns(checkpoint, seed):
         pooling=rng.choice(["avg", "max"]),
     )
     llm = make(checkpoint, budget=budget, sessions=1, decode_steps=STEPS)
-    naive, saved, pending = NaiveConversation(checkpoint, budget), None, []
+    naive, saved, pending = NaiveConversation(checkpoint, budget, overrun=STEPS), None, []
     for turn in range(3):
         tokens = pending + prompt(rng.choice([1, 5, 31, 32, 33, 60]), seed=seed * 10 + turn)
         steps = rng.choice([1, 2, 10, 25])

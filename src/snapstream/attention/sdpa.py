@@ -36,5 +36,5 @@ class SdpaAttention(AttentionBackend):
         # A free slot attends to its first entry: a row with nothing to attend to would be NaN.
         mask = torch.arange(C, device=query.device) < valid.clamp(min=1)[:, None]
         mask = mask[:, None, None].expand(B, 1, H // N, C)
-        grouped = query.view(B, N, H // N, D)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(B, H, D)
+        grouped = query.reshape(B, N, H // N, D)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(B, H, -1)

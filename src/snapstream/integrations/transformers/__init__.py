@@ -1,0 +1,14 @@
+"""A cache of fixed size for ``model.generate()`` of transformers; nothing of the model is patched.
+
+Importing this module makes the attention implementation ``snapstream`` known to transformers::
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="snapstream")
+    cache = SnapStreamCache(model.config, budget=4096)
+    model.generate(**inputs, past_key_values=cache)
+"""
+
+from snapstream.integrations.transformers.attention import ATTENTION
+from snapstream.integrations.transformers.cache import SnapStreamCache
+from snapstream.integrations.transformers.layer import SnapStreamLayer
+
+__all__ = ["ATTENTION", "SnapStreamCache", "SnapStreamLayer"]

@@ -1,0 +1,137 @@
+"""The attention implementation ``snapstream`` of transformers: tells the cache about queries, and reads what it holds.
+
+Models call it through transformers' ``AttentionInterface``. Layers that are not ours (sliding windows, or no cache at
+all) get plain attention, so a model can be left at this implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from snapstream.attention import SdpaAttention
+from snapstream.errors import RequestError
+from snapstream.integrations.transformers.layer import take_updated_layer
+
+ATTENTION = "snapstream"
+"""Give it as ``attn_implementation``."""
+
+QUERY_CHUNK = 256
+"""Query tokens at a time where the logits have to be written out."""
+
+
+def snapstream_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over what the cache returned; see transformers' ``AttentionInterface``.
+
+    Args:
+        module: The model's attention layer.
+        query: ``[B, H, T, D]``.
+        key: ``[B, N, L, D]``.
+        value: ``[B, N, L, D_v]``.
+        attention_mask: Boolean or additive, ``[B, 1, T, L]``, or ``None``.
+        scaling: Factor on the logits.
+        dropout: Only for layers without our cache.
+        **kwargs: ``softcap`` and ``s_aux`` (sinks of GPT-OSS, ``[H]``) are heeded.
+
+    Returns:
+        ``[B, T, H, D_v]``, and ``None`` in place of the weights.
+
+    Raises:
+        RequestError: Something is asked for that cannot be given, such as attention weights.
+    """
+    for name, why in (
+        ("output_attentions", "attention weights are not kept"),
+        ("position_bias", "an additive position bias would have to be dropped with the tokens it belongs to"),
+    ):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise RequestError(f"{name} is not supported by the attention implementation '{ATTENTION}': {why}")
+    layer = take_updated_layer(getattr(module, "layer_idx", None), key)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+
+    def plain(mask: Tensor | None) -> Tensor:
+        if softcap is None and sinks is None:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scale, **kwargs)
+            result: Tensor = out
+            return result
+        causal = mask is None and query.shape[2] > 1
+        return written_out_attention(query, key, value, mask, scale, causal=causal, softcap=softcap, sinks=sinks)
+
+    if layer is None:
+        return plain(attention_mask), None
+    if not layer.decoding:
+        return layer.attend_prompt(query, key, attention_mask, scale, plain), None
+    valid = layer.valid()
+    if softcap is None and sinks is None:
+        return SdpaAttention().decode(query[:, :, 0], key, value, valid, scale)[:, None], None
+    mask = (torch.arange(key.shape[2], device=key.device) < valid[:, None])[:, None, None]
+    return written_out_attention(query, key, value, mask, scale, causal=False, softcap=softcap, sinks=sinks), None
+
+
+def written_out_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with what fused kernels lack: capped logits, or a learned logit per head that takes part in the softmax.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, N, L, D]``.
+        value: ``[B, N, L, D_v]``.
+        mask: Boolean or additive, ``[B, 1, T, >= L]``, or ``None``.
+        scale: Factor on the logits.
+        causal: Where there is no mask: token ``t`` sees the first ``t + 1`` keys.
+        softcap: Logits are ``softcap * tanh(logits / softcap)``.
+        sinks: One logit per head, ``[H]``.
+
+    Returns:
+        ``[B, T, H, D_v]``.
+    """
+    B, H, T, D = query.shape
+    N, L = key.shape[1], key.shape[2]
+    grouped = query.view(B, N, H // N, T, D)
+    lowest = torch.finfo(torch.float32).min
+    chunks = []
+    for start in range(0, T, QUERY_CHUNK):
+        rows = grouped[:, :, :, start : start + QUERY_CHUNK]
+        logits = (rows @ key[:, :, None].transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if mask is not None:
+            part = mask[:, None, :, start : start + QUERY_CHUNK, :L]
+            logits = logits.masked_fill(~part, lowest) if part.dtype == torch.bool else logits + part
+        elif causal:
+            seen = torch.ones(rows.shape[3], L, dtype=torch.bool, device=key.device).tril(start)
+            logits = logits.masked_fill(~seen, lowest)
+        if sinks is not None:
+            column = sinks.float().view(1, N, H // N, 1, 1).expand(B, -1, -1, rows.shape[3], 1)
+            weights = torch.cat((logits, column), -1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1)
+        chunks.append(weights.to(value.dtype) @ value[:, :, None])
+    return torch.cat(chunks, 3).view(B, H, T, -1).transpose(1, 2)
+
+
+AttentionInterface.register(ATTENTION, snapstream_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,125 @@
+"""The cache object: one layer of ours for each layer with full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticSlidingWindowLayer
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.transformers.attention import ATTENTION
+from snapstream.integrations.transformers.layer import SnapStreamLayer
+
+_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+
+class SnapStreamCache(Cache):  # type: ignore[misc]
+    """A ``transformers.Cache`` of fixed size per sequence.
+
+    A prompt is read with full attention and compressed when it ends; decoding runs inside what is left, with shapes
+    that never change. Layers with a sliding window keep their window, which has a fixed size already.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="snapstream")  # doctest: +SKIP
+        >>> cache = SnapStreamCache(model.config, budget=4096)  # doctest: +SKIP
+        >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        budget: CacheBudget | int | str | Mapping[str, Any],
+        *,
+        chunked_prefill: bool = False,
+        offloading: bool = False,
+    ) -> None:
+        """Make an empty cache for one model; memory is taken with the first token.
+
+        Args:
+            config: The model's configuration, ``model.config``.
+            budget: Cache of one sequence: a :class:`CacheBudget`, its number of entries, or what
+                :meth:`CacheBudget.parse` reads.
+            chunked_prefill: The prompt comes in several forward passes (``prefill_chunk_size`` of ``generate``).
+                Compression then waits for the first single token, so the whole prompt sits in memory until then;
+                without it every layer is compressed as soon as it has read the prompt.
+            offloading: Not supported; here to say so.
+
+        Raises:
+            ConfigurationError: A model whose layers cannot be compressed, or that does not use the attention
+                implementation ``snapstream``.
+        """
+        if offloading:
+            raise ConfigurationError(
+                "SnapStreamCache is neither offloaded nor quantised: its size is fixed; give it fewer entries instead"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigurationError(
+                f"{type(config).__name__} is an encoder-decoder; SnapStreamCache is for decoder-only models"
+            )
+        config = config.get_text_config(decoder=True)
+        name = type(config).__name__
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation != ATTENTION:
+            raise ConfigurationError(
+                f"the model's attention implementation is {implementation!r}, which does not tell a cache about "
+                f"queries; load the model with attn_implementation='{ATTENTION}', or call "
+                f"model.set_attn_implementation('{ATTENTION}') (a model that ignores this is not supported)"
+            )
+        self.budget = CacheBudget.parse(budget)
+        windows = _windows(config, name)
+        latent = bool(getattr(config, "kv_lora_rank", None))
+        layers: list[CacheLayerMixin] = [
+            SnapStreamLayer(index, self.budget, latent=latent, chunked_prefill=chunked_prefill)
+            if window is None
+            else StaticSlidingWindowLayer(max_cache_len=window, sliding_window=window)
+            for index, window in enumerate(windows)
+        ]
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are held now, over all layers and sequences."""
+        return sum(
+            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
+        )
+
+    @property
+    def nbytes_uncompressed(self) -> int:
+        """Bytes that ``DynamicCache`` would hold by now: every token of every layer that has no window."""
+        total = 0
+        for layer in self.layers:
+            if layer.is_initialized:
+                held = layer.keys.nbytes + layer.values.nbytes
+                compressed = isinstance(layer, SnapStreamLayer)
+                total += held // self.budget.capacity * int(layer.get_seq_length()) if compressed else held
+        return total
+
+
+def _windows(config: Any, name: str) -> list[int | None]:
+    """Per layer, the tokens a sliding window holds, or ``None`` for full attention.
+
+    Raises:
+        ConfigurationError: A layer that is neither, or no full attention at all.
+    """
+    layers = config.num_hidden_layers
+    window: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * layers
+    unknown = sorted(set(types) - set(_SUPPORTED_LAYERS))
+    for setting in ("attention_chunk_size", "num_kv_shared_layers", "index_topk"):
+        if getattr(config, setting, None) and "chunked_attention" not in unknown:
+            unknown.append(setting)
+    if unknown:
+        raise ConfigurationError(
+            f"{name} has layers whose cache cannot be compressed ({', '.join(unknown)}); supported: "
+            f"{', '.join(_SUPPORTED_LAYERS)}"
+        )
+    if "full_attention" not in types:
+        raise ConfigurationError(
+            f"{name} has a sliding window of {window} tokens in every layer, so its cache has a fixed size already; "
+            "use DynamicCache"
+        )
+    return [window if kind == "sliding_attention" else None for kind in types[:layers]]

@@ -1,0 +1,340 @@
+"""One layer of the cache: reads a prompt in full, keeps a fixed number of its tokens, decodes in their place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from snapstream.compression import PlanTensors, choose_entries, next_slot, plan_prompt, plan_tensors
+from snapstream.config import CacheBudget
+from snapstream.errors import RequestError
+
+
+class _Handoff(threading.local):
+    """The layer that was updated last in this thread, until attention takes it.
+
+    Models of transformers hand keys and values from the cache to the attention function, but not the cache. Between
+    the two calls nothing else runs in a thread, so this is where one leaves word for the other.
+    """
+
+    layer: SnapStreamLayer | None = None
+
+
+_handoff = _Handoff()
+
+
+def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
+    """The layer whose keys the attention function was just given; ``None`` if they are of another kind of cache.
+
+    Args:
+        index: The attention's place in the model.
+        key: ``[B, N, L, D]``.
+    """
+    layer, _handoff.layer = _handoff.layer, None
+    # A forward pass that broke off, or another attention implementation, leaves word that nobody took.
+    return layer if layer is not None and layer.index == index and layer.returned(key) else None
+
+
+class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, ``[B, N, C, D]``, laid out as :mod:`snapstream.compression.layout` says.
+
+    Several tokens at once are a prompt, or the next part of one, and are compressed together with what the cache holds
+    already; a single token is decoded.
+
+    Attributes:
+        keys: ``[B, N, C, D]``; ``None`` before the first token.
+        values: ``[B, N, C, D_v]``.
+        base: First entry of the ring, int64 ``[B]``.
+        count: Tokens ever stored, int64 ``[B]``, without padding.
+        limit: End of the ring, int64 ``[B]``.
+        seen: Tokens the model has seen, with padding; int64 scalar. It is what transformers counts positions from.
+    """
+
+    is_compileable = True
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, index: int, budget: CacheBudget, *, latent: bool, chunked_prefill: bool) -> None:
+        """Make an empty layer.
+
+        Args:
+            index: Which layer of the model.
+            budget: The policy.
+            latent: All heads read one latent per token (MLA), so all of them keep the same tokens.
+            chunked_prefill: Wait for a single token before compressing.
+        """
+        super().__init__()
+        self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
+        self.seen = torch.zeros((), dtype=torch.int64)
+        self.empty = True
+        self._forget_prompt()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+
+        def entries(like: Tensor) -> Tensor:
+            return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
+
+        self.keys, self.values = entries(key_states), entries(value_states)
+        start = plan_tensors([plan_prompt(1, self.budget)] * key_states.shape[0], self.device)
+        self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
+        self.seen = self.seen.to(self.device)
+        if not torch.compiler.is_compiling():
+            for tensor in (self.keys, self.values, self.base, self.limit, self.count, self.seen):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new tokens; called by the model before its attention.
+
+        Args:
+            key_states: Rotated keys, ``[B, N, T, D]``.
+            value_states: ``[B, N, T, D_v]``.
+            *args: Of transformers, unused.
+            **kwargs: Of transformers, unused.
+
+        Returns:
+            What attention is to read: for one token all ``C`` entries, else everything before and the new tokens.
+
+        Raises:
+            RequestError: Another batch size than before, or attention that does not tell the cache about queries.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.keys.shape[0]:
+            raise RequestError(
+                f"the cache holds {self.keys.shape[0]} sequences, but {key_states.shape[0]} were given; use another "
+                "cache, or reset() and the same number"
+            )
+        if self._unscored:
+            raise RequestError(
+                f"layer {self.index} was given a new prompt before the last one was scored: the model's attention does "
+                "not pass through the implementation 'snapstream'; or a forward pass broke off, then reset() the cache"
+            )
+        self.seen.add_(key_states.shape[2])
+        _handoff.layer = self
+        if key_states.shape[2] > 1:
+            return self._stage(key_states, value_states)
+        if self._chosen is not None:
+            self._settle()
+        self.empty = False
+        slot = next_slot(self.count, self.base, self.limit)[:, None, None, None]
+        for mine, new in ((self.keys, key_states), (self.values, value_states)):
+            mine.scatter_(2, slot.expand(new.shape), new)
+        self.count.add_(1)
+        return self.keys, self.values
+
+    def returned(self, key: Tensor) -> bool:
+        """Whether attention over ``key`` is over what the last update returned."""
+        keys = self.keys if self._keys is None else self._keys
+        if self.latent or torch.compiler.is_compiling():  # latents are expanded in between
+            return key.shape[2] == keys.shape[2]
+        return key is keys
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the last update was a single token."""
+        return self._keys is None
+
+    def valid(self) -> Tensor:
+        """Entries in use, int64 ``[B]``: the first so many."""
+        return torch.minimum(self.count, self.limit)
+
+    def attend_prompt(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float, attend: Callable[[Tensor | None], Tensor]
+    ) -> Tensor:
+        """Attend from the tokens just stored, and decide what will be kept.
+
+        Args:
+            query: Rotated queries, ``[B, H, T, D]``.
+            key: Rotated keys of everything before and of these tokens, ``[B, N, P + T, D]``; for MLA expanded to all
+                heads.
+            mask: The model's mask, boolean or additive ``[B, 1, T, >= T]``; its last ``T`` columns are these tokens.
+                ``None`` if nothing is padding.
+            scale: Factor on the logits.
+            attend: Attention under a mask, ``None`` for causal attention of tokens that nothing comes before.
+
+        Returns:
+            What ``attend`` returns.
+
+        Raises:
+            RequestError: Padding on the right.
+        """
+        batch, tokens = query.shape[0], query.shape[2]
+        before = key.shape[2] - tokens
+        real = None if mask is None else _real_tokens(mask, batch, tokens)
+        if before and (real is not None or self._valid is not None):
+            parts = [torch.ones(batch, size, dtype=torch.bool, device=key.device) for size in (before, tokens)]
+            real = torch.cat([one if known is None else known for one, known in zip(parts, (self._valid, real))], 1)
+        if before:  # the model's mask counts tokens that are gone
+            mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
+            mask = mask if real is None else mask & real[:, None, None]
+        out = attend(mask)
+        self._choose(query, key, real, scale)
+        if not self.chunked_prefill:
+            self._settle()
+        return out
+
+    def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new tokens behind what the cache holds, oldest first, until attention has scored them."""
+        if self._keys is not None and self._values is not None:
+            past: tuple[Tensor, Tensor] | None = (self._keys, self._values)
+        elif self.empty:
+            past, self._first_voters = None, [0] * key_states.shape[0]
+        else:
+            past, self._valid = self._oldest_first()
+            self._first_voters = self.valid().tolist()
+        new = (key_states, value_states)
+        keys, values = new if past is None else (torch.cat((a, b), 2) for a, b in zip(past, new, strict=True))
+        self._keys, self._values, self._unscored, self.empty = keys, values, True, False
+        return keys, values
+
+    def _oldest_first(self) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Keys and values in the order the tokens were stored in, and which of them mean something, ``[B, C]``."""
+        entry = torch.arange(self.budget.capacity, device=self.device).expand(len(self.base), -1)
+        base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
+        oldest = torch.where(self.count > self.limit, next_slot(self.count, self.base, self.limit), self.base)[:, None]
+        ring = base + (oldest + entry - 2 * base) % length
+        order = torch.where((entry < base) | (entry >= self.limit[:, None]), entry, ring)
+        return (_take(self.keys, order[:, None]), _take(self.values, order[:, None])), entry < self.valid()[:, None]
+
+    def _choose(self, query: Tensor, key: Tensor, real: Tensor | None, scale: float) -> None:
+        """Decide which staged tokens would be kept if the prompt ended here."""
+        budget, (batch, _, total, _) = self.budget, key.shape
+        tail = query if self._tail is None else torch.cat((self._tail, query), 2)
+        tail = tail[:, :, -budget.window :]
+        self._tail = F.pad(tail, (0, 0, budget.window - tail.shape[2], 0))
+        lengths = [total] * batch if real is None else real.sum(1).tolist()
+        plans = [plan_prompt(*each) for each in zip(lengths, [budget] * batch, self._first_voters, strict=True)]
+        # Where the tokens that are no padding come from, in order.
+        order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
+        layout = plan_tensors(plans, key.device)
+        if any(plan.dropped for plan in plans):
+            combine = _mean_of_heads if self.latent else None
+            ordered = key if order is None else _take(key, order)
+            chosen = choose_entries(
+                self._tail, ordered, layout, budget, scale=scale, layer=self.index, combine=combine
+            )
+            chosen = chosen[:, :1] if self.latent else chosen
+        else:
+            entry = torch.arange(budget.capacity, device=key.device)
+            chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
+        chosen = chosen.clamp(min=0)
+        self._chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
+        self._layout, self._valid, self._unscored = layout, real, False
+
+    def _settle(self) -> None:
+        """Compress: keep what was chosen and forget the rest."""
+        assert self._chosen is not None
+        assert self._keys is not None
+        assert self._values is not None
+        assert self._layout is not None
+        self.keys.copy_(_take(self._keys, self._chosen))
+        self.values.copy_(_take(self._values, self._chosen))
+        for name in ("base", "count", "limit"):
+            getattr(self, name).copy_(getattr(self._layout, name))
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._valid: Tensor | None = None
+        self._tail: Tensor | None = None
+        self._chosen: Tensor | None = None
+        self._layout: PlanTensors | None = None
+        self._first_voters: list[int] = []
+        self._unscored = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that the model makes; for a single token it is not looked at."""
+        return (self.budget.capacity, 0) if query_length == 1 else (int(self.seen) + query_length, 0)
+
+    def get_seq_length(self) -> Tensor | int:
+        """Tokens seen, with padding; more than the cache holds."""
+        return 0 if self.empty else self.seen
+
+    def get_max_length(self) -> int:
+        """No limit: a ring never ends."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything; the memory is kept for the next prompts."""
+        self._forget_prompt()
+        self.empty = True
+        self.seen.zero_()
+        if self.is_initialized:
+            start = plan_prompt(1, self.budget)
+            self.base.fill_(start.base)
+            self.limit.fill_(start.limit)
+            self.count.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams: row ``i`` goes on from what row ``beam_idx[i]`` held. In place, for compiled graphs."""
+        if self._chosen is not None:
+            self._settle()
+        if self.is_initialized:
+            rows = beam_idx.to(self.device)
+            for tensor in (self.keys, self.values, self.base, self.count, self.limit):
+                tensor.copy_(tensor.index_select(0, rows))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.is_initialized:
+            rows = torch.arange(self.keys.shape[0], device=self.device).repeat_interleave(repeats)
+            self.batch_select_indices(rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some of the sequences."""
+        if self._chosen is not None:
+            self._settle()
+        if self.is_initialized:
+            for name in ("keys", "values", "base", "count", "limit"):
+                setattr(self, name, getattr(self, name)[indices.to(self.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: tokens that were overwritten cannot come back.
+
+        Raises:
+            RequestError: Always, unless nothing is to be removed.
+        """
+        if tokens_to_remove:
+            raise RequestError(
+                "a cache of fixed size cannot take tokens back: what they overwrote is gone; assisted generation and "
+                "prompt lookup need DynamicCache"
+            )
+
+    def offload(self) -> None:
+        """Refuse.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError("this cache is not offloaded: it has a fixed, small size; give it fewer entries instead")
+
+    prefetch = offload
+
+
+def _real_tokens(mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """Which of the last ``tokens`` columns of a model's mask are no padding, boolean ``[B, T]``."""
+    last = mask[:, 0, -1, -tokens:].expand(batch, -1)
+    real = last if last.dtype == torch.bool else last >= 0
+    if bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise RequestError("a prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
+    return real
+
+
+def _take(tensor: Tensor, entries: Tensor) -> Tensor:
+    """Entries ``[B, N or 1, E]`` of ``[B, N, L, D]``."""
+    return tensor.gather(2, entries[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
+
+
+def _mean_of_heads(votes: Tensor) -> Tensor:
+    """One vote for all heads, ``[B, N, L] -> [B, 1, L]``."""
+    return votes.mean(1, keepdim=True)
