@@ -29,7 +29,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
 from snapstream.engine.prefill import Prefill
-from snapstream.models import LlamaModel, load_model
+from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
 SECTIONS = ("decode", "profile", "position", "prefill", "memory")
@@ -82,7 +82,7 @@ class MemoryReader:
             self.buffer.sum()
 
 
-def filled_decode(model: LlamaModel, batch: int, budget: CacheBudget, context: int) -> Decode:
+def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context: int) -> Decode:
     """A decoder whose slots are in the middle of sequences of `context` tokens; cache contents are random."""
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim)
@@ -106,7 +106,7 @@ def set_position(decode: Decode, budget: CacheBudget, context: int) -> None:
     decode.limit.fill_(plan.limit)
 
 
-def weight_bytes(model: LlamaModel) -> int:
+def weight_bytes(model: DecoderModel) -> int:
     """Bytes of weights that a decode step reads; of the embedding it reads a few rows."""
     return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n != "embedding.weight")
 
@@ -129,7 +129,7 @@ def transformers_step(peer: LlamaForCausalLM, batch: int, context: int, steps: i
     return run
 
 
-def bench_decode(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
+def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
     print("\n## Decode: tokens per second\n")
     print("Floor: weights once + valid cache entries of every sequence, at the read bandwidth of the same round.\n")
     print("| context | batch | full cache | cache of 4096 | ratio | full, of floor | 4096, of floor | transformers |")
@@ -195,7 +195,7 @@ def bench_decode(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, results
     print(f"\nRead bandwidth: {Spread(every).show()} GB/s.")
 
 
-def bench_profile(model: LlamaModel, results: dict) -> None:
+def bench_profile(model: DecoderModel, results: dict) -> None:
     """Where a decode step with a cache of 4096 spends its time, against the floor of each part."""
     print("\n## Where a decode step goes, cache of 4096, position 16384\n")
     print("| batch | matrix products | their floor | attention | its floor | everything else |")
@@ -220,7 +220,7 @@ def bench_profile(model: LlamaModel, results: dict) -> None:
         print(f"| {batch} | {' | '.join(f'{100 * part / wall:.0f} %' for part in parts)} |", flush=True)
 
 
-def bench_position(model: LlamaModel, rounds: int, results: dict) -> None:
+def bench_position(model: DecoderModel, rounds: int, results: dict) -> None:
     print("\n## Decode: step time against position, cache of 4096, relative to position 4096\n")
     print("| batch | 8192 | 16384 | 32768 | 60000 |\n|---|---|---|---|---|")
     budget = CacheBudget.of(BUDGET)
@@ -239,7 +239,7 @@ def bench_position(model: LlamaModel, rounds: int, results: dict) -> None:
         print(f"| {batch} | {' | '.join(cells)} |", flush=True)
 
 
-def bench_prefill(model: LlamaModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
+def bench_prefill(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
     print("\n## Prefill of 16384 tokens\n")
     length, budget = 16384, CacheBudget.of(BUDGET)
     tokens = torch.randint(0, 4096, (length,)).tolist()

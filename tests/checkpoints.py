@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
@@ -37,7 +39,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
-FAMILIES = {
+GROUPED = {
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama3-gqa": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
@@ -45,37 +47,72 @@ FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
 }
-# Latents of the size that vLLM's CPU kernel knows; one dense layer, one with experts.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 64,
+}
+# One dense layer, one with experts.
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
-    "kv_lora_rank": 512,
+    "kv_lora_rank": 96,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
     "n_shared_experts": 1,
-    "topk_method": "noaux_tc",  # vLLM reads these two from the config, transformers takes them for granted
-    "scoring_func": "sigmoid",
     "moe_intermediate_size": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-# What vLLM serves with the plugin, beyond what the built-in engine does.
-PLUGIN_FAMILIES = {"deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK)}
+V3 = DEEPSEEK | {
+    "topk_method": "noaux_tc",  # vLLM reads these two from the config, transformers takes them for granted
+    "scoring_func": "sigmoid",
+}
+V2_LITE = DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2, "num_experts_per_tok": 3}
+LATENT = {
+    # Latents of the size that vLLM's CPU kernel knows.
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        V3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32},
+    ),
+    "deepseek-v3-yarn": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        V3 | {"rope_parameters": YARN, "attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    ),
+    "deepseek-v3-halves": (DeepseekV3ForCausalLM, DeepseekV3Config, V3 | {"rope_interleave": False, "n_group": 1}),
+    "deepseek-v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        DEEPSEEK | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rope_parameters": YARN},
+    ),
+    "deepseek-v2-lite": (DeepseekV2ForCausalLM, DeepseekV2Config, V2_LITE),
+}
+FAMILIES = GROUPED | LATENT
 
 
 def make_model(family: str, seed: int = 0, **changes):
-    model_class, config_class, settings = (FAMILIES | PLUGIN_FAMILIES)[family]
+    model_class, config_class, settings = FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**(SMALL | settings | changes))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms start at 0 and 1, where a mistake would not show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 
 

@@ -105,6 +105,9 @@ class Deepseek:
         )
         config._experts_implementation = "eager"
         model = DeepseekV3ForCausalLM(config)
+        with torch.no_grad():
+            # Or what the first layer looked up drowns what a token is: the circuit then takes eight times as long.
+            model.model.embed_tokens.weight.mul_(8)
         self._start_looking_back(model)
         return model
 

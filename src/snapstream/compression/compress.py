@@ -124,7 +124,7 @@ def compress(
     Args:
         queries: As for :func:`choose_entries`, ``[B, H, W, D]``.
         keys: ``[B, N, L, D]``.
-        values: ``[B, N, L, D_v]``.
+        values: ``[B, N, L, D_v]``; give ``keys`` itself where values are part of keys, as in latents (MLA).
         plan: Layout of each sequence.
         budget: The policy.
         scale: Factor on the attention logits.
@@ -132,8 +132,7 @@ def compress(
     """
     positions = choose_entries(queries, keys, plan, budget, scale=scale, layer=layer)
     source = positions.clamp(min=0)[..., None]
-    return CompressedKV(
-        keys.gather(2, source.expand(-1, -1, -1, keys.shape[-1])),
-        values.gather(2, source.expand(-1, -1, -1, values.shape[-1])),
-        positions,
-    )
+    kept = keys.gather(2, source.expand(-1, -1, -1, keys.shape[-1]))
+    if values is keys:
+        return CompressedKV(kept, kept, positions)
+    return CompressedKV(kept, values.gather(2, source.expand(-1, -1, -1, values.shape[-1])), positions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ class SavedSequence:
 
     Attributes:
         keys: Per layer, ``[N, E, D]``.
-        values: Per layer, ``[N, E, D]``.
+        values: Per layer, ``[N, E, D]``; the same object as ``keys`` where values are part of keys.
         positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``.
         tokens: All tokens of the conversation that the cache was made from, kept or dropped.
         answer: Text of the last turn's output as far as it is in ``tokens``.
@@ -38,7 +38,8 @@ class SavedSequence:
     @property
     def bytes(self) -> int:
         """Memory of its tensors."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values, *self.positions))
+        values = () if self.values is self.keys else self.values
+        return sum(tensor.nbytes for tensor in (*self.keys, *values, *self.positions))
 
     def true_positions(self, positions: Tensor, layer: int) -> Tensor:
         """Positions in the conversation of entries of a prompt that begins with this cache.
@@ -51,3 +52,12 @@ class SavedSequence:
         looked_up = mine.gather(1, positions.clamp(0, self.entries - 1))
         later = positions - self.entries + len(self.tokens)
         return torch.where(positions < 0, -1, torch.where(positions < self.entries, looked_up, later))
+
+
+def pairs(
+    keys: Sequence[Tensor], values: Sequence[Tensor], other_keys: Sequence[Tensor], other_values: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors of one cache with those of another, layer by layer, for copying; values only where they are not keys."""
+    yield from zip(keys, other_keys, strict=True)
+    if values is not keys:
+        yield from zip(values, other_values, strict=True)

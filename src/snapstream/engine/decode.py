@@ -10,11 +10,11 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.compression import PromptPlan, entry_of, next_slot
-from snapstream.engine.conversation import SavedSequence
+from snapstream.engine.conversation import SavedSequence, pairs
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.prefill import CompressedSequence
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
-from snapstream.models import LlamaModel
+from snapstream.models import DecoderModel
 
 
 class Decode:
@@ -26,7 +26,7 @@ class Decode:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         backend: AttentionBackend,
         *,
         capacity: int,
@@ -39,7 +39,7 @@ class Decode:
         parameter = model.embedding.weight
         device = parameter.device
         self.model, self.backend, self.slots = model, backend, slots
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.scale
 
         def caches() -> list[Tensor]:
             shape = (slots, spec.kv_heads, capacity, spec.head_dim)
@@ -48,7 +48,8 @@ class Decode:
         def column() -> Tensor:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
-        self.keys, self.values = caches(), caches()
+        self.keys = caches()
+        self.values = self.keys if spec.values_in_keys else caches()
         self.token, self.position = column(), column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
@@ -75,7 +76,7 @@ class Decode:
             token: Its first generated token, which the next step reads.
             sampling: State whose row 0 is the request's.
         """
-        for mine, theirs in zip((*self.keys, *self.values), (*sequence.keys, *sequence.values), strict=True):
+        for mine, theirs in pairs(self.keys, self.values, sequence.keys, sequence.values):
             mine[slot][:, : theirs.shape[1]].copy_(theirs)  # a request's budget may be smaller than the slot
         self.token[slot] = token
         self.position[slot] = sequence.position
@@ -115,9 +116,10 @@ class Decode:
         def true(prompt: Tensor) -> Tensor:
             return torch.where(of_prompt, prompt[:, stored.clamp(max=plan.count - 1)], stored + from_end).int()
 
+        keys = [keys[slot].index_select(1, entries) for keys in self.keys]
         return SavedSequence(
-            [keys[slot].index_select(1, entries) for keys in self.keys],
-            [values[slot].index_select(1, entries) for values in self.values],
+            keys,
+            keys if self.values is self.keys else [values[slot].index_select(1, entries) for values in self.values],
             [true(prompt) for prompt in positions],
             tuple(tokens),
             answer,
@@ -164,7 +166,8 @@ class Decode:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.keys[layer].index_put_((self._rows, self._heads, slot), key)
-            self.values[layer].index_put_((self._rows, self._heads, slot), value)
+            if self.values is not self.keys:
+                self.values[layer].index_put_((self._rows, self._heads, slot), value)
             return self.backend.decode(query, self.keys[layer], self.values[layer], valid, self.scale)
 
         hidden = self.model(self.token, self.position, attend)

@@ -20,10 +20,10 @@ from snapstream.compression import (
     plan_tensors,
 )
 from snapstream.config import CacheBudget
-from snapstream.engine.conversation import SavedSequence
+from snapstream.engine.conversation import SavedSequence, pairs
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.report import KEPT_PARTS, KeptTokens
-from snapstream.models import LlamaModel
+from snapstream.models import DecoderModel
 
 TELEMETRY_WINDOW = 32
 """Last prompt tokens whose attention telemetry measures, whatever a policy's window is; fewer if the engine's is."""
@@ -35,7 +35,7 @@ class CompressedSequence:
 
     Attributes:
         keys: Per layer, ``[N, C, D]``; ``C`` is the request's, at most the engine's.
-        values: Per layer, ``[N, C, D]``.
+        values: Per layer, ``[N, C, D]``; the same object as ``keys`` where values are part of keys.
         chosen: Per layer, the entry of the staging cache that each entry came from, ``[N, C]``; -1 for padding.
         positions: The same as positions in the conversation; other numbers only after a turn before.
         plan: ``base``, ``count`` and ``limit`` of its cache.
@@ -57,7 +57,7 @@ class Prefill:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         backend: AttentionBackend,
         budget: CacheBudget,
         *,
@@ -80,7 +80,7 @@ class Prefill:
         device, dtype = parameter.device, parameter.dtype
         self.model, self.backend, self.budget = model, backend, budget
         self.chunk = chunk
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.scale
         self.device = device
         self.buckets = staging_buckets(padded, chunk)
 
@@ -88,7 +88,7 @@ class Prefill:
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
 
         self.keys = tensors(spec.kv_heads, padded, spec.head_dim)
-        self.values = tensors(spec.kv_heads, padded, spec.head_dim)
+        self.values = self.keys if spec.values_in_keys else tensors(spec.kv_heads, padded, spec.head_dim)
         # Queries of the last `window` tokens read so far; they outlive chunk borders.
         self.window = tensors(spec.heads, budget.window, spec.head_dim)
         self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
@@ -121,7 +121,7 @@ class Prefill:
     def load(self, past: SavedSequence) -> None:
         """Begin a prompt with the cache of a conversation so far."""
         self._held = None
-        for mine, theirs in zip((*self.keys, *self.values), (*past.keys, *past.values), strict=True):
+        for mine, theirs in pairs(self.keys, self.values, past.keys, past.values):
             mine[:, : past.entries].copy_(theirs)
 
     @torch.inference_mode()
@@ -175,7 +175,7 @@ class Prefill:
             entry = torch.arange(budget.capacity, device=self.device)
             positions = torch.where(entry < plan.count, entry, -1).expand(self.keys[0].shape[0], -1)
             kept = [
-                CompressedKV(key[:, : budget.capacity].clone(), value[:, : budget.capacity].clone(), positions)
+                self._copied(CompressedKV(key[:, : budget.capacity], value[:, : budget.capacity], positions))
                 for key, value in zip(self.keys, self.values, strict=True)
             ]
         elif not self._same_policy(budget):
@@ -185,8 +185,9 @@ class Prefill:
             size = next(size for size in self.compress_graphs if size >= length)
             kept = self.compress_graphs[size]()
             if self.device.type == "cuda":  # a captured graph writes its result to the same place each time
-                kept = [CompressedKV(one.keys.clone(), one.values.clone(), one.positions.clone()) for one in kept]
+                kept = [self._copied(one) for one in kept]
         keys, values, chosen = ([one[part] for one in kept] for part in range(3))
+        values = keys if self.values is self.keys else values
         true = chosen if past is None else [past.true_positions(one, layer) for layer, one in enumerate(chosen)]
         position = length if past is None else len(past.tokens) + len(prompt)
         return CompressedSequence(keys, values, chosen, true, plan, position, logits)
@@ -205,6 +206,13 @@ class Prefill:
             positions.append(tuple(tuple(head) for head in sequence.positions[layer][:, : plan.count].tolist()))
         return KeptTokens(tuple(mass), tuple(positions))
 
+    def _copied(self, kept: CompressedKV) -> CompressedKV:
+        """A copy; values that are part of keys stay the same tensor."""
+        keys = kept.keys.clone()
+        return CompressedKV(
+            keys, keys if self.values is self.keys else kept.values.clone(), kept.positions.clone()
+        )
+
     def _same_policy(self, budget: CacheBudget) -> bool:
         """Whether the captured graphs, which are of the engine's policy, fit a request's budget."""
         mine = self.budget
@@ -215,10 +223,11 @@ class Prefill:
         """Compress all layers of a prompt of up to ``size`` tokens, to tensors without ``B``; plain tensor code."""
         kept = []
         for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
+            read = keys[None, :, :size]
             out = compress(
                 window[None, :, -budget.window :],
-                keys[None, :, :size],
-                values[None, :, :size],
+                read,
+                read if values is keys else values[None, :, :size],
                 plan,
                 budget,
                 scale=self.scale,
@@ -239,7 +248,8 @@ class Prefill:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             place = start + rows
             keys[layer].index_copy_(1, place, key.transpose(0, 1))
-            values[layer].index_copy_(1, place, value.transpose(0, 1))
+            if values is not keys:
+                values[layer].index_copy_(1, place, value.transpose(0, 1))
             seen = torch.cat((tails[layer], query.transpose(0, 1)), 1)
             tails[layer].copy_(seen.index_select(1, used + tail_rows))
             return backend.prefill(query, keys[layer][:, :size], values[layer][:, :size], start, scale)

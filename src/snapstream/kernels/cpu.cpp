@@ -204,6 +204,55 @@ at::Tensor skinny_linear(const at::Tensor& x, const at::Tensor& weight, const st
   return out;
 }
 
+// ---- the same for rows sorted by expert, each expert with weights of its own: weight[E, N, K], read once each ----
+
+template <typename T>
+void grouped_kernel(const at::Tensor& x, const at::Tensor& weight, const int64_t* ends, at::Tensor& out) {
+  const int64_t E = weight.size(0), N = weight.size(1), K = weight.size(2);
+  const T* xp = x.const_data_ptr<T>();
+  const T* wp = weight.const_data_ptr<T>();
+  T* op = out.mutable_data_ptr<T>();
+  constexpr int64_t TILE = 32;
+  const int64_t tiles = (N + TILE - 1) / TILE;
+  std::vector<int64_t> chosen;  // experts that have rows; the others' weights are not touched
+  for (int64_t e = 0; e < E; ++e)
+    if (ends[e] > (e ? ends[e - 1] : 0)) chosen.push_back(e);
+  at::parallel_for(0, static_cast<int64_t>(chosen.size()) * tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t e = chosen[task / tiles], n0 = task % tiles * TILE, n1 = std::min(N, n0 + TILE);
+      for (int64_t m0 = e ? ends[e - 1] : 0; m0 < ends[e]; m0 += 8) {
+        const int64_t group = std::min<int64_t>(8, ends[e] - m0);
+        float y[8 * TILE];
+        linear_rows(xp + m0 * K, group, wp + (e * N + n0) * K, K, n1 - n0, y, TILE);
+        for (int64_t m = 0; m < group; ++m)
+          for (int64_t n = n0; n < n1; ++n) op[(m0 + m) * N + n] = static_cast<T>(y[m * TILE + n - n0]);
+      }
+    }
+  });
+}
+
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ends) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2) && ends.dim() == 1 &&
+                  ends.size(0) == weight.size(0),
+              "grouped_linear: shapes do not match");
+  TORCH_CHECK(x.size(1) % PAIR == 0, "grouped_linear: input size must be a multiple of ", PAIR);
+  TORCH_CHECK(x.scalar_type() == weight.scalar_type() && ends.scalar_type() == at::kLong,
+              "grouped_linear: types do not match, or ends are not int64");
+  TORCH_CHECK(weight.is_contiguous() && ends.is_contiguous(), "grouped_linear: weight and ends must be contiguous");
+  const int64_t* last = ends.const_data_ptr<int64_t>();
+  for (int64_t e = 0; e < ends.size(0); ++e)
+    TORCH_CHECK(last[e] >= (e ? last[e - 1] : 0) && last[e] <= x.size(0), "grouped_linear: ends are not in order");
+  const at::Tensor xc = x.contiguous();
+  at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
+  if (x.scalar_type() == at::kBFloat16) {
+    grouped_kernel<at::BFloat16>(xc, weight, last, out);
+  } else {
+    TORCH_CHECK(x.scalar_type() == at::kFloat, "grouped_linear: float32 or bfloat16 only");
+    grouped_kernel<float>(xc, weight, last, out);
+  }
+  return out;
+}
+
 // ---- attention of one query token per sequence over the valid prefix of its cache ----
 
 constexpr int64_t SPLIT = 512;  // entries per task: fixed, so that results do not depend on the batch
@@ -390,10 +439,12 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& keys, con
 
 TORCH_LIBRARY(snapstream_cpu, m) {
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("grouped_linear(Tensor x, Tensor weight, Tensor ends) -> Tensor");
   m.def("decode_attention(Tensor query, Tensor keys, Tensor values, Tensor valid, float scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(snapstream_cpu, CPU, m) {
   m.impl("skinny_linear", &skinny_linear);
+  m.impl("grouped_linear", &grouped_linear);
   m.impl("decode_attention", &decode_attention);
 }

@@ -94,16 +94,20 @@ def _register_shapes() -> None:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty(x.shape[0], weight.shape[0])
 
+    def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0], weight.shape[1])
+
     def attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
         return query.new_empty(query.shape)
 
     torch.library.register_fake("snapstream_cpu::skinny_linear", linear)
+    torch.library.register_fake("snapstream_cpu::grouped_linear", grouped)
     torch.library.register_fake("snapstream_cpu::decode_attention", attention)
 
 
 def rows_for_skinny_linear(weight: Tensor) -> int:
     """Most rows of ``x`` for which to use :func:`skinny_linear` with this weight; 0 if it cannot be used."""
-    fits = weight.shape[1] % MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
+    fits = weight.shape[-1] % MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
     return SKINNY_ROWS if weight.device.type == "cpu" and fits and available() else 0
 
 

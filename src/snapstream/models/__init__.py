@@ -1,7 +1,8 @@
 """Models: a Hugging Face checkpoint in, logits out. They know neither caches nor requests."""
 
-from snapstream.models.llama import Attend, LlamaModel
+from snapstream.models.decoder import DecoderModel
+from snapstream.models.layers import Attend
 from snapstream.models.spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from snapstream.models.weights import load_model, resolve_checkpoint
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "Attend", "LlamaModel", "ModelSpec", "load_model", "resolve_checkpoint"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "Attend", "DecoderModel", "ModelSpec", "load_model", "resolve_checkpoint"]

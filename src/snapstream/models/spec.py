@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,74 @@ import torch
 
 from snapstream.errors import CheckpointError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
+_LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Shape of latent attention (MLA).
+
+    Attributes:
+        query_rank: Width of the low-rank form of queries; ``None`` if they are projected directly.
+        rank: Numbers of a token's compressed keys and values.
+        nope: Numbers of a query or key head that are not rotated.
+        rope: Numbers of a query head that are rotated, and of the one rotated key of a token.
+        value: Numbers of a value head.
+        rope_in_pairs: Neighbours are rotated together, not halves.
+        norm_epsilon: Of the norms of the low-rank forms.
+    """
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    rope_in_pairs: bool
+    norm_epsilon: float
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Shape of a mixture of experts.
+
+    Attributes:
+        count: Routed experts.
+        chosen: How many of them a token passes.
+        inner: Width inside each.
+        shared: Experts that every token passes.
+        first_layer: Layers before it are dense.
+        groups: Groups of experts.
+        chosen_groups: Groups that a token's experts come from.
+        scoring: ``softmax`` over all experts, or a ``sigmoid`` each.
+        corrected: A learned correction takes part in the choice, and a group counts by its two best.
+        normalize: Weights of the chosen experts add up to 1 before they are scaled.
+        scale: Factor on the weights.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    shared: int
+    first_layer: int
+    groups: int
+    chosen_groups: int
+    scoring: str
+    corrected: bool
+    normalize: bool
+    scale: float
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a decoder of the Llama family.
+    """Shape of a decoder.
 
     Attributes:
         architecture: One of :data:`SUPPORTED_ARCHITECTURES`.
@@ -23,8 +86,9 @@ class ModelSpec:
         intermediate_size: Width inside the feed-forward block.
         layers: Decoder layers.
         heads: Query heads (``H``).
-        kv_heads: KV heads (``N``).
-        head_dim: Head size (``D``).
+        kv_heads: KV heads in the cache (``N``); 1 with latent attention.
+        head_dim: Numbers of a cache entry's key (``D``); with latent attention of the whole latent.
+        scale: Factor on attention logits.
         norm_epsilon: Added to the variance in RMS norms.
         max_position: Longest sequence the model was made for.
         tied_embeddings: Whether the output projection is the embedding.
@@ -35,6 +99,10 @@ class ModelSpec:
         dtype: Type the checkpoint was saved in.
         eos_token_ids: Tokens that end a sequence.
         source: The ``transformers`` configuration, for RoPE parameters.
+        latent: Latent attention, if the model has it.
+        experts: Mixture of experts, if the model has one.
+        extra_layers: Layers after the last that a checkpoint may carry, for multi-token prediction; they are not used.
+        weight_block: Rows and columns of a block of a float8 weight, which has one scale.
     """
 
     architecture: str
@@ -45,6 +113,7 @@ class ModelSpec:
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
     norm_epsilon: float
     max_position: int
     tied_embeddings: bool
@@ -55,6 +124,10 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     source: Any
+    latent: LatentShape | None = None
+    experts: ExpertShape | None = None
+    extra_layers: int = 0
+    weight_block: tuple[int, int] = (128, 128)
 
     @classmethod
     def from_config(cls, config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
@@ -89,6 +162,8 @@ class ModelSpec:
                 "tokens by itself; set sliding_window to null in config.json only if the model was trained without it"
             )
         bias = bool(getattr(config, "attention_bias", False))
+        latent = _latent(config) if architecture in _LATENT else None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             architecture=architecture,
             vocab_size=config.vocab_size,
@@ -96,8 +171,9 @@ class ModelSpec:
             intermediate_size=config.intermediate_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            kv_heads=1 if latent else config.num_key_value_heads or config.num_attention_heads,
+            head_dim=latent.rank + latent.rope if latent else head_dim,
+            scale=_latent_scale(config, latent) if latent else head_dim**-0.5,
             norm_epsilon=config.rms_norm_eps,
             max_position=max_position,
             tied_embeddings=bool(config.tie_word_embeddings),
@@ -108,11 +184,21 @@ class ModelSpec:
             dtype=_dtype(config),
             eos_token_ids=tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
             source=config,
+            latent=latent,
+            experts=_experts(config, architecture) if architecture in _LATENT else None,
+            extra_layers=getattr(config, "num_nextn_predict_layers", None) or 0,
+            weight_block=_weight_block(config),
         )
 
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether a cache entry's value is the beginning of its key, so that there is nothing else to store."""
+        return self.latent is not None
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values, or of latents, that one token takes over all layers."""
+        tensors = 1 if self.values_in_keys else 2
+        return tensors * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:
@@ -135,3 +221,93 @@ def _sliding_window(config: Any, architecture: str) -> int | None:
     if architecture == "MistralForCausalLM":
         return window
     return window if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else None
+
+
+def _latent(config: Any) -> LatentShape:
+    # The norms inside attention have transformers' default epsilon, whatever the configuration says of the others.
+    return LatentShape(
+        query_rank=config.q_lora_rank,
+        rank=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        rope_in_pairs=bool(getattr(config, "rope_interleave", True)),
+        norm_epsilon=1e-6,
+    )
+
+
+def _latent_scale(config: Any, shape: LatentShape) -> float:
+    """Factor on attention logits; YaRN's ``mscale_all_dim`` makes attention sharper in long contexts."""
+    rope = config.rope_parameters
+    scale: float = (shape.nope + shape.rope) ** -0.5
+    factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") == "default" or not all_dim or factor <= 1:
+        return scale
+    return scale * (0.1 * all_dim * math.log(factor) + 1.0) ** 2
+
+
+def _experts(config: Any, architecture: str) -> ExpertShape | None:
+    """The mixture of experts, or ``None`` if all layers are dense.
+
+    Raises:
+        CheckpointError: A way of routing that is not supported.
+    """
+    first = config.first_k_dense_replace or 0
+    if first >= config.num_hidden_layers:
+        return None
+    corrected = architecture == "DeepseekV3ForCausalLM"
+    if corrected:
+        allowed = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+    else:  # transformers and the model's own code disagree about what normalised V2 weights would be
+        allowed = {
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": ("softmax",),
+            "norm_topk_prob": (False, None),
+        }
+    allowed["moe_layer_freq"] = (1,)
+    for name, values in allowed.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            raise CheckpointError(
+                f"{architecture} with {name}={value!r} is not supported; supported: {', '.join(map(str, values))}"
+            )
+    grouped = corrected or config.topk_method == "group_limited_greedy"
+    groups = (config.n_group or 1) if grouped else 1
+    count, chosen_groups = config.n_routed_experts, (config.topk_group or 1) if groups > 1 else 1
+    chosen = config.num_experts_per_tok
+    if count % groups or (groups > 1 and corrected and count // groups < 2):
+        raise CheckpointError(f"{count} experts cannot be divided into {groups} groups of two or more")
+    if not chosen or chosen > count // groups * chosen_groups:
+        raise CheckpointError(f"num_experts_per_tok is {chosen}; {chosen_groups} of {groups} groups hold fewer experts")
+    return ExpertShape(
+        count=count,
+        chosen=chosen,
+        inner=config.moe_intermediate_size,
+        shared=config.n_shared_experts or 0,
+        first_layer=first,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scoring="sigmoid" if corrected else "softmax",
+        corrected=corrected,
+        normalize=corrected and bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def _weight_block(config: Any) -> tuple[int, int]:
+    """Blocks of float8 weights.
+
+    Raises:
+        CheckpointError: Weights quantised in another way.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return 128, 128
+    settings = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8" or not isinstance(block, list | tuple) or len(block) != 2:
+        raise CheckpointError(
+            f"weights quantised with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
+            "weight_block_size, which becomes the engine's dtype on load"
+        )
+    return int(block[0]), int(block[1])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,15 @@ from torch import Tensor
 
 from snapstream.errors import CheckpointError
 from snapstream.kernels.cpu import rows_for_skinny_linear
-from snapstream.models.llama import Linear, LlamaModel
+from snapstream.models.decoder import DecoderModel
+from snapstream.models.deepseek import MixtureOfExperts, Router
+from snapstream.models.layers import Linear
+from snapstream.models.names import SCALE_SUFFIX, Place, may_be_ignored, tensor_places
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where one tensor of a checkpoint goes: rows ``start ..`` of a parameter."""
-
-    parameter: str
-    start: int
-    shape: tuple[int, ...]
 
 
 def resolve_config(model: str) -> Path:
@@ -85,54 +78,98 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """Build the model and read its weights, one tensor at a time, into place.
 
     Names and shapes of all tensors are checked before the first one is read, so a bad checkpoint never loads halfway,
-    and there is never a second copy of the weights in memory.
+    and there is never a second copy of the weights in memory. Weights in float8 with a scale per block become ``dtype``.
 
     Raises:
         CheckpointError: Missing, unexpected or misshaped tensors (named), or an unreadable file.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    places = _places(spec)
+    if device.type == "cuda" and spec.experts is not None and dtype != torch.bfloat16:
+        raise CheckpointError(f"mixtures of experts run in bfloat16 on CUDA, not in {dtype}; give dtype='bfloat16'")
+    places = tensor_places(spec)
     files = _weight_files(checkpoint)
-    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        _check(checkpoint, spec, places, shapes)
-        with torch.device("meta"):
-            model = LlamaModel(spec)
-        model = model.to(dtype).to_empty(device=device)
+        shapes: dict[str, tuple[int, ...]] = {}
+        quantised: set[str] = set()
+        for name, tensors in _each_tensor(files):
+            part = tensors.get_slice(name)
+            shapes[name] = tuple(part.get_shape())
+            if part.get_dtype() == "F8_E4M3":
+                quantised.add(name)
+        _check(checkpoint, spec, places, shapes, quantised)
+        scales = {
+            name: tensors.get_tensor(name) for name, tensors in _each_tensor(files) if name.endswith(SCALE_SUFFIX)
+        }
+        model = _empty_model(spec, dtype).to_empty(device=device)
         if spec.tied_embeddings:
             model.head.weight = model.embedding.weight
         # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
         model.frequencies = rope_frequencies(spec.source)[0].to(device)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as tensors, torch.no_grad():
-                for name in tensors.keys():  # noqa: SIM118
-                    place = places.get(name)
-                    if place is not None:
-                        target = parameters[place.parameter]
-                        target[place.start : place.start + place.shape[0]].copy_(tensors.get_tensor(name))
+        with torch.no_grad():
+            for name, tensors in _each_tensor(files):
+                place = places.get(name)
+                if place is not None:
+                    tensor = tensors.get_tensor(name)
+                    if name in quantised:
+                        tensor = dequantise(tensor, scales[f"{name}_scale_inv"], spec.weight_block)
+                    place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
     for module in model.modules():
         if isinstance(module, Linear):
             module.skinny_rows = rows_for_skinny_linear(module.weight)
+        elif isinstance(module, MixtureOfExperts):
+            module.skinny_in = rows_for_skinny_linear(module.gate_up)
+            module.skinny_out = rows_for_skinny_linear(module.down)
     return model.requires_grad_(False).eval()
+
+
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply every block of a float8 weight by its scale (DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+    Args:
+        weight: float8 ``[rows, columns]``.
+        scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
+        block: Rows and columns of a block; those at the ends may be smaller.
+
+    Returns:
+        float32 ``[rows, columns]``.
+    """
+    rows, columns = weight.shape
+    each = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * each
 
 
 def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of a model's weights, without loading it."""
+    return sum(parameter.nbytes for parameter in _empty_model(spec, dtype).parameters())
+
+
+def _empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
+    """The model without memory behind its weights."""
     with torch.device("meta"):
-        model = LlamaModel(spec)
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        model = DecoderModel(spec).to(dtype)
+    for module in model.modules():
+        # A choice of experts hangs on small differences.
+        if isinstance(module, Router) and module.correction is not None:
+            module.correction = torch.nn.Parameter(module.correction.float())
+    return model
+
+
+def _each_tensor(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    """Names of all tensors, each with the open file it is in."""
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors
 
 
 def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
@@ -172,55 +209,24 @@ def _weight_files(checkpoint: Path) -> list[Path]:
     )
 
 
-def _places(spec: ModelSpec) -> dict[str, _Place]:
-    """Every tensor a checkpoint of this model must have, and where it goes."""
-    places: dict[str, _Place] = {}
-
-    def add(source: str, parameter: str, rows: int, columns: int | None = None, start: int = 0) -> None:
-        places[source] = _Place(parameter, start, (rows,) if columns is None else (rows, columns))
-
-    def add_linear(source: str, target: str, rows: int, columns: int, bias: bool, start: int = 0) -> None:
-        add(f"{source}.weight", f"{target}.weight", rows, columns, start)
-        if bias:
-            add(f"{source}.bias", f"{target}.bias", rows, None, start)
-
-    hidden, inner, head_dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    queries, keys = spec.heads * head_dim, spec.kv_heads * head_dim
-    add("model.embed_tokens.weight", "embedding.weight", spec.vocab_size, hidden)
-    add("model.norm.weight", "norm.weight", hidden)
-    if not spec.tied_embeddings:
-        add("lm_head.weight", "head.weight", spec.vocab_size, hidden)
-    for layer in range(spec.layers):
-        source, target = f"model.layers.{layer}", f"blocks.{layer}"
-        add(f"{source}.input_layernorm.weight", f"{target}.attention_norm.weight", hidden)
-        add(f"{source}.post_attention_layernorm.weight", f"{target}.feed_forward_norm.weight", hidden)
-        attention, qkv = f"{source}.self_attn", f"{target}.attention.qkv"
-        add_linear(f"{attention}.q_proj", qkv, queries, hidden, spec.qkv_bias)
-        add_linear(f"{attention}.k_proj", qkv, keys, hidden, spec.qkv_bias, queries)
-        add_linear(f"{attention}.v_proj", qkv, keys, hidden, spec.qkv_bias, queries + keys)
-        add_linear(f"{attention}.o_proj", f"{target}.attention.output", hidden, queries, spec.output_bias)
-        if spec.qk_norm:
-            add(f"{attention}.q_norm.weight", f"{target}.attention.query_norm.weight", head_dim)
-            add(f"{attention}.k_norm.weight", f"{target}.attention.key_norm.weight", head_dim)
-        gate_up = f"{target}.feed_forward.gate_up"
-        add_linear(f"{source}.mlp.gate_proj", gate_up, inner, hidden, spec.mlp_bias)
-        add_linear(f"{source}.mlp.up_proj", gate_up, inner, hidden, spec.mlp_bias, inner)
-        add_linear(f"{source}.mlp.down_proj", f"{target}.feed_forward.down", hidden, inner, spec.mlp_bias)
-    return places
-
-
-def _check(checkpoint: Path, spec: ModelSpec, places: dict[str, _Place], shapes: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(set(places) - set(shapes))
-    # Old checkpoints carry RoPE frequencies; tied ones may carry the output projection a second time.
-    extra = sorted(
-        name
-        for name in set(shapes) - set(places)
-        if not name.endswith("rotary_emb.inv_freq") and not (spec.tied_embeddings and name == "lm_head.weight")
-    )
+def _check(
+    checkpoint: Path,
+    spec: ModelSpec,
+    places: dict[str, Place],
+    shapes: dict[str, tuple[int, ...]],
+    quantised: set[str],
+) -> None:
+    expected = {name: place.shape for name, place in places.items()}
+    rows, columns = spec.weight_block
+    for name in quantised & set(places):
+        shape = places[name].shape
+        expected[f"{name}_scale_inv"] = (-(-shape[0] // rows), -(-shape[-1] // columns))
+    missing = sorted(set(expected) - set(shapes))
+    extra = sorted(name for name in set(shapes) - set(expected) if not may_be_ignored(name, spec))
     misshaped = [
-        f"{name} is {list(shapes[name])}, expected {list(place.shape)}"
-        for name, place in places.items()
-        if name in shapes and shapes[name] != place.shape
+        f"{name} is {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
     ]
     problems = [
         f"{what}: {_listing(names)}"

@@ -16,7 +16,7 @@ class DenseCache:
         self.keys = [torch.zeros(shape) for _ in range(spec.layers)]
         self.values = [torch.zeros(shape) for _ in range(spec.layers)]
         self.start = 0
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.scale
 
     def attend(self, layer, query, key, value):
         end = self.start + query.shape[0]

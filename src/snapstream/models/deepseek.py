@@ -1,0 +1,127 @@
+"""DeepSeek-V2, V3 and R1: multi-head latent attention (MLA) and mixtures of experts.
+
+MLA caches one vector per token for all heads, the *latent*: a compressed form of all keys and values (``rank`` numbers)
+and one rotated key (``rope`` numbers). Keys of a head are a linear map of the compressed part, so instead of expanding
+keys the map is applied to the query (*absorbed*), and heads attend to latents directly: one KV head whose keys are the
+latents and whose values are their first ``rank`` numbers. To the rest of the package this is grouped attention with one
+group (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from snapstream.kernels.experts import grouped_linear
+from snapstream.models.layers import Attend, FeedForward, Linear, RMSNorm
+from snapstream.models.rope import rotate, rotate_pairs
+from snapstream.models.spec import ExpertShape, ModelSpec
+
+
+class LatentAttention(nn.Module):
+    """MLA around the attention that the caller provides, with absorbed projections."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        shape = spec.latent
+        assert shape is not None
+        self.layer, self.heads, self.shape = layer, spec.heads, shape
+        queries = spec.heads * (shape.nope + shape.rope)
+        self.query_down: Linear | None = None
+        self.query_norm: RMSNorm | None = None
+        if shape.query_rank is not None:
+            self.query_down = Linear(spec.hidden_size, shape.query_rank, bias=spec.qkv_bias)
+            self.query_norm = RMSNorm(shape.query_rank, shape.norm_epsilon)
+        self.query = Linear(shape.query_rank or spec.hidden_size, queries, bias=False)
+        self.latent = Linear(spec.hidden_size, shape.rank + shape.rope, bias=spec.qkv_bias)
+        self.latent_norm = RMSNorm(shape.rank, shape.norm_epsilon)
+        # What would expand a latent: per head, to `nope` numbers of its key and `value` numbers of its value.
+        self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
+        self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: Attend) -> Tensor:
+        """Map ``[T, hidden]`` to ``[T, hidden]``."""
+        shape, tokens = self.shape, x.shape[0]
+        turn = rotate_pairs if shape.rope_in_pairs else rotate
+        low = x
+        if self.query_down is not None and self.query_norm is not None:
+            low = self.query_norm(self.query_down(x))
+        query = self.query(low).view(tokens, self.heads, -1)
+        nope, rope = query.split((shape.nope, shape.rope), -1)
+        compressed, key = self.latent(x).split((shape.rank, shape.rope), -1)
+        key = turn(key[:, None], cosine, sine)
+        latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
+        to_key, to_value = self.expand.split((shape.nope, shape.value), 1)
+        absorbed = torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1)
+        query = torch.cat((absorbed, turn(rope, cosine, sine)), -1)
+        mixed = attend(self.layer, query, latent, latent)[..., : shape.rank]
+        value = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
+        result: Tensor = self.output(value.reshape(tokens, -1))
+        return result
+
+
+class Router(nn.Module):
+    """Chooses experts for each token, and their weights; in float32.
+
+    V2: a softmax over all experts; the best, or the best of the groups whose best is best. V3: a sigmoid each; a learned
+    correction takes part in the choice but not in the weights, and a group is as good as its two best together.
+    """
+
+    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
+        self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Route ``[T, hidden]``.
+
+        Returns:
+            Weights, float32 ``[T, chosen]``, and experts, int64 ``[T, chosen]``.
+        """
+        shape = self.shape
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.sigmoid() if shape.scoring == "sigmoid" else logits.softmax(-1)
+        ranking = scores if self.correction is None else scores + self.correction.float()
+        if shape.groups > 1:
+            grouped = ranking.view(len(x), shape.groups, -1)
+            best = grouped.topk(2, -1).values.sum(-1) if shape.corrected else grouped.amax(-1)
+            chosen_groups = best.topk(shape.chosen_groups, -1).indices
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen_groups, True)
+            ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        experts = ranking.topk(shape.chosen, -1).indices
+        weights = scores.gather(1, experts)
+        if shape.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * shape.scale, experts
+
+
+class MixtureOfExperts(nn.Module):
+    """A few routed experts of many for each token, beside shared ones that every token passes."""
+
+    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
+        super().__init__()
+        self.chosen = shape.chosen
+        self.router = Router(hidden_size, shape)
+        self.gate_up = nn.Parameter(torch.empty(shape.count, 2 * shape.inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
+        self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
+        # Rows per expert up to which a kernel of our own is used; set once the weights are in place.
+        self.skinny_in = self.skinny_out = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[T, hidden]`` to ``[T, hidden]``.
+
+        Rows are sorted by expert, so each chosen expert's weights are read once however many tokens chose it; there are
+        always ``T * chosen`` rows, so no shape depends on the choice.
+        """
+        weights, experts = self.router(x)
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        ends = F.one_hot(flat, self.router.shape.count).sum(0).cumsum(0)
+        gate, up = grouped_linear(x[order // self.chosen], self.gate_up, ends, self.skinny_in).chunk(2, -1)
+        rows = grouped_linear(F.silu(gate) * up, self.down, ends, self.skinny_out)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        routed = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
+        return routed if self.shared is None else routed + self.shared(x)

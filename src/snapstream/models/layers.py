@@ -1,0 +1,60 @@
+"""What the layers of all models are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from snapstream.kernels import cpu as cpu_kernels
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, query [T, H, D], key [T, N, D], value [T, N, D]) -> [T, H, D]``; queries and keys are rotated."""
+
+
+class Linear(nn.Linear):
+    """A linear layer that reads its weight once where there are few rows (see :mod:`snapstream.kernels.cpu`).
+
+    Attributes:
+        skinny_rows: Most rows for which it does; set once the weight is in place.
+    """
+
+    skinny_rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[T, K]`` to ``[T, out]``."""
+        if x.shape[0] <= self.skinny_rows:
+            return cpu_kernels.skinny_linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise; shape and dtype stay."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU with gate and up projection in one product."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[T, hidden]`` to ``[T, hidden]``."""
+        gate, up = self.gate_up(x).chunk(2, -1)
+        result: Tensor = self.down(F.silu(gate) * up)
+        return result

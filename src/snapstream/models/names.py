@@ -1,0 +1,126 @@
+"""Which tensor of a Hugging Face checkpoint goes where in our modules."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from snapstream.models.spec import ExpertShape, LatentShape, ModelSpec
+
+SCALE_SUFFIX = "weight_scale_inv"
+"""End of the name of the scales of a float8 weight."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of a checkpoint goes: rows ``start ..`` of a parameter, or of one expert's part of it."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    start: int = 0
+    expert: int | None = None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The part of the parameter that the tensor fills, in the tensor's shape."""
+        whole = parameter if self.expert is None else parameter[self.expert]
+        whole = whole.flatten(0, -2) if whole.dim() > 2 else whole
+        return whole[self.start : self.start + self.shape[0]]
+
+
+def tensor_places(spec: ModelSpec) -> dict[str, Place]:
+    """Every tensor a checkpoint of this model must have, by name."""
+    places = {
+        "model.embed_tokens.weight": Place("embedding.weight", (spec.vocab_size, spec.hidden_size)),
+        "model.norm.weight": Place("norm.weight", (spec.hidden_size,)),
+    }
+    if not spec.tied_embeddings:
+        places["lm_head.weight"] = Place("head.weight", (spec.vocab_size, spec.hidden_size))
+    for layer in range(spec.layers):
+        source, target = f"model.layers.{layer}", f"blocks.{layer}"
+        for theirs, ours in (
+            ("input_layernorm", "attention_norm"),
+            ("post_attention_layernorm", "feed_forward_norm"),
+        ):
+            places[f"{source}.{theirs}.weight"] = Place(f"{target}.{ours}.weight", (spec.hidden_size,))
+        attention, feed_forward = f"{target}.attention", f"{target}.feed_forward"
+        if spec.latent is None:
+            places |= _grouped(f"{source}.self_attn", attention, spec)
+        else:
+            places |= _latent(f"{source}.self_attn", attention, spec, spec.latent)
+        if spec.experts is not None and layer >= spec.experts.first_layer:
+            places |= _experts(f"{source}.mlp", feed_forward, spec.hidden_size, spec.experts)
+        else:
+            places |= _gated(f"{source}.mlp", feed_forward, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+    return places
+
+
+def may_be_ignored(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor that has no place may be in a checkpoint all the same."""
+    if name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry RoPE frequencies
+        return True
+    if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
+        return True
+    layer = _LAYER.match(name)  # multi-token prediction: layers after the last
+    return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers
+
+
+def _linear(source: str, target: str, rows: int, columns: int, bias: bool, start: int = 0) -> dict[str, Place]:
+    places = {f"{source}.weight": Place(f"{target}.weight", (rows, columns), start)}
+    if bias:
+        places[f"{source}.bias"] = Place(f"{target}.bias", (rows,), start)
+    return places
+
+
+def _grouped(source: str, target: str, spec: ModelSpec) -> dict[str, Place]:
+    queries, keys, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
+    places = _linear(f"{source}.q_proj", f"{target}.qkv", queries, hidden, spec.qkv_bias)
+    places |= _linear(f"{source}.k_proj", f"{target}.qkv", keys, hidden, spec.qkv_bias, queries)
+    places |= _linear(f"{source}.v_proj", f"{target}.qkv", keys, hidden, spec.qkv_bias, queries + keys)
+    places |= _linear(f"{source}.o_proj", f"{target}.output", hidden, queries, spec.output_bias)
+    if spec.qk_norm:
+        places[f"{source}.q_norm.weight"] = Place(f"{target}.query_norm.weight", (spec.head_dim,))
+        places[f"{source}.k_norm.weight"] = Place(f"{target}.key_norm.weight", (spec.head_dim,))
+    return places
+
+
+def _latent(source: str, target: str, spec: ModelSpec, shape: LatentShape) -> dict[str, Place]:
+    hidden, queries = spec.hidden_size, spec.heads * (shape.nope + shape.rope)
+    if shape.query_rank is None:
+        places = _linear(f"{source}.q_proj", f"{target}.query", queries, hidden, False)
+    else:
+        places = _linear(f"{source}.q_a_proj", f"{target}.query_down", shape.query_rank, hidden, spec.qkv_bias)
+        places[f"{source}.q_a_layernorm.weight"] = Place(f"{target}.query_norm.weight", (shape.query_rank,))
+        places |= _linear(f"{source}.q_b_proj", f"{target}.query", queries, shape.query_rank, False)
+    latent = shape.rank + shape.rope
+    places |= _linear(f"{source}.kv_a_proj_with_mqa", f"{target}.latent", latent, hidden, spec.qkv_bias)
+    places[f"{source}.kv_a_layernorm.weight"] = Place(f"{target}.latent_norm.weight", (shape.rank,))
+    expanded = spec.heads * (shape.nope + shape.value)
+    places[f"{source}.kv_b_proj.weight"] = Place(f"{target}.expand", (expanded, shape.rank))
+    places |= _linear(f"{source}.o_proj", f"{target}.output", hidden, spec.heads * shape.value, spec.output_bias)
+    return places
+
+
+def _gated(source: str, target: str, hidden: int, inner: int, bias: bool) -> dict[str, Place]:
+    places = _linear(f"{source}.gate_proj", f"{target}.gate_up", inner, hidden, bias)
+    places |= _linear(f"{source}.up_proj", f"{target}.gate_up", inner, hidden, bias, inner)
+    places |= _linear(f"{source}.down_proj", f"{target}.down", hidden, inner, bias)
+    return places
+
+
+def _experts(source: str, target: str, hidden: int, shape: ExpertShape) -> dict[str, Place]:
+    places = {f"{source}.gate.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
+    if shape.corrected:
+        places[f"{source}.gate.e_score_correction_bias"] = Place(f"{target}.router.correction", (shape.count,))
+    for expert in range(shape.count):
+        theirs = f"{source}.experts.{expert}"
+        inner = (shape.inner, hidden)
+        places[f"{theirs}.gate_proj.weight"] = Place(f"{target}.gate_up", inner, 0, expert)
+        places[f"{theirs}.up_proj.weight"] = Place(f"{target}.gate_up", inner, shape.inner, expert)
+        places[f"{theirs}.down_proj.weight"] = Place(f"{target}.down", (hidden, shape.inner), 0, expert)
+    if shape.shared:
+        places |= _gated(f"{source}.shared_experts", f"{target}.shared", hidden, shape.shared * shape.inner, False)
+    return places
