@@ -31,7 +31,11 @@ class NaiveConversation:
         spec, group = self.spec, self.spec.heads // self.spec.kv_heads
         new = list(range(self.length, self.length + len(tokens)))
 
+        # The oracle scales by the head size; a latent model by another number, which is put into the query.
+        adjust = spec.scale * spec.head_dim**0.5
+
         def attend_prompt(layer, query, key, value):
+            query = query * adjust
             self.store(layer, key, value, new)
             out = torch.zeros_like(query)
             for n in range(spec.kv_heads):
@@ -50,6 +54,7 @@ class NaiveConversation:
             return out
 
         def attend_token(layer, query, key, value):
+            query = query * adjust
             self.store(layer, key, value, [self.length])
             out = []
             for h in range(spec.heads):

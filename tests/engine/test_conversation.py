@@ -25,8 +25,8 @@ def run(llm, tokens, params, **kwargs):
                 return output
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_turns_equal_naive_turns(checkpoint, seed):
+def check_turns(checkpoint, seed):
+    """Three turns, of the engine and of lists, under a random policy."""
     rng = random.Random(seed)
     window = rng.choice([1, 4, 8])
     budget = CacheBudget(
@@ -51,6 +51,11 @@ def test_turns_equal_naive_turns(checkpoint, seed):
         assert len(saved.tokens) == naive.length
         assert [[head.tolist() for head in layer] for layer in saved.positions] == naive.positions()
         assert saved.bytes <= llm.plan.sessions
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_turns_equal_naive_turns(checkpoint, seed):
+    check_turns(checkpoint, seed)
 
 
 def test_a_full_cache_goes_on_as_if_the_conversation_were_one_prompt(checkpoint):

@@ -1,0 +1,110 @@
+"""DeepSeek in the engine: latents are compressed and decoded as transformers' model says, with the oracle's choice."""
+
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from snapstream import LLM, CacheBudget, SamplingParams
+from snapstream.kernels.cpu import compiler_available
+from tests.checkpoints import LATENT, prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_conversation import check_turns, run
+from tests.engine.test_engine import BUDGET, greedy, make
+from tests.peers import peer_generate
+
+
+@pytest.fixture(scope="module", params=LATENT)
+def deepseek(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("deepseek")
+    save_checkpoint(directory, request.param)
+    save_tokenizer(directory)
+    return directory
+
+
+def test_equals_the_oracle(deepseek):
+    rng = random.Random(0)
+    for length, ring in ((1, "elastic"), (48, "paper"), (49, "elastic"), (130, "paper"), (200, "elastic")):
+        budget = CacheBudget(
+            sink=rng.randrange(6),
+            recent=rng.randrange(16, 30),
+            top_k=rng.randrange(8, 24),
+            window=rng.choice([1, 8, 16]),
+            kernel=rng.choice([1, 5]),
+            ring=ring,
+            normalize=rng.choice(["all", "candidates"]),
+        )
+        got = make(deepseek, budget).generate(prompt(length, length), greedy(50))[0]
+        assert list(got.token_ids) == peer_generate(deepseek, prompt(length, length), budget, 50, latent=True)
+
+
+def test_a_full_cache_equals_transformers(deepseek):
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(deepseek, dtype=torch.float32)
+    tokens = prompt(90, 3)
+    want = peer.generate(torch.tensor([tokens]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = make(deepseek, budget=None).generate(tokens, greedy(40))[0]
+    assert list(got.token_ids) == want[0, 90:].tolist()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "auto"])
+def test_output_depends_on_nothing_else(deepseek, attention):
+    """Not on company, though rows of the batch share experts; not on chunk size, decode steps or slots."""
+    prompts = [prompt(n, seed=n) for n in (5, 60, 131, 48, 200)]
+    alone = [make(deepseek, attention=attention).generate(p, greedy(40))[0].token_ids for p in prompts]
+    for settings in (
+        {"slots": 1, "prefill_chunk": 256, "decode_steps": 1},
+        {"slots": 7, "prefill_chunk": 7, "decode_steps": 8},
+    ):
+        together = make(deepseek, attention=attention, **settings).generate(prompts, greedy(40))
+        assert [o.token_ids for o in together] == alone
+
+
+def test_one_latent_is_stored_per_token(deepseek):
+    llm = make(deepseek, sessions=1)
+    assert llm.decode.values is llm.decode.keys
+    assert llm.prefill.values is llm.prefill.keys
+    held = sum(keys.nbytes for keys in llm.decode.keys)
+    assert held == llm.plan.slots == 3 * BUDGET.capacity * llm.plan.bytes_per_token
+    output = run(llm, prompt(130), greedy(10, telemetry=True), keep=True)
+    assert output.saved.values is output.saved.keys
+    assert output.saved.bytes <= llm.plan.sessions
+    assert [len(layer) for layer in output.cache.kept.positions] == [1, 1]  # one choice for all heads
+
+
+def test_a_conversation_over_a_full_cache_is_one_prompt(deepseek):
+    llm = make(deepseek, budget=None, sessions=1, max_model_len=250)
+    first = run(llm, prompt(100), greedy(20), keep=True)
+    more = prompt(70, seed=1)
+    second = run(llm, [first.token_ids[-1], *more], greedy(30), past=first.saved, keep=True)
+    alone = make(deepseek, budget=None, max_model_len=250)
+    at_once = alone.generate([prompt(100) + list(first.token_ids) + more], greedy(30))[0]
+    assert second.token_ids == at_once.token_ids
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_turns_equal_naive_turns(deepseek, seed):
+    check_turns(deepseek, seed)
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
+def test_nothing_is_compiled_after_warm_up(tmp_path, family):
+    """Whatever experts are chosen, by however many rows."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3}
+    before = counters["stats"]["unique_graphs"]
+    llm = LLM(str(tmp_path), budget=BUDGET, **settings)
+    warm = counters["stats"]["unique_graphs"]
+    assert warm > before
+    prompts = [prompt(n, seed=n) for n in (1, 47, 48, 64, 65, 130, 199)]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=9, temperature=1.0, seed=1)]
+    each = [params[i % 2] for i in range(len(prompts))]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled = llm.generate(prompts, each)
+    assert counters["stats"]["unique_graphs"] == warm
+    eager = LLM(str(tmp_path), budget=BUDGET, enforce_eager=True, **settings).generate(prompts, each)
+    assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]
