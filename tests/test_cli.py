@@ -10,6 +10,7 @@ import pytest
 from snapstream import __version__
 from snapstream.assets import TASK_MODEL
 from tests.checkpoints import save_checkpoint
+from tests.published import DEEPSEEK_R1, LLAMA_31_8B, save_config
 from tests.texts import Notes
 
 
@@ -77,6 +78,42 @@ def test_plan(tmp_path):
     assert plan["full_slots"] == 8 * 4096 * per_token
     assert plan["slots_that_fit"] > 7 * plan["slots_that_fit_full"] > 0
     assert "caches of all slots" in run("plan", "--model", tmp_path, "--budget", 512).stdout
+
+
+def plan_of(directory, **options):
+    arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return json.loads(run("plan", "--model", directory, "--json", *arguments).stdout)
+
+
+def test_plan_of_llama_31_8b(tmp_path):
+    directory = save_config(tmp_path, LLAMA_31_8B)
+    plan = plan_of(directory, budget=8192, slots=16, max_model_len=131072, memory=80)
+    assert plan["weights"] == 8_030_261_248 * 2
+    assert plan["bytes_per_token"] == 128 * 1024
+    assert plan["slots"] == 16 * 2**30
+    assert plan["full_slots"] == 256 * 2**30
+    assert (plan["slots_that_fit"], plan["slots_that_fit_full"]) == (47, 2)
+
+
+def test_plan_of_deepseek_r1(tmp_path):
+    """At 128k with a cache of 32k: a fourth of the memory, and four times the batch in the same memory."""
+    directory = save_config(tmp_path, DEEPSEEK_R1)
+    plan = plan_of(directory, budget=32768, slots=64, max_model_len=131072, memory=1400)
+    assert plan["weights"] == pytest.approx(671.03e9 * 2, rel=1e-4)  # 671B parameters without multi-token prediction
+    assert plan["bytes_per_token"] == 61 * 576 * 2
+    assert plan["full_slots"] == 4 * plan["slots"]
+    assert plan["slots_that_fit"] // plan["slots_that_fit_full"] == 4
+    text = run("plan", "--model", directory, "--budget", 32768, "--max-model-len", 131072).stdout
+    assert "4.00x less" in text
+
+
+@pytest.mark.parametrize(("length", "cache", "full", "small"), [(128, 32, 16, 64), (64, 16, 32, 128), (32, 8, 64, 256)])
+def test_batches_of_the_paper_from_arithmetic(tmp_path, length, cache, full, small):
+    """Table 5 of the paper: what 16 full caches of 128k tokens take is the memory of every row."""
+    directory = save_config(tmp_path, DEEPSEEK_R1)
+    pool = 16 * 131072 * 61 * 576 * 2 / 2**30
+    plan = plan_of(directory, budget=cache * 1024, max_model_len=length * 1024, slots=1, cache_memory=pool)
+    assert (plan["slots_in_caches_full"], plan["slots_in_caches"]) == (full, small)
 
 
 def test_help_and_version():

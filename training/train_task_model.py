@@ -38,11 +38,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from architectures import ARCHITECTURES, Deepseek, Llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from architectures import ARCHITECTURES, Deepseek, Llama
 from snapstream.evaluation.tasks import TASKS, Question
 from snapstream.evaluation.tasks.words import ADJECTIVES, ANIMALS, FILLER_WORDS, NOUNS, PEOPLE, filler
 
@@ -230,7 +230,7 @@ def text_batch(rng: random.Random, task: str, length: int) -> Batch:
 def answer_logits(
     model: PreTrainedModel, architecture: Llama | Deepseek, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the logits where there are targets, ``[targets, vocab]``, and what the last feed-forward block was given.
+    """Computes the logits where there are targets, ``[targets, vocab]``, and the input of the last feed-forward block.
 
     The same as ``model(...).logits[:, -tail:][targets != IGNORED]`` at a third of the cost: the last layer needs
     queries at the tail only, and what follows it only where there is a target.

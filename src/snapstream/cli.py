@@ -262,6 +262,10 @@ def plan(
     memory: Annotated[
         float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
     ] = None,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(help="GiB for caches alone, such as all devices have left; prints how many slots fit."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
@@ -273,8 +277,9 @@ def plan(
 
     with quiet():
         spec = load_spec(resolve_config(model))
-    if memory is not None and not 0 < memory < 2**40:
-        raise ConfigurationError(f"memory is {memory} GiB; it must be a positive number")
+    for option, given in (("memory", memory), ("cache-memory", cache_memory)):
+        if given is not None and not 0 < given < 2**40:
+            raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
     config = EngineConfig(slots=slots, prefill_chunk=prefill_chunk, dtype=dtype)
     length = choose_max_model_len(max_model_len, spec.max_position)
     chosen = choose_budget(parse_budget(budget, policy), length)
@@ -284,6 +289,12 @@ def plan(
     if as_json:
         fields = asdict(planned) | {"total": planned.total, "total_full": planned.total_full}
         fields |= {"slots_that_fit": planned.slots_that_fit(), "slots_that_fit_full": planned.slots_that_fit(full=True)}
+        if cache_memory is not None:
+            room = int(cache_memory * 2**30)
+            fields |= {
+                "slots_in_caches": planned.slots_in(room),
+                "slots_in_caches_full": planned.slots_in(room, full=True),
+            }
         print(json.dumps(fields))
     else:
         table = Table(
@@ -292,7 +303,7 @@ def plan(
             ),
             title_justify="left",
         )
-        for column in ("", f"cache of {planned.cache_entries}", f"full cache of {length}"):
+        for column in ("", f"cache of {planned.cache_entries}", f"full cache of {length}", "ratio"):
             table.add_column(column, justify="left" if not column else "right")
         for name, ours, full in (
             ("weights", planned.weights, planned.weights),
@@ -303,11 +314,16 @@ def plan(
             ("workspace (prefill)", planned.workspace, planned.workspace),
             ("peak", planned.total, planned.total_full),
         ):
-            table.add_row(name, gigabytes(ours), gigabytes(full))
-        if available is not None:
-            table.add_row(
-                f"slots in {memory:g} GiB", str(planned.slots_that_fit()), str(planned.slots_that_fit(full=True))
-            )
+            table.add_row(name, gigabytes(ours), gigabytes(full), "" if ours == full else f"{full / ours:.2f}x less")
+        fitting = []
+        if memory is not None:
+            fitting.append((f"slots in {memory:g} GiB", planned.slots_that_fit(), planned.slots_that_fit(full=True)))
+        if cache_memory is not None:
+            room = int(cache_memory * 2**30)
+            counts = planned.slots_in(room), planned.slots_in(room, full=True)
+            fitting.append((f"slots in {cache_memory:g} GiB of caches", *counts))
+        for name, many, few in fitting:
+            table.add_row(name, str(many), str(few), f"{many / few:.2f}x as many" if many and few else "")
         Console().print(table)
     planned.check()
 

@@ -79,10 +79,7 @@ def shape(**changes):
 
 def naive_route(logits, correction, one):
     """Experts and their weights for one token, from the definition, with Python lists."""
-    if one.scoring == "sigmoid":
-        scores = [float(torch.sigmoid(x)) for x in logits]
-    else:
-        scores = logits.softmax(-1).tolist()
+    scores = (logits.sigmoid() if one.scoring == "sigmoid" else logits.softmax(-1)).tolist()
     ranking = [score + (float(correction[i]) if one.corrected else 0.0) for i, score in enumerate(scores)]
     size = one.count // one.groups
     groups = [range(g * size, (g + 1) * size) for g in range(one.groups)]
@@ -171,7 +168,9 @@ def test_float8_weights_are_dequantised(tmp_path, block):
                 for i in range(tensor.shape[0]):
                     row_scales = small[f"{name}_scale_inv"][i // block[0]]
                     for j in range(0, tensor.shape[1], block[1]):
-                        tensor[i, j : j + block[1]] = small[name][i, j : j + block[1]].float() * row_scales[j // block[1]]
+                        tensor[i, j : j + block[1]] = (
+                            small[name][i, j : j + block[1]].float() * row_scales[j // block[1]]
+                        )
 
     rewrite(tmp_path / "plain", round_trip)
     one, other = load(tmp_path / "fp8"), load(tmp_path / "plain")
@@ -218,11 +217,14 @@ def test_other_quantisation_is_refused(tmp_path):
 
 def test_layers_for_multi_token_prediction_are_ignored(tmp_path):
     save_checkpoint(tmp_path, "deepseek-v3")  # the configuration names one such layer
-    extra = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128), "model.layers.2.mlp.gate.weight": torch.zeros(8, 64)}
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.zeros(64, 128),
+        "model.layers.2.mlp.gate.weight": torch.zeros(8, 64),
+    }
     rewrite(tmp_path, lambda tensors: tensors.update(extra))
     load(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}))
-    with pytest.raises(CheckpointError, match="unexpected: model.layers.3.eh_proj"):
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.3\.eh_proj"):
         load(tmp_path)
 
 

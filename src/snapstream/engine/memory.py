@@ -82,8 +82,11 @@ class MemoryPlan:
         """Most slots that fit ``available``, with this cache or a full one; ``None`` if no limit is known."""
         if self.available is None:
             return None
-        per_slot = (self.full_slots if full else self.slots) // self.slot_count
-        return max(0, (self.available - (self.total - self.slots)) // per_slot)
+        return max(0, self.slots_in(self.available - (self.total - self.slots), full=full))
+
+    def slots_in(self, cache_memory: int, *, full: bool = False) -> int:
+        """Most slots whose caches alone, small or full, fit so many bytes."""
+        return cache_memory // ((self.full_slots if full else self.slots) // self.slot_count)
 
     def check(self) -> None:
         """Refuse what does not fit.
@@ -143,7 +146,10 @@ def plan_memory(
     capacity, chunk = budget.capacity, config.prefill_chunk
     padded = staging_length(max_model_len, chunk, continued=config.sessions > 0)
     window = spec.layers * spec.heads * budget.window * spec.head_dim * item
-    wide = max(2 * spec.intermediate_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
+    inner = 2 * spec.intermediate_size
+    if spec.experts is not None:  # a row for each expert of a token: what goes in, what is inside, what comes out
+        inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))
+    wide = max(inner, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
     if masked_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)

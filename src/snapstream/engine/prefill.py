@@ -209,9 +209,7 @@ class Prefill:
     def _copied(self, kept: CompressedKV) -> CompressedKV:
         """A copy; values that are part of keys stay the same tensor."""
         keys = kept.keys.clone()
-        return CompressedKV(
-            keys, keys if self.values is self.keys else kept.values.clone(), kept.positions.clone()
-        )
+        return CompressedKV(keys, keys if self.values is self.keys else kept.values.clone(), kept.positions.clone())
 
     def _same_policy(self, budget: CacheBudget) -> bool:
         """Whether the captured graphs, which are of the engine's policy, fit a request's budget."""

@@ -7,7 +7,6 @@ keeps them and returns the attention output.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from snapstream.models.deepseek import LatentAttention, MixtureOfExperts

@@ -52,7 +52,7 @@ class LatentAttention(nn.Module):
         compressed, key = self.latent(x).split((shape.rank, shape.rope), -1)
         key = turn(key[:, None], cosine, sine)
         latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
-        to_key, to_value = self.expand.split((shape.nope, shape.value), 1)
+        to_key, to_value = self.expand[:, : shape.nope], self.expand[:, shape.nope :]
         absorbed = torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1)
         query = torch.cat((absorbed, turn(rope, cosine, sine)), -1)
         mixed = attend(self.layer, query, latent, latent)[..., : shape.rank]
@@ -64,8 +64,8 @@ class LatentAttention(nn.Module):
 class Router(nn.Module):
     """Chooses experts for each token, and their weights; in float32.
 
-    V2: a softmax over all experts; the best, or the best of the groups whose best is best. V3: a sigmoid each; a learned
-    correction takes part in the choice but not in the weights, and a group is as good as its two best together.
+    V2: a softmax over all experts; the best, or the best of the groups whose best is best. V3: a sigmoid each; a
+    learned correction takes part in the choice but not in the weights, and a group is as good as its two best together.
     """
 
     def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
@@ -123,5 +123,7 @@ class MixtureOfExperts(nn.Module):
         gate, up = grouped_linear(x[order // self.chosen], self.gate_up, ends, self.skinny_in).chunk(2, -1)
         rows = grouped_linear(F.silu(gate) * up, self.down, ends, self.skinny_out)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        routed = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
-        return routed if self.shared is None else routed + self.shared(x)
+        routed: Tensor = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
+        if self.shared is not None:
+            routed = routed + self.shared(x)
+        return routed

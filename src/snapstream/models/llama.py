@@ -10,7 +10,7 @@ from snapstream.models.spec import ModelSpec
 
 
 class GroupedAttention(nn.Module):
-    """Heads that share keys and values in groups: projections, norms and rotation around the attention that the caller provides."""
+    """Heads that share keys and values in groups: what is around the attention that the caller provides."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()

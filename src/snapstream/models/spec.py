@@ -243,7 +243,7 @@ def _latent_scale(config: Any, shape: LatentShape) -> float:
     factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") == "default" or not all_dim or factor <= 1:
         return scale
-    return scale * (0.1 * all_dim * math.log(factor) + 1.0) ** 2
+    return scale * float(0.1 * all_dim * math.log(factor) + 1.0) ** 2
 
 
 def _experts(config: Any, architecture: str) -> ExpertShape | None:
@@ -256,6 +256,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
     if first >= config.num_hidden_layers:
         return None
     corrected = architecture == "DeepseekV3ForCausalLM"
+    allowed: dict[str, tuple[Any, ...]]
     if corrected:
         allowed = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
     else:  # transformers and the model's own code disagree about what normalised V2 weights would be

@@ -82,7 +82,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     """Build the model and read its weights, one tensor at a time, into place.
 
     Names and shapes of all tensors are checked before the first one is read, so a bad checkpoint never loads halfway,
-    and there is never a second copy of the weights in memory. Weights in float8 with a scale per block become ``dtype``.
+    and there is never a second copy of the weights in memory. Float8 weights with a scale per block become ``dtype``.
 
     Raises:
         CheckpointError: Missing, unexpected or misshaped tensors (named), or an unreadable file.

@@ -93,7 +93,7 @@ def written_out_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what fused kernels lack: capped logits, or a learned logit per head that takes part in the softmax.
+    """Attention with what fused kernels lack: capped logits, or one more logit per head that takes part in the softmax.
 
     Args:
         query: ``[B, H, T, D]``.

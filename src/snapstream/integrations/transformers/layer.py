@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,29 @@ class _Handoff(threading.local):
 
 
 _handoff = _Handoff()
+
+
+@dataclass
+class _Prompt:
+    """A prompt that has not been compressed yet, behind what the cache held before it.
+
+    Attributes:
+        keys: ``[B, N, L, D]``.
+        values: ``[B, N, L, D_v]``.
+        first_voters: Per sequence, how many of the tokens were there before; their queries are gone.
+        real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all are, or for new ones.
+        tail: Queries of the last ``W`` tokens, ``[B, H, W, D]``.
+        chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention ran.
+        layout: Of the cache made from them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_voters: list[int]
+    real: Tensor | None = None
+    tail: Tensor | None = None
+    chosen: Tensor | None = None
+    layout: PlanTensors | None = None
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
@@ -73,7 +97,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
         self.seen = torch.zeros((), dtype=torch.int64)
         self.empty = True
-        self._forget_prompt()
+        self._prompt: _Prompt | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values."""
@@ -113,7 +137,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"the cache holds {self.keys.shape[0]} sequences, but {key_states.shape[0]} were given; use another "
                 "cache, or reset() and the same number"
             )
-        if self._unscored:
+        if self._prompt is not None and self._prompt.chosen is None:
             raise RequestError(
                 f"layer {self.index} was given a new prompt before the last one was scored: the model's attention does "
                 "not pass through the implementation 'snapstream'; or a forward pass broke off, then reset() the cache"
@@ -122,8 +146,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         _handoff.layer = self
         if key_states.shape[2] > 1:
             return self._stage(key_states, value_states)
-        if self._chosen is not None:
-            self._settle()
+        self._settle()
         self.empty = False
         slot = next_slot(self.count, self.base, self.limit)[:, None, None, None]
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
@@ -133,7 +156,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def returned(self, key: Tensor) -> bool:
         """Whether attention over ``key`` is over what the last update returned."""
-        keys = self.keys if self._keys is None else self._keys
+        keys = self.keys if self._prompt is None else self._prompt.keys
         if self.latent or torch.compiler.is_compiling():  # latents are expanded in between
             return key.shape[2] == keys.shape[2]
         return key is keys
@@ -141,7 +164,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def decoding(self) -> bool:
         """Whether the last update was a single token."""
-        return self._keys is None
+        return self._prompt is None
 
     def valid(self) -> Tensor:
         """Entries in use, int64 ``[B]``: the first so many."""
@@ -167,90 +190,88 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             RequestError: Padding on the right.
         """
-        batch, tokens = query.shape[0], query.shape[2]
+        prompt, batch, tokens = self._prompt, query.shape[0], query.shape[2]
+        assert prompt is not None
         before = key.shape[2] - tokens
         real = None if mask is None else _real_tokens(mask, batch, tokens)
-        if before and (real is not None or self._valid is not None):
-            parts = [torch.ones(batch, size, dtype=torch.bool, device=key.device) for size in (before, tokens)]
-            real = torch.cat([one if known is None else known for one, known in zip(parts, (self._valid, real))], 1)
+        if before and (real is not None or prompt.real is not None):
+            both = ((prompt.real, before), (real, tokens))
+            real = torch.cat([key.new_ones(batch, size, dtype=torch.bool) if r is None else r for r, size in both], 1)
         if before:  # the model's mask counts tokens that are gone
             mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
             mask = mask if real is None else mask & real[:, None, None]
+        prompt.real = real
         out = attend(mask)
-        self._choose(query, key, real, scale)
+        self._choose(prompt, query, key, scale)
         if not self.chunked_prefill:
             self._settle()
         return out
 
     def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Put new tokens behind what the cache holds, oldest first, until attention has scored them."""
-        if self._keys is not None and self._values is not None:
-            past: tuple[Tensor, Tensor] | None = (self._keys, self._values)
-        elif self.empty:
-            past, self._first_voters = None, [0] * key_states.shape[0]
+        if self._prompt is None and self.empty:
+            self._prompt = _Prompt(key_states, value_states, [0] * key_states.shape[0])
         else:
-            past, self._valid = self._oldest_first()
-            self._first_voters = self.valid().tolist()
-        new = (key_states, value_states)
-        keys, values = new if past is None else (torch.cat((a, b), 2) for a, b in zip(past, new, strict=True))
-        self._keys, self._values, self._unscored, self.empty = keys, values, True, False
-        return keys, values
+            prompt = self._oldest_first() if self._prompt is None else self._prompt
+            prompt.keys = torch.cat((prompt.keys, key_states), 2)
+            prompt.values = torch.cat((prompt.values, value_states), 2)
+            prompt.chosen = None
+            self._prompt = prompt
+        self.empty = False
+        return self._prompt.keys, self._prompt.values
 
-    def _oldest_first(self) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Keys and values in the order the tokens were stored in, and which of them mean something, ``[B, C]``."""
+    def _oldest_first(self) -> _Prompt:
+        """What the cache holds as the beginning of a prompt, in the order the tokens were stored in."""
         entry = torch.arange(self.budget.capacity, device=self.device).expand(len(self.base), -1)
         base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
         oldest = torch.where(self.count > self.limit, next_slot(self.count, self.base, self.limit), self.base)[:, None]
-        ring = base + (oldest + entry - 2 * base) % length
-        order = torch.where((entry < base) | (entry >= self.limit[:, None]), entry, ring)
-        return (_take(self.keys, order[:, None]), _take(self.values, order[:, None])), entry < self.valid()[:, None]
+        in_ring = (entry >= base) & (entry < self.limit[:, None])
+        order = torch.where(in_ring, base + (oldest - base + entry - base) % length, entry)[:, None]
+        valid = self.valid()
+        real = entry < valid[:, None]
+        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), real)
 
-    def _choose(self, query: Tensor, key: Tensor, real: Tensor | None, scale: float) -> None:
-        """Decide which staged tokens would be kept if the prompt ended here."""
+    def _choose(self, prompt: _Prompt, query: Tensor, key: Tensor, scale: float) -> None:
+        """Decide which tokens would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
-        tail = query if self._tail is None else torch.cat((self._tail, query), 2)
+        tail = query if prompt.tail is None else torch.cat((prompt.tail, query), 2)
         tail = tail[:, :, -budget.window :]
-        self._tail = F.pad(tail, (0, 0, budget.window - tail.shape[2], 0))
+        prompt.tail = F.pad(tail, (0, 0, budget.window - tail.shape[2], 0))
+        real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
-        plans = [plan_prompt(*each) for each in zip(lengths, [budget] * batch, self._first_voters, strict=True)]
-        # Where the tokens that are no padding come from, in order.
+        plans = [plan_prompt(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
+        prompt.layout = layout = plan_tensors(plans, key.device)
+        # Where the real tokens are, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
-        layout = plan_tensors(plans, key.device)
         if any(plan.dropped for plan in plans):
-            combine = _mean_of_heads if self.latent else None
-            ordered = key if order is None else _take(key, order)
             chosen = choose_entries(
-                self._tail, ordered, layout, budget, scale=scale, layer=self.index, combine=combine
+                prompt.tail,
+                key if order is None else _take(key, order),
+                layout,
+                budget,
+                scale=scale,
+                layer=self.index,
+                combine=_mean_of_heads if self.latent else None,
             )
             chosen = chosen[:, :1] if self.latent else chosen
         else:
             entry = torch.arange(budget.capacity, device=key.device)
             chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
         chosen = chosen.clamp(min=0)
-        self._chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
-        self._layout, self._valid, self._unscored = layout, real, False
+        prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
 
     def _settle(self) -> None:
-        """Compress: keep what was chosen and forget the rest."""
-        assert self._chosen is not None
-        assert self._keys is not None
-        assert self._values is not None
-        assert self._layout is not None
-        self.keys.copy_(_take(self._keys, self._chosen))
-        self.values.copy_(_take(self._values, self._chosen))
+        """Compress a prompt that waits for it: keep what was chosen and forget the rest."""
+        prompt = self._prompt
+        if prompt is None:
+            return
+        assert prompt.chosen is not None
+        assert prompt.layout is not None
+        self.keys.copy_(_take(prompt.keys, prompt.chosen))
+        self.values.copy_(_take(prompt.values, prompt.chosen))
         for name in ("base", "count", "limit"):
-            getattr(self, name).copy_(getattr(self._layout, name))
-        self._forget_prompt()
-
-    def _forget_prompt(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._valid: Tensor | None = None
-        self._tail: Tensor | None = None
-        self._chosen: Tensor | None = None
-        self._layout: PlanTensors | None = None
-        self._first_voters: list[int] = []
-        self._unscored = False
+            getattr(self, name).copy_(getattr(prompt.layout, name))
+        self._prompt = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the model makes; for a single token it is not looked at."""
@@ -266,7 +287,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; the memory is kept for the next prompts."""
-        self._forget_prompt()
+        self._prompt = None
         self.empty = True
         self.seen.zero_()
         if self.is_initialized:
@@ -277,8 +298,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams: row ``i`` goes on from what row ``beam_idx[i]`` held. In place, for compiled graphs."""
-        if self._chosen is not None:
-            self._settle()
+        self._settle()
         if self.is_initialized:
             rows = beam_idx.to(self.device)
             for tensor in (self.keys, self.values, self.base, self.count, self.limit):
@@ -292,8 +312,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some of the sequences."""
-        if self._chosen is not None:
-            self._settle()
+        self._settle()
         if self.is_initialized:
             for name in ("keys", "values", "base", "count", "limit"):
                 setattr(self, name, getattr(self, name)[indices.to(self.device)])
