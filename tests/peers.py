@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from tests.reference import naive_attention, naive_compress, naive_pool, naive_votes
+from tests.reference import naive_compress, naive_pool, naive_votes
 
 _ORACLES = {}
 
@@ -24,24 +24,22 @@ class Oracle:
         self.budget, self.latent = budget, latent
         self.caches = {}
 
-    def attend(self, layer, query, key, value):
+    def attend(self, layer, query, key, value, **extras):
         """query [H, T, D], key [N, L, D], value [N, L, D_v] -> [T, H, D_v]."""
         heads, steps = query.shape[0], query.shape[1]
         group = heads // key.shape[0]
         if steps == key.shape[1]:
             self.caches[layer] = self._compress(query, key, group)
-            scores = query.double() @ key.double().repeat_interleave(group, 0).transpose(1, 2)
-            scores = scores / query.shape[-1] ** 0.5
-            scores.masked_fill_(torch.ones(steps, steps, dtype=torch.bool).triu(1), float("-inf"))
-            out = scores.softmax(-1) @ value.double().repeat_interleave(group, 0)
-            return out.transpose(0, 1).to(query.dtype)
+            return whole_attention(query, key, value, **extras)
         out = []
         for cache in dict.fromkeys(self.caches[layer]):
             cache.append(key.shape[1] - 1)
         for head in range(heads):
             kept = self.caches[layer][head // group].tokens()
-            out.append(naive_attention(query[head, 0], key[head // group, kept], value[head // group, kept]))
-        return torch.stack(out)[None].to(query.dtype)
+            one = {name: extra[head : head + 1] if name == "sinks" else extra for name, extra in extras.items()}
+            keys, values = key[head // group, kept][None], value[head // group, kept][None]
+            out.append(whole_attention(query[head : head + 1], keys, values, **one)[0, 0])
+        return torch.stack(out)[None]
 
     def _compress(self, query, key, group):
         """One cache per KV head, or one for all."""
@@ -57,22 +55,50 @@ class Oracle:
         return caches * key.shape[0] if self.latent else caches
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, **_):
+def whole_attention(query, key, value, window=None, softcap=None, sinks=None):
+    """Attention of the last tokens in float64, all logits at once.
+
+    query [H, T, D], key [N, L, D], value [N, L, D_v] -> [T, H, D_v]. window: tokens seen, the own one included. softcap:
+    logits are squeezed into plus and minus this. sinks: one more logit per head [H], which has no value.
+    """
+    group, steps, length = query.shape[0] // key.shape[0], query.shape[1], key.shape[1]
+    logits = query.double() @ key.double().repeat_interleave(group, 0).transpose(1, 2) / query.shape[-1] ** 0.5
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    distance = torch.arange(length - steps, length)[:, None] - torch.arange(length)
+    logits = logits.masked_fill((distance < 0) | (distance >= (window or length)), float("-inf"))
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.double()[:, None, None].expand(-1, steps, 1)), -1)
+    weights = logits.softmax(-1)[..., :length]
+    return (weights @ value.double().repeat_interleave(group, 0)).transpose(0, 1).to(query.dtype)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
     # The oracle scales by the head size; what a model does beyond that (YaRN) is put into the query.
     query = query * ((scaling or query.shape[-1] ** -0.5) * query.shape[-1] ** 0.5)
-    out = _ORACLES["now"].attend(module.layer_idx, query[0], key[0], value[0])
+    extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
+    window = kwargs.get("sliding_window")
+    if window is not None:  # transformers' own cache drops what is outside the window
+        out = whole_attention(query[0], key[0], value[0], window=window, **extras)
+    else:
+        out = _ORACLES["now"].attend(module.layer_idx, query[0], key[0], value[0], **extras)
     return out[None], None
 
 
 AttentionInterface.register("snapstream_oracle", _attention)
 
 
-@torch.no_grad()
 def peer_generate(checkpoint, tokens, budget, steps, latent=False):
     """Greedy tokens of transformers' own model, its attention restricted to what the oracle keeps."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="snapstream_oracle"
     )
+    return oracle_generate(model, tokens, budget, steps, latent)
+
+
+@torch.no_grad()
+def oracle_generate(model, tokens, budget, steps, latent=False):
+    """The same with a model in memory, whose attention implementation is `snapstream_oracle`."""
     _ORACLES["now"] = Oracle(budget, latent)
     out = model(torch.tensor([list(tokens)]), use_cache=True)
     made = [int(out.logits[0, -1].argmax())]

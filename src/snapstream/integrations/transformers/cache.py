@@ -12,6 +12,7 @@ from snapstream.errors import ConfigurationError
 from snapstream.integrations.transformers.attention import ATTENTION
 from snapstream.integrations.transformers.layer import SnapStreamLayer
 
+_REFUSED = {"diffllama": "each layer attends to its cache twice"}
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -60,6 +61,8 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             )
         config = config.get_text_config(decoder=True)
         name = type(config).__name__
+        if getattr(config, "model_type", None) in _REFUSED:
+            raise ConfigurationError(f"{name} is not supported by SnapStreamCache: {_REFUSED[config.model_type]}")
         implementation = getattr(config, "_attn_implementation", None)
         if implementation != ATTENTION:
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class _Handoff(threading.local):
     """
 
     layer: SnapStreamLayer | None = None
+    taken: weakref.ReferenceType[Tensor] | None = None
 
 
 _handoff = _Handoff()
@@ -59,10 +61,19 @@ def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None
     Args:
         index: The attention's place in the model.
         key: ``[B, N, L, D]``.
+
+    Raises:
+        RequestError: The same keys as in the call before.
     """
     layer, _handoff.layer = _handoff.layer, None
     # A forward pass that broke off, or another attention implementation, leaves word that nobody took.
-    return layer if layer is not None and layer.index == index and layer.returned(key) else None
+    if layer is None or layer.index != index or not layer.returned(key):
+        layer = None
+    if not torch.compiler.is_compiling():  # the prompt before was not compiled, so this is checked for every model
+        if layer is None and _handoff.taken is not None and _handoff.taken() is key:
+            raise RequestError(f"layer {index} attends to its cache twice, which SnapStreamCache does not support")
+        _handoff.taken = None if layer is None else weakref.ref(key)
+    return layer
 
 
 class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
