@@ -272,6 +272,12 @@ def test_latent_attention_equals_transformers(deepseek, prompts):
     assert max(max(row) for row in seen[3:-1]) == 8
 
 
+def test_latent_attention_equals_the_built_in_engine(deepseek, prompts):
+    """Two hosts of one method: the same checkpoint, budget and prompts give the same tokens."""
+    with vllm_engine(deepseek, BUDGET, **MLA) as llm:
+        assert generate(llm, prompts, 60) == builtin(deepseek, prompts, BUDGET, 60)
+
+
 def test_compiled_equals_eager(llama, prompts, expected):
     with vllm_engine(llama, BUDGET, enforce_eager=False) as llm:
         assert generate(llm, prompts, 100) == expected
