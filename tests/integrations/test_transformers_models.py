@@ -146,7 +146,9 @@ def test_supported(name):
     model = build(kind, changes)
     stock = generate(model, prompt(70), None, 30)
     model.set_attn_implementation("snapstream_oracle")
-    expected = {length: oracle_generate(model, prompt(length), BUDGET, 40, "kv_lora_rank" in changes) for length in (9, 70)}
+    expected = {
+        length: oracle_generate(model, prompt(length), BUDGET, 40, "kv_lora_rank" in changes) for length in (9, 70)
+    }
     model.set_attn_implementation("snapstream")
     assert generate(model, prompt(70), SnapStreamCache(model.config, 128), 30) == stock
     for length, tokens in expected.items():

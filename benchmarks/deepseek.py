@@ -1,0 +1,174 @@
+"""Latent attention and experts: decode with a small cache beside a full one, experts beside other ways, transformers.
+
+    python benchmarks/deepseek.py
+
+Measured as benchmarks/engine.py measures, on a DeepSeek-V3 of 8 layers with random weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+
+from engine import CPU, filled_decode, interleaved, ratio, set_position
+from snapstream import CacheBudget
+from snapstream.attention import choose_backend
+from snapstream.engine.prefill import Prefill
+from snapstream.kernels.experts import grouped_linear
+from snapstream.models import DecoderModel, load_model
+from snapstream.models.weights import load_spec
+
+CONFIG = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "max_position_embeddings": 65536,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+BUDGET = 4096
+CONTEXT = 16384
+ROUNDS = 9
+
+
+def bench_experts(model: DecoderModel) -> None:
+    """One product with routed experts, of eight tokens with four experts each."""
+    print("\n## Eight tokens, four of 32 experts each\n")
+    print(
+        "Time of the first product of a layer, one row per token and expert, for a growing number of different experts.\n"
+    )
+    print(
+        "| experts chosen | this kernel / weights of those experts alone | torch's product per expert / this kernel |"
+    )
+    print("|---|---|---|")
+    weight = model.blocks[1].feed_forward.gate_up
+    x = torch.randn(32, weight.shape[2], dtype=weight.dtype)
+    for chosen in (4, 8, 16, 32):
+        sizes = torch.zeros(weight.shape[0], dtype=torch.int64)
+        sizes[:chosen] = 32 // chosen
+        ends = sizes.cumsum(0)
+        part = weight[:chosen].flatten(0, 1)
+        copies = [weight.clone() for _ in range(6)]  # in turn, so that none is found in a cache of the processor
+        turn = iter(range(10**9))
+        few = [c[:chosen].flatten(0, 1) for c in copies]
+
+        def kernel(copies=copies, ends=ends, turn=turn) -> None:
+            grouped_linear(x, copies[next(turn) % 6], ends, 16)
+
+        def stock(copies=copies, ends=ends, turn=turn) -> None:
+            grouped_linear(x, copies[next(turn) % 6], ends, 0)
+
+        def read(few=few, turn=turn) -> None:
+            torch.ops.snapstream_cpu.skinny_linear(x[:1], few[next(turn) % 6], None)
+
+        for function in (kernel, stock, read):
+            function()
+        times = interleaved({"kernel": kernel, "stock": stock, "read": read}, 200)
+        middle = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+        print(f"| {chosen} | {middle['kernel'] / middle['read']:.2f}x | {middle['stock'] / middle['kernel']:.2f}x |")
+        del copies, few, part
+        gc.collect()
+
+
+def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
+    """Decode steps with a full cache, a small one, and in transformers."""
+    print(f"\n## Decode at {CONTEXT} tokens of context, cache of {BUDGET} beside a full one\n")
+    print("| sequences | cache of 4096 / full | full / transformers | cache of 4096 / transformers |")
+    print("|---|---|---|---|")
+    small = CacheBudget.of(BUDGET)
+    for batch in (1, 4, 8):
+        large = CacheBudget.preset("full", CONTEXT + 1024)
+        full = filled_decode(model, batch, large, CONTEXT)
+        compressed = filled_decode(model, batch, small, CONTEXT)
+        functions = {
+            "full": lambda full=full: full.launch(8, greedy=True),
+            "small": lambda compressed=compressed: compressed.launch(8, greedy=True),
+        }
+        if batch < 8:
+            cache = DynamicCache(config=peer.config)
+            for layer in range(CONFIG["num_hidden_layers"]):
+                latent = torch.randn(batch, 1, CONTEXT, CONFIG["kv_lora_rank"], dtype=torch.bfloat16)
+                cache.update(latent, latent[..., : CONFIG["qk_rope_head_dim"]].clone(), layer)
+            token = torch.ones(batch, 1, dtype=torch.int64)
+            functions["peer"] = torch.inference_mode()(
+                lambda cache=cache, token=token: peer(token, past_key_values=cache)
+            )
+        for function in functions.values():
+            function()
+        times = interleaved(functions, ROUNDS)
+        set_position(full, large, CONTEXT)
+        steps = {name: [t / (1 if name == "peer" else 8) for t in values] for name, values in times.items()}
+        beside = " | | "
+        if "peer" in steps:
+            beside = (
+                f" | {ratio(steps['peer'], steps['full']).show(1)}x | {ratio(steps['peer'], steps['small']).show(1)}x "
+            )
+        print(f"| {batch} | {ratio(steps['full'], steps['small']).show(2)}x{beside}|", flush=True)
+        del full, compressed, functions
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
+    """Reading a prompt in chunks, beside one forward pass of transformers."""
+    print("\n## Prefill: time beside one forward pass of transformers\n")
+    print("| tokens | chunk | this / transformers |")
+    print("|---|---|---|")
+    backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
+    for length in (2048, 8192):
+        tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
+        prefill = Prefill(model, backend, CacheBudget.of(1024), padded=length, chunk=512, eager=False)
+        prefill.warm_up()
+
+        def read(prefill=prefill, tokens=tokens) -> None:
+            for start in range(0, len(tokens), 512):
+                prefill.run_chunk(tokens[start : start + 512], start)
+
+        @torch.inference_mode()
+        def theirs(tokens=tokens) -> None:
+            peer(torch.tensor([tokens]), logits_to_keep=1)
+
+        read()
+        theirs()
+        times = interleaved({"this": read, "peer": theirs}, 3)
+        print(f"| {length} | 512 | {ratio(times['this'], times['peer']).show(2)}x |", flush=True)
+        torch._dynamo.reset()
+
+
+def main() -> None:
+    """Print the tables."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        peer = DeepseekV3ForCausalLM(DeepseekV3Config(**CONFIG)).to(torch.bfloat16).eval()
+        peer.save_pretrained(directory)
+        spec = load_spec(Path(directory))
+        model = load_model(Path(directory), spec, torch.bfloat16, CPU)
+    per_token = spec.kv_bytes_per_token(torch.bfloat16)
+    print(
+        f"{sum(p.nbytes for p in model.parameters()) / 2**20:.0f} MiB of weights, {per_token / 1024:.1f} KiB per token"
+    )
+    bench_experts(model)
+    bench_decode(model, peer)
+    bench_prefill(model, peer)
+
+
+if __name__ == "__main__":
+    main()
