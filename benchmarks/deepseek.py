@@ -52,12 +52,8 @@ ROUNDS = 9
 def bench_experts(model: DecoderModel) -> None:
     """One product with routed experts, of eight tokens with four experts each."""
     print("\n## Eight tokens, four of 32 experts each\n")
-    print(
-        "Time of the first product of a layer, one row per token and expert, for a growing number of different experts.\n"
-    )
-    print(
-        "| experts chosen | this kernel / weights of those experts alone | torch's product per expert / this kernel |"
-    )
+    print("Time of a layer's first product, one row per token and expert, for a growing number of different experts.\n")
+    print("| experts chosen | this / reading those experts' weights once | torch's product per expert / this |")
     print("|---|---|---|")
     weight = model.blocks[1].feed_forward.gate_up
     x = torch.randn(32, weight.shape[2], dtype=weight.dtype)

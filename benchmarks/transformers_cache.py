@@ -101,9 +101,8 @@ def bench_accuracy(lengths, shares, samples):
                         parts = found_parts(sample.parts, sample.rivals, tokenizer.decode(made[:end]))
                         right.setdefault((share, task, name), []).append(sum(parts) / len(parts))
     for share in shares:
-        print(
-            f"\nPercent right with {share:g} of the prompt's entries; 95 % intervals; {samples * len(lengths)} questions each\n"
-        )
+        asked = samples * len(lengths)
+        print(f"\nPercent right with {share:g} of the prompt's entries; 95 % intervals; {asked} questions each\n")
         print(f"| task | {' | '.join(CONTENDERS)} |")
         print(f"|---|{'---|' * len(CONTENDERS)}")
         for task in TASK_NAMES:
