@@ -49,14 +49,15 @@ def test_generate_json_from_stdin(text_file):
     assert answer["cache"]["dropped"] == document.count(document.prompt(question)) - 1024
 
 
-def test_demo_json():
-    done = run("demo", "--tokens", 2000, "--questions", 4, "--json")
+@pytest.mark.parametrize(("model", "per_entry"), [("task-model", 2 * 2 * 3 * 32 * 4), ("task-model-mla", 2 * 128 * 4)])
+def test_demo_json(model, per_entry):
+    done = run("demo", "--model", model, "--tokens", 2000, "--questions", 4, "--json")
     assert done.returncode == 0, done.stderr
     policies = {p["policy"]: p for p in json.loads(done.stdout)["policies"]}
     assert all(policies["full"]["correct"])
     assert all(policies["snapstream"]["correct"])
     assert not all(policies["streaming"]["correct"])
-    assert policies["snapstream"]["bytes_per_sequence"] == 500 * 2 * 2 * 3 * 32 * 4
+    assert policies["snapstream"]["bytes_per_sequence"] == 500 * per_entry
     assert min(policies["snapstream"]["tokens_per_second"]) > 0
 
 
@@ -139,7 +140,8 @@ def set_architecture(path):
     ("arguments", "message"),
     [
         (["generate", "--file", "no-such-file.txt"], "no-such-file.txt could not be read"),
-        (["generate", "hello", "--model", "no-such-model"], "neither a directory nor a hub id"),
+        (["generate", "hello", "--model", "no-such-model"], "neither a directory, nor a hub id"),
+        (["demo", "--model", "no-such-model"], "for the shipped models (task-model, task-model-mla)"),
         (["generate", "hello", "--budget", 3], "at least 16"),
         (["generate", "hello", "--budget", -5], "at least 16"),
         (["generate", "hello", "--budget", '{"sinks": 4}'], "unknown field sinks"),

@@ -93,6 +93,8 @@ class Deepseek:
             n_shared_experts=1,
             routed_scaling_factor=1.0,
             norm_topk_prob=True,
+            topk_method="noaux_tc",  # vLLM reads these two, transformers takes them for granted
+            scoring_func="sigmoid",
             num_nextn_predict_layers=0,
             max_position_embeddings=max_positions,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},

@@ -1,8 +1,9 @@
-"""Trains the small model that ships with the package, on the tasks of the accuracy lab.
+"""Trains the small models that ship with the package, on the tasks of the accuracy lab.
 
     python training/train_task_model.py --output src/snapstream/assets/task-model
+    python training/train_task_model.py --architecture deepseek --output src/snapstream/assets/task-model-mla
 
-The model is a two-layer Llama (with attention biases). It learns to find things in a long text: notes, numbers, values
+The model is a two-layer Llama (with attention biases), or a two-layer DeepSeek-V3. It learns to find things in a long text: notes, numbers, values
 in a JSON object, chains of copies. The circuit for all of these is an *induction head*: heads of the first layer tell
 every token which tokens precede it, heads of the second look for the place that is preceded by what was just read.
 
@@ -10,7 +11,7 @@ Why a curriculum. The two halves of the circuit are useless without each other, 
 "some value" for a very long time. With eight words of each kind in a bare list of pairs the circuit appears within a
 few hundred steps, and from there it only has to be widened:
 
-0. The biases of the first layer start with a weak preference for one to six tokens back (``start_looking_back``).
+0. The biases of the first layer start with a weak preference for one to six tokens back (:mod:`architectures`).
 1. Bare lists of repeated pairs over a growing part of the vocabulary.
 2. Texts of all tasks, from 128 tokens to 8192. In half of the texts the position ids jump ahead at a few sentence ends,
    so that the whole spans up to 16384 positions: rotary attention sees only distances, so this trains far distances at

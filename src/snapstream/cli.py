@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from snapstream.assets import TASK_MODEL
+from snapstream.assets import SHIPPED, TASK_MODEL
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
 from snapstream.evaluation.command import evaluate
@@ -33,7 +33,6 @@ app = typer.Typer(
 messages = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-SHIPPED = str(TASK_MODEL)
 
 
 @app.callback(invoke_without_command=True)
@@ -56,6 +55,9 @@ def options(
 
 @app.command()
 def demo(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help=f"A shipped model: {', '.join(SHIPPED)}.")
+    ] = TASK_MODEL.name,
     tokens: Annotated[int, typer.Option(min=128, max=12000, help="Length of the text, in tokens.")] = 8000,
     facts: Annotated[int, typer.Option(min=1, max=64, help="Facts hidden in it.")] = 16,
     questions: Annotated[int, typer.Option(min=1, max=64, help="How many of them to ask for.")] = 8,
@@ -76,9 +78,11 @@ def demo(
     from snapstream.evaluation.tasks import TooShortError
     from snapstream.evaluation.tasks.needle import notes
 
+    if model not in SHIPPED:
+        raise ConfigurationError(f"the demo's text is for the shipped models ({', '.join(SHIPPED)}), not {model!r}")
     small = budget or tokens // 4
     with quiet():
-        tokenizer = load_tokenizer(SHIPPED)
+        tokenizer = load_tokenizer(str(SHIPPED[model]))
     number = max(facts, questions)
     try:
         made = notes(random.Random(seed), tokens, lambda text: len(tokenizer.encode(text)), None, number)
@@ -100,7 +104,14 @@ def demo(
         )
     with quiet(), messages.status("starting") as status:
         results = compare_policies(
-            SHIPPED, made, tokens, asked, budgets, slots=slots, enforce_eager=not compiled, report=status.update
+            str(SHIPPED[model]),
+            made,
+            tokens,
+            asked,
+            budgets,
+            slots=slots,
+            enforce_eager=not compiled,
+            report=status.update,
         )
     if as_json:
         print(
@@ -158,7 +169,7 @@ def generate(
         str | None, typer.Argument(help="The prompt; with --file, the question put after the text. '-' reads stdin.")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A text file that begins the prompt.")] = None,
-    model: Model = SHIPPED,
+    model: Model = TASK_MODEL.name,
     budget: Budget = None,
     policy: Policy = "snapstream",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
@@ -252,7 +263,7 @@ def generate(
 
 @app.command()
 def plan(
-    model: Model = SHIPPED,
+    model: Model = TASK_MODEL.name,
     budget: Budget = None,
     policy: Policy = "snapstream",
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 4,

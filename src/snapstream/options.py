@@ -8,11 +8,17 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from snapstream.assets import SHIPPED
 from snapstream.config import CacheBudget, Preset
 from snapstream.errors import ConfigurationError
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="Checkpoint directory or hub id. Default: the small shipped model.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"Checkpoint directory, hub id, or shipped model ({', '.join(SHIPPED)}). Default: the first shipped one.",
+    ),
 ]
 Budget = Annotated[
     str | None,

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snapstream import LLM, CacheBudget, SamplingParams
-from snapstream.assets import TASK_MODEL
+from snapstream.assets import MLA_TASK_MODEL, SHIPPED, TASK_MODEL
 from snapstream.evaluation.scoring import found_parts
 from snapstream.evaluation.tasks import TASKS, make_sample
 from tests.texts import Notes
@@ -28,10 +28,11 @@ def test_its_vocabulary_holds_every_task(tokenizer, task):
         assert tokenizer.decode(tokens) == text
 
 
-def test_loads_in_transformers_with_the_same_answers(tokenizer):
-    peer = AutoModelForCausalLM.from_pretrained(MODEL)
+@pytest.mark.parametrize("model", SHIPPED)
+def test_loads_in_transformers_with_the_same_answers(tokenizer, model):
+    peer = AutoModelForCausalLM.from_pretrained(SHIPPED[model])
     assert len(tokenizer) == peer.config.vocab_size
-    llm = LLM(MODEL, max_model_len=1100, enforce_eager=True)
+    llm = LLM(model, max_model_len=1100, enforce_eager=True)
     for name in ("multikey", "multiquery", "passkey", "kv", "tracking"):
         sample = make_sample(TASKS[name], 1000, 1, lambda text: len(tokenizer.encode(text)))
         prompt = tokenizer.encode(sample.prompt + sample.lead)
@@ -51,8 +52,8 @@ def accuracy(llm, name, tokens, samples):
     return sum(all(found_parts(s.parts, s.rivals, o.text)) for s, o in zip(made, outputs, strict=True)) / samples
 
 
-def engine(budget, tokens):
-    return LLM(MODEL, budget=budget, max_model_len=tokens + 64, slots=4, prefill_chunk=1024, enforce_eager=True)
+def engine(budget, tokens, model=MODEL):
+    return LLM(str(model), budget=budget, max_model_len=tokens + 64, slots=4, prefill_chunk=1024, enforce_eager=True)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,15 @@ def test_a_quarter_of_the_cache_keeps_the_answers(name, tokens, samples):
     assert accuracy(engine(tokens // 4, tokens), name, tokens, samples) >= full - 0.05
     for baseline in ("streaming", "random"):
         assert accuracy(engine(CacheBudget.preset(baseline, tokens // 4), tokens), name, tokens, samples) < 0.6
+
+
+@pytest.mark.parametrize(("name", "tokens", "samples"), [("multikey", 1024, 35), ("needle", 4096, 14)])
+def test_a_quarter_of_the_latents_keeps_the_answers(name, tokens, samples):
+    full = accuracy(engine(None, tokens, MLA_TASK_MODEL), name, tokens, samples)
+    assert full >= 0.95
+    assert accuracy(engine(tokens // 4, tokens, MLA_TASK_MODEL), name, tokens, samples) >= full - 0.05
+    streaming = engine(CacheBudget.preset("streaming", tokens // 4), tokens, MLA_TASK_MODEL)
+    assert accuracy(streaming, name, tokens, samples) < 0.6
 
 
 def test_a_window_of_votes_keeps_what_the_last_token_alone_does_not():

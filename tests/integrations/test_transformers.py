@@ -316,6 +316,16 @@ def test_bad_use_is_refused_with_reasons(model):
         generate(model, [prompt(50)], SnapStreamCache(model.config, SMALL), 20, prompt_lookup_num_tokens=3)
 
 
+def test_no_graph_of_gradients_is_kept(model):
+    """A loop that forgets torch.no_grad() gets the same tokens, and a cache without history."""
+    cache = SnapStreamCache(model.config, SMALL)
+    made = [int(model(torch.tensor([prompt(70)]), past_key_values=cache).logits[0, -1].argmax())]
+    for _ in range(9):
+        made.append(int(model(torch.tensor([made[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    assert [made] == generate(model, [prompt(70)], SnapStreamCache(model.config, SMALL), 10)
+    assert not any(layer.keys.requires_grad or layer.values.requires_grad for layer in cache.layers)
+
+
 def test_a_forward_that_breaks_off_is_noticed(model, monkeypatch):
     cache = SnapStreamCache(model.config, SMALL)
     with monkeypatch.context() as patched:

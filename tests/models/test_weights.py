@@ -137,5 +137,5 @@ def test_broken_config(tmp_path):
 def test_missing_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+    with pytest.raises(CheckpointError, match="neither a directory, nor a hub id"):
         resolve_checkpoint(str(tmp_path / "nothing"))

@@ -5,6 +5,12 @@ from pathlib import Path
 TASK_MODEL = Path(__file__).parent / "task-model"
 """A small model that finds things in long texts, trained on the tasks of the accuracy lab; see its README.md."""
 
+MLA_TASK_MODEL = Path(__file__).parent / "task-model-mla"
+"""The same tasks learned by a small DeepSeek-V3: latent attention and experts."""
+
+SHIPPED = {path.name: path for path in (TASK_MODEL, MLA_TASK_MODEL)}
+"""Shipped models by name; the name can be given wherever a model is asked for."""
+
 PLAIN_CHAT = Path(__file__).parent / "plain-chat.jinja"
 """A chat template for models that have none: the messages, one after the other."""
 

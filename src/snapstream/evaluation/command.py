@@ -166,7 +166,7 @@ def evaluate(
             possible = [task for task in grid.tasks if host.refuses(task) is None]
             notes = replace(grid, tasks=possible or grid.tasks).check(host.max_length)
         else:
-            host, notes = _engine(model or str(TASK_MODEL), grid, config, chat, telemetry)
+            host, notes = _engine(model or TASK_MODEL.name, grid, config, chat, telemetry)
     _run(host, grid, output, notes)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapstream.assets import SHIPPED
 from snapstream.errors import CheckpointError
 from snapstream.kernels.cpu import rows_for_skinny_linear
 from snapstream.models.decoder import DecoderModel
@@ -29,10 +30,10 @@ def resolve_config(model: str) -> Path:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """Directory of a checkpoint: ``model`` itself, or the local copy of a hub id, downloaded if need be.
+    """Directory of a checkpoint: ``model`` itself, a shipped model, or a local copy of a hub id, downloaded if need be.
 
     Raises:
-        CheckpointError: Neither a directory with a ``config.json`` nor a hub id that can be reached.
+        CheckpointError: Neither a directory with a ``config.json``, nor a shipped model, nor a hub id within reach.
     """
     return _resolve(model, ["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
 
@@ -43,8 +44,13 @@ def _resolve(model: str, patterns: list[str]) -> Path:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} has no config.json; give the directory of a Hugging Face checkpoint")
         return path
+    if model in SHIPPED:
+        return SHIPPED[model]
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"model {model!r} is neither a directory nor a hub id of the form owner/name")
+        raise CheckpointError(
+            f"model {model!r} is neither a directory, nor a hub id of the form owner/name, nor a shipped model "
+            f"({', '.join(SHIPPED)})"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

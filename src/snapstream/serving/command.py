@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from snapstream.assets import EXAMPLE, PLAIN_CHAT, TASK_MODEL
+from snapstream.assets import EXAMPLE, PLAIN_CHAT, SHIPPED, TASK_MODEL
 from snapstream.config import EngineConfig
 from snapstream.errors import ConfigurationError
 from snapstream.options import Budget, Device, Dtype, MaxLength, Model, Policy, parse_budget, quiet
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(
-    model: Model = str(TASK_MODEL),
+    model: Model = TASK_MODEL.name,
     budget: Budget = None,
     policy: Policy = "snapstream",
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 8,
@@ -62,7 +62,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
-    shipped = Path(model) == TASK_MODEL
+    from snapstream.models.weights import resolve_config
+
+    shipped = resolve_config(model) in SHIPPED.values()
     settings = ServerSettings(
         model_name=served_model_name or (Path(model).resolve().name if Path(model).exists() else model),
         api_keys=tuple(api_key or _keys_of_environment()),

@@ -161,7 +161,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.empty = False
         slot = next_slot(self.count, self.base, self.limit)[:, None, None, None]
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
-            mine.scatter_(2, slot.expand(new.shape), new)
+            mine.scatter_(2, slot.expand(new.shape), new.detach())
         self.count.add_(1)
         return self.keys, self.values
 
@@ -242,6 +242,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         real = entry < valid[:, None]
         return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), real)
 
+    @torch.no_grad()
     def _choose(self, prompt: _Prompt, query: Tensor, key: Tensor, scale: float) -> None:
         """Decide which tokens would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
@@ -271,6 +272,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         chosen = chosen.clamp(min=0)
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
 
+    @torch.no_grad()
     def _settle(self) -> None:
         """Compress a prompt that waits for it: keep what was chosen and forget the rest."""
         prompt = self._prompt
