@@ -3,9 +3,10 @@
     python training/train_task_model.py --output src/snapstream/assets/task-model
     python training/train_task_model.py --architecture deepseek --output src/snapstream/assets/task-model-mla
 
-The model is a two-layer Llama (with attention biases), or a two-layer DeepSeek-V3. It learns to find things in a long text: notes, numbers, values
-in a JSON object, chains of copies. The circuit for all of these is an *induction head*: heads of the first layer tell
-every token which tokens precede it, heads of the second look for the place that is preceded by what was just read.
+The model is a two-layer Llama (with attention biases), or a two-layer DeepSeek-V3. It learns to find things in a long
+text: notes, numbers, values in a JSON object, chains of copies. The circuit for all of these is an *induction head*:
+heads of the first layer tell every token which tokens precede it, heads of the second look for the place that is
+preceded by what was just read.
 
 Why a curriculum. The two halves of the circuit are useless without each other, so on the real tasks the loss stays at
 "some value" for a very long time. With eight words of each kind in a bare list of pairs the circuit appears within a
