@@ -78,7 +78,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
     query = query * ((scaling or query.shape[-1] ** -0.5) * query.shape[-1] ** 0.5)
     extras = {name: extra for name, extra in (("softcap", softcap), ("sinks", s_aux)) if extra is not None}
     window = kwargs.get("sliding_window")
-    if window is not None:  # transformers' own cache drops what is outside the window
+    if window is not None and window < module.config.max_position_embeddings:
+        # transformers' own cache drops what is outside the window
         out = whole_attention(query[0], key[0], value[0], window=window, **extras)
     else:
         out = _ORACLES["now"].attend(module.layer_idx, query[0], key[0], value[0], **extras)

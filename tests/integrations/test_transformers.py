@@ -130,8 +130,10 @@ def test_turns_equal_naive_turns(checkpoint, model, seed):
         history += made
 
 
-def test_turns_of_a_batch_equal_each_alone(model):
-    prompts, turns = [prompt(60, 1), prompt(25, 2)], [prompt(9, 3), prompt(9, 4)]
+@pytest.mark.parametrize("lengths", [(9, 9), (12, 3), (1, 30)])
+def test_turns_of_a_batch_equal_each_alone(model, lengths):
+    """Texts of a second turn may differ in length: they are padded on the left, in the middle of the conversation."""
+    prompts, turns = [prompt(60, 1), prompt(25, 2)], [prompt(n, 3 + i) for i, n in enumerate(lengths)]
 
     def talk(rows):
         cache = SnapStreamCache(model.config, SMALL)
@@ -141,8 +143,11 @@ def test_turns_of_a_batch_equal_each_alone(model):
         mask = [[int(token != 0) for token in one] for one in texts]
         for turn in range(2):
             if turn:
-                texts = [text + turns[row] for row, text in zip(rows, texts, strict=True)]
-            mask = [row + [1] * (len(texts[0]) - len(row)) for row in mask]
+                new = [turns[row] for row in rows]
+                widest = max(map(len, new))
+                mask = [m + [1] * (len(t) - len(m)) for m, t in zip(mask, texts, strict=True)]
+                mask = [m + [0] * (widest - len(n)) + [1] * len(n) for m, n in zip(mask, new, strict=True)]
+                texts = [t + [0] * (widest - len(n)) + n for t, n in zip(texts, new, strict=True)]
             texts = model.generate(
                 torch.tensor(texts),
                 attention_mask=torch.tensor(mask),
@@ -260,6 +265,18 @@ def test_a_compiled_decode_step_is_compiled_once(tmp_path, family):
 
 
 @pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+def test_chunks_are_not_compiled(model):
+    from transformers import CompileConfig
+
+    everywhere = CompileConfig(backend="eager", mode=None)
+    everywhere._compile_all_devices = True
+    expected = generate(model, [prompt(70)], SnapStreamCache(model.config, SMALL))
+    cache = SnapStreamCache(model.config, SMALL, chunked_prefill=True)
+    assert not cache.is_compileable
+    assert generate(model, [prompt(70)], cache, prefill_chunk_size=16, compile_config=everywhere) == expected
+
+
+@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
 def test_generate_compiles_the_decode_step_by_itself(model):
     from transformers import CompileConfig
 
@@ -314,6 +331,65 @@ def test_bad_use_is_refused_with_reasons(model):
         model(torch.tensor([prompt(5)]), output_attentions=True)
     with pytest.raises(RequestError, match="take tokens back"):
         generate(model, [prompt(50)], SnapStreamCache(model.config, SMALL), 20, prompt_lookup_num_tokens=3)
+
+
+def test_tokens_after_the_end_of_a_row_cannot_be_hidden_later(model):
+    """generate() fills a finished row up; DynamicCache could hide that in the next turn, this cache says it cannot."""
+    ids, mask = torch.tensor([prompt(40, 1), prompt(40, 2)]), torch.ones(2, 40, dtype=torch.int64)
+    cache = SnapStreamCache(model.config, SMALL)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    first = generate(model, ids[:1].tolist(), SnapStreamCache(model.config, SMALL), 10)[0]
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, eos_token_id=first[3], **settings)
+    assert (out[0, 44:] == 0).all()
+    more = torch.cat((out, torch.tensor([prompt(5, 3)] * 2)), 1)
+    shown = torch.cat((mask, (out[:, 40:] != 0).long(), torch.ones(2, 5, dtype=torch.int64)), 1)
+    with pytest.raises(RequestError, match="hides tokens that are in the cache"):
+        model.generate(more, attention_mask=shown, past_key_values=cache, eos_token_id=None, **settings)
+
+
+def test_a_cache_of_inference_mode_goes_on_outside(model):
+    cache = SnapStreamCache(model.config, SMALL)
+    with torch.inference_mode():
+        model(torch.tensor([prompt(50)]), past_key_values=cache)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5]]), past_key_values=cache).logits
+    fresh = SnapStreamCache(model.config, SMALL)
+    with torch.no_grad():
+        model(torch.tensor([prompt(50)]), past_key_values=fresh)
+        assert torch.equal(model(torch.tensor([[5]]), past_key_values=fresh).logits, logits)
+
+
+def test_masks_that_are_more_than_padding_are_refused(model):
+    ids = torch.tensor([prompt(6)])
+    causal = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), torch.finfo(torch.float32).min)
+    model(ids, attention_mask=causal, past_key_values=SnapStreamCache(model.config, SMALL))
+    with pytest.raises(RequestError, match="adds to attention's logits"):
+        model(ids, attention_mask=causal + 0.5, past_key_values=SnapStreamCache(model.config, SMALL))
+    with pytest.raises(RequestError, match="for each head"):
+        model(ids, attention_mask=causal.expand(1, 4, 6, 6), past_key_values=SnapStreamCache(model.config, SMALL))
+
+
+def test_a_decode_step_that_breaks_off_is_noticed(model, monkeypatch):
+    cache = SnapStreamCache(model.config, SMALL)
+    with torch.no_grad():
+        model(torch.tensor([prompt(50)]), past_key_values=cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(model.model.layers[1], "forward", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(RequestError, match="layers with different tokens"):
+            model(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_right_padding_of_a_chunk_is_refused_when_it_is_compressed(model):
+    cache = SnapStreamCache(model.config, SMALL, chunked_prefill=True)
+    mask = torch.tensor([[1] * 20 + [0] * 4])
+    with torch.no_grad():
+        model(torch.tensor([prompt(20)]), attention_mask=mask[:, :20], past_key_values=cache)
+        assert cache.nbytes > 2 * SMALL.capacity  # what waits is counted
+        model(torch.tensor([prompt(4)]), attention_mask=mask, past_key_values=cache)
+        with pytest.raises(RequestError, match="padded on the right"):
+            model(torch.tensor([[5]]), past_key_values=cache)
 
 
 def test_no_graph_of_gradients_is_kept(model):

@@ -4,14 +4,16 @@ A row says yes where greedy tokens equal those of DynamicCache with room for eve
 model's own code, attention restricted to what naive code keeps) with little room; otherwise why it is refused.
 """
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from snapstream import CacheBudget, ConfigurationError
 from snapstream.integrations.transformers import SnapStreamCache
+from snapstream.integrations.transformers.attention import snapstream_attention
 from tests.checkpoints import prompt
 from tests.peers import oracle_generate
 
@@ -51,7 +53,7 @@ WINDOW_NOTE = "layers with a window keep it"
 # Name for people, model type, settings, note.
 SUPPORTED = {
     "Llama 2, 3.x": ("llama", {}, ""),
-    "Mistral": ("mistral", {"sliding_window": None}, ""),
+    "Mistral": ("mistral", {"sliding_window": 4096}, "where the window is no shorter than the model's longest text"),
     "Mixtral": ("mixtral", EXPERTS | {"sliding_window": None}, ""),
     "Qwen2, 2.5": ("qwen2", {}, ""),
     "Qwen3": ("qwen3", {}, ""),
@@ -60,7 +62,7 @@ SUPPORTED = {
     "Gemma 2": ("gemma2", WINDOW, f"{WINDOW_NOTE}; capped logits"),
     "Gemma 3 (text)": ("gemma3_text", WINDOW, WINDOW_NOTE),
     "Phi-1.5, 2": ("phi", {}, ""),
-    "Phi-3, 3.5, 4": ("phi3", {"sliding_window": None}, ""),
+    "Phi-3 (4k), Phi-4": ("phi3", {"sliding_window": None}, "without a window in its configuration"),
     "GPT-OSS": ("gpt_oss", EXPERTS | WINDOW, f"{WINDOW_NOTE}; learned sinks"),
     "DeepSeek-V2": ("deepseek_v2", LATENT, LATENT_NOTE),
     "DeepSeek-V3, R1": ("deepseek_v3", LATENT, LATENT_NOTE),
@@ -70,7 +72,7 @@ SUPPORTED = {
     "Cohere Command R7B": ("cohere2", WINDOW, WINDOW_NOTE),
     "Granite": ("granite", {}, ""),
     "SmolLM3": ("smollm3", {}, ""),
-    "StarCoder2": ("starcoder2", {"sliding_window": None}, ""),
+    "StarCoder2": ("starcoder2", {"sliding_window": None}, "without a window in its configuration"),
     "StableLM": ("stablelm", {}, ""),
     "GLM-4": ("glm4", {}, ""),
     "GLM-4.5": ("glm4_moe", EXPERTS, ""),
@@ -86,6 +88,13 @@ REFUSED = {
     "Bloom": ("bloom", {}, ELSEWHERE, "set_attn_implementation"),
     "MPT": ("mpt", {}, ELSEWHERE, "set_attn_implementation"),
     "GPT-J": ("gptj", {"rotary_dim": 8}, ELSEWHERE, "set_attn_implementation"),
+    "Phi-3, 3.5 (128k)": (
+        "phi3",
+        {"sliding_window": None, "original_max_position_embeddings": 1024},
+        "its `generate` drops any cache at 4,096 tokens",
+        "drops the cache",
+    ),
+    "Doge": ("doge", {}, "a learned mask over the cache", "learned mask"),
     "DiffLlama": ("diffllama", {}, "each layer attends to its cache twice", "twice"),
     "Llama 4": (
         "llama4_text",
@@ -153,6 +162,47 @@ def test_supported(name):
     assert generate(model, prompt(70), SnapStreamCache(model.config, 128), 30) == stock
     for length, tokens in expected.items():
         assert generate(model, prompt(length), SnapStreamCache(model.config, BUDGET), 40) == tokens
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Gemma 3 (text)", "GPT-OSS", "DeepSeek-V3, R1"])
+def test_rows_turns_and_selection_of_other_layers(name):
+    """Windows, sinks, capped logits and latents: padded batches, a second turn, and rows that are repeated."""
+    kind, changes, _ = SUPPORTED[name]
+    model = build(kind, changes)
+    stock = build(kind, changes)
+    ids = torch.tensor([[0] * 10 + prompt(50, 1), prompt(60, 2)])
+    mask = (ids != 0).long()
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.set_attn_implementation("snapstream")
+    caches = SnapStreamCache(model.config, 128), DynamicCache(config=stock.config)
+    for turn in range(2):
+        ours, theirs = (
+            one.generate(ids, attention_mask=mask, past_key_values=cache, suppress_tokens=[0], **settings)
+            for one, cache in zip((model, stock), caches, strict=True)
+        )
+        assert ours.tolist() == theirs.tolist()
+        ids = torch.cat((ours, torch.tensor([prompt(7, turn)] * 2)), 1)
+        mask = torch.cat((mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.int64)), 1)
+    small = SnapStreamCache(model.config, BUDGET)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=small)
+        token, position = torch.tensor([[5], [6]]), mask.sum(1, keepdim=True)
+        more = copy.deepcopy(small)
+        more.batch_repeat_interleave(2)
+        more.batch_select_indices(torch.tensor([3, 0]))
+        swapped = model(token[[1, 0]], position_ids=position[[1, 0]], past_key_values=more).logits
+        plain = model(token, position_ids=position, past_key_values=small).logits
+    torch.testing.assert_close(swapped, plain[[1, 0]])
+
+
+def test_bidirectional_attention_stays_bidirectional():
+    """The attention function is for any model: an encoder with capped logits is not made causal."""
+    module = torch.nn.Module()
+    module.is_causal = False
+    query, key, value = torch.randn(3, 1, 4, 6, 16)
+    got, _ = snapstream_attention(module, query, key, value, None, softcap=5.0)
+    logits = 5 * torch.tanh(query @ key.transpose(-1, -2) * 16**-0.5 / 5)
+    torch.testing.assert_close(got, (logits.softmax(-1) @ value).transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", REFUSED)

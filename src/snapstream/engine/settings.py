@@ -70,7 +70,7 @@ def load_tokenizer(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

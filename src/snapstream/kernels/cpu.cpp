@@ -241,7 +241,8 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const a
   TORCH_CHECK(weight.is_contiguous() && ends.is_contiguous(), "grouped_linear: weight and ends must be contiguous");
   const int64_t* last = ends.const_data_ptr<int64_t>();
   for (int64_t e = 0; e < ends.size(0); ++e)
-    TORCH_CHECK(last[e] >= (e ? last[e - 1] : 0) && last[e] <= x.size(0), "grouped_linear: ends are not in order");
+    TORCH_CHECK(last[e] >= (e ? last[e - 1] : 0), "grouped_linear: ends are not in order");
+  TORCH_CHECK(last[ends.size(0) - 1] == x.size(0), "grouped_linear: the last end is not the number of rows");
   const at::Tensor xc = x.contiguous();
   at::Tensor out = at::empty({x.size(0), weight.size(1)}, x.options());
   if (x.scalar_type() == at::kBFloat16) {

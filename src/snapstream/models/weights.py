@@ -72,7 +72,9 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     raw = _read_json(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     try:
-        return ModelSpec.from_config(AutoConfig.from_pretrained(checkpoint), _generation_ends(checkpoint))
+        return ModelSpec.from_config(
+            AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), _generation_ends(checkpoint)
+        )
     except CheckpointError:
         raise
     except Exception as error:  # transformers validates with exceptions of many kinds

@@ -21,8 +21,8 @@ from snapstream.integrations.transformers.layer import take_updated_layer
 ATTENTION = "snapstream"
 """Give it as ``attn_implementation``."""
 
-QUERY_CHUNK = 256
-"""Query tokens at a time where the logits have to be written out."""
+LOGITS = 2**26
+"""Logits at a time where they have to be written out."""
 
 
 def snapstream_attention(
@@ -44,7 +44,7 @@ def snapstream_attention(
         value: ``[B, N, L, D_v]``.
         attention_mask: Boolean or additive, ``[B, 1, T, L]``, or ``None``.
         scaling: Factor on the logits.
-        dropout: Only for layers without our cache.
+        dropout: Of SDPA in prompts; decoding has none.
         **kwargs: ``softcap`` and ``s_aux`` (sinks of GPT-OSS, ``[H]``) are heeded.
 
     Returns:
@@ -68,7 +68,9 @@ def snapstream_attention(
             out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scale, **kwargs)
             result: Tensor = out
             return result
-        causal = mask is None and query.shape[2] > 1
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = mask is None and query.shape[2] > 1 and is_causal
         return written_out_attention(query, key, value, mask, scale, causal=causal, softcap=softcap, sinks=sinks)
 
     if layer is None:
@@ -113,13 +115,14 @@ def written_out_attention(
     grouped = query.view(B, N, H // N, T, D)
     lowest = torch.finfo(torch.float32).min
     chunks = []
-    for start in range(0, T, QUERY_CHUNK):
-        rows = grouped[:, :, :, start : start + QUERY_CHUNK]
+    size = max(1, LOGITS // (B * H * L))
+    for start in range(0, T, size):
+        rows = grouped[:, :, :, start : start + size]
         logits = (rows @ key[:, :, None].transpose(-1, -2)).float() * scale
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if mask is not None:
-            part = mask[:, None, :, start : start + QUERY_CHUNK, :L]
+            part = mask[:, None, :, start : start + size, :L]
             logits = logits.masked_fill(~part, lowest) if part.dtype == torch.bool else logits + part
         elif causal:
             seen = torch.ones(rows.shape[3], L, dtype=torch.bool, device=key.device).tril(start)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.cache_utils import Cache, CacheLayerMixin, StaticSlidingWindowLayer
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from snapstream.config import CacheBudget
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.transformers.attention import ATTENTION
-from snapstream.integrations.transformers.layer import SnapStreamLayer
+from snapstream.integrations.transformers.layer import SlidingLayer, SnapStreamLayer
 
-_REFUSED = {"diffllama": "each layer attends to its cache twice"}
+_REFUSED = {
+    "diffllama": "each layer attends to its cache twice",
+    "doge": "its attention adds a learned mask that belongs to tokens",
+}
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -76,16 +81,51 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         layers: list[CacheLayerMixin] = [
             SnapStreamLayer(index, self.budget, latent=latent, chunked_prefill=chunked_prefill)
             if window is None
-            else StaticSlidingWindowLayer(max_cache_len=window, sliding_window=window)
+            else SlidingLayer(max_cache_len=window, sliding_window=window)
             for index, window in enumerate(windows)
         ]
         super().__init__(layers=layers)
+
+        self._ours = [layer for layer in layers if isinstance(layer, SnapStreamLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new tokens of one layer; see :meth:`SnapStreamLayer.update`.
+
+        Raises:
+            RequestError: A forward pass broke off before, so that some layers have tokens which others have not.
+        """
+        first = self._ours[0]
+        begins = layer_idx == first.index and not torch.compiler.is_compiling()
+        if begins and any(layer.updates != first.updates for layer in self._ours):
+            raise RequestError("a forward pass broke off and left layers with different tokens; reset() the cache")
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def activate_past_recording(self) -> None:
+        """Refuse assisted generation, before it begins.
+
+        Raises:
+            RequestError: Always.
+        """
+        self.crop(-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse, see :meth:`SnapStreamLayer.crop`.
+
+        Raises:
+            RequestError: Always, unless nothing is to be removed.
+        """
+        self._ours[0].crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are held now, over all layers and sequences."""
         return sum(
-            tensor.nbytes for layer in self.layers if layer.is_initialized for tensor in (layer.keys, layer.values)
+            layer.nbytes if isinstance(layer, SnapStreamLayer) else layer.keys.nbytes + layer.values.nbytes
+            for layer in self.layers
+            if layer.is_initialized
         )
 
     @property
@@ -109,6 +149,17 @@ def _windows(config: Any, name: str) -> list[int | None]:
     layers = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    if window is not None and longest is not None and window >= longest:
+        window, types = None, ["full_attention"] * layers if types is None else types
+        types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+    # generate() of Phi-3 drops the cache it is given when a sequence passes the length the model was first trained on.
+    first = getattr(config, "original_max_position_embeddings", None)
+    if str(getattr(config, "model_type", "")).startswith(("phi3", "phimoe", "phi4")) and first and first < longest:
+        raise ConfigurationError(
+            f"{name} is not supported by SnapStreamCache where max_position_embeddings ({longest}) is above "
+            f"original_max_position_embeddings ({first}): its generate() drops the cache it is given at that length"
+        )
     if types is None:
         types = ["full_attention" if window is None else "sliding_attention"] * layers
     unknown = sorted(set(types) - set(_SUPPORTED_LAYERS))

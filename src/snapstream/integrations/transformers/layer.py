@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, StaticSlidingWindowLayer
 
 from snapstream.compression import PlanTensors, choose_entries, next_slot, plan_prompt, plan_tensors
 from snapstream.config import CacheBudget
@@ -88,10 +88,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         base: First entry of the ring, int64 ``[B]``.
         count: Tokens ever stored, int64 ``[B]``, without padding.
         limit: End of the ring, int64 ``[B]``.
+        padding: Tokens among those seen that are padding, int64 ``[B]``.
         seen: Tokens the model has seen, with padding; int64 scalar. It is what transformers counts positions from.
+        updates: Calls of :meth:`update` that were not compiled.
     """
 
-    is_compileable = True
     is_sliding = False
     is_croppable = False
 
@@ -106,8 +107,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         super().__init__()
         self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
+        # generate() would compile the chunks themselves, and the token after them, which compresses.
+        self.is_compileable = not chunked_prefill
         self.seen = torch.zeros((), dtype=torch.int64)
         self.empty = True
+        self.updates = 0
         self._prompt: _Prompt | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -117,10 +121,12 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         def entries(like: Tensor) -> Tensor:
             return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
 
-        self.keys, self.values = entries(key_states), entries(value_states)
-        start = plan_tensors([plan_prompt(1, self.budget)] * key_states.shape[0], self.device)
-        self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
-        self.seen = self.seen.to(self.device)
+        with torch.inference_mode(False):  # what is made inside could not be written to outside
+            self.keys, self.values = entries(key_states), entries(value_states)
+            start = plan_tensors([plan_prompt(1, self.budget)] * key_states.shape[0], self.device)
+            self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
+            self.padding = torch.zeros_like(start.count)
+            self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
         if not torch.compiler.is_compiling():
             for tensor in (self.keys, self.values, self.base, self.limit, self.count, self.seen):
                 torch._dynamo.mark_static_address(tensor)
@@ -151,9 +157,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._prompt is not None and self._prompt.chosen is None:
             raise RequestError(
                 f"layer {self.index} was given a new prompt before the last one was scored: the model's attention does "
-                "not pass through the implementation 'snapstream'; or a forward pass broke off, then reset() the cache"
+                "not pass through the implementation 'snapstream', or changes keys after they were cached; or a "
+                "forward pass broke off, then reset() the cache"
             )
+        key_states, value_states = key_states.detach(), value_states.detach()
         self.seen.add_(key_states.shape[2])
+        if not torch.compiler.is_compiling():
+            self.updates += 1
         _handoff.layer = self
         if key_states.shape[2] > 1:
             return self._stage(key_states, value_states)
@@ -161,7 +171,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.empty = False
         slot = next_slot(self.count, self.base, self.limit)[:, None, None, None]
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
-            mine.scatter_(2, slot.expand(new.shape), new.detach())
+            mine.scatter_(2, slot.expand(new.shape), new)
         self.count.add_(1)
         return self.keys, self.values
 
@@ -199,24 +209,49 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             What ``attend`` returns.
 
         Raises:
-            RequestError: Padding on the right.
+            RequestError: Padding on the right, or a mask that the cache cannot follow.
         """
         prompt, batch, tokens = self._prompt, query.shape[0], query.shape[2]
         assert prompt is not None
         before = key.shape[2] - tokens
-        real = None if mask is None else _real_tokens(mask, batch, tokens)
-        if before and (real is not None or prompt.real is not None):
-            both = ((prompt.real, before), (real, tokens))
+        fresh = None if mask is None else self._fresh_tokens(mask, tokens)
+        real = fresh
+        if before and (fresh is not None or prompt.real is not None):
+            both = ((prompt.real, before), (fresh, tokens))
             real = torch.cat([key.new_ones(batch, size, dtype=torch.bool) if r is None else r for r, size in both], 1)
         if before:  # the model's mask counts tokens that are gone
             mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
             mask = mask if real is None else mask & real[:, None, None]
         prompt.real = real
         out = attend(mask)
-        self._choose(prompt, query, key, scale)
+        self._choose(prompt, query, fresh, key, scale)
         if not self.chunked_prefill:
             self._settle()
         return out
+
+    def _fresh_tokens(self, mask: Tensor, tokens: int) -> Tensor:
+        """Which of the last ``tokens`` columns of a model's mask are no padding, boolean ``[B, T]``.
+
+        Raises:
+            RequestError: A mask that is more than causal attention and padding, or that hides tokens stored before.
+        """
+        if mask.shape[1] != 1:
+            raise RequestError("a mask of its own for each head is not supported by SnapStreamCache")
+        if mask.dtype != torch.bool:
+            allowed = mask == 0
+            if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+                raise RequestError("a mask that adds to attention's logits is not supported by SnapStreamCache")
+            mask = allowed
+        last = mask[:, 0, -1].expand(len(self.base), -1)
+        fresh, past = last[:, -tokens:], last[:, :-tokens]
+        if past.shape[1] and not torch.equal((~past).sum(1), self.padding):
+            raise RequestError(
+                "the attention mask hides tokens that are in the cache already, such as what generate() fills finished "
+                "sequences up with; a cache of fixed size cannot take them out: go on with each sequence alone, or "
+                "with a new cache"
+            )
+        self.padding.add_((~fresh).sum(1))
+        return fresh
 
     def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Put new tokens behind what the cache holds, oldest first, until attention has scored them."""
@@ -243,12 +278,15 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), real)
 
     @torch.no_grad()
-    def _choose(self, prompt: _Prompt, query: Tensor, key: Tensor, scale: float) -> None:
+    def _choose(self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, scale: float) -> None:
         """Decide which tokens would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
-        tail = query if prompt.tail is None else torch.cat((prompt.tail, query), 2)
-        tail = tail[:, :, -budget.window :]
-        prompt.tail = F.pad(tail, (0, 0, budget.window - tail.shape[2], 0))
+        before = F.pad(query[:, :, :0], (0, 0, budget.window, 0)) if prompt.tail is None else prompt.tail
+        queries = torch.cat((before, query), 2)
+        if fresh is not None:  # the last real ones, in order
+            flags = F.pad(fresh.int(), (budget.window, 0), value=1)
+            queries = _take(queries, flags.sort(dim=1, stable=True).indices[:, None])
+        prompt.tail = queries[:, :, -budget.window :]
         real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
         plans = [plan_prompt(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
@@ -280,11 +318,20 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         assert prompt.chosen is not None
         assert prompt.layout is not None
+        if prompt.real is not None and not bool(prompt.real[:, -1].all()):
+            raise RequestError("a prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
         self.keys.copy_(_take(prompt.keys, prompt.chosen))
         self.values.copy_(_take(prompt.values, prompt.chosen))
         for name in ("base", "count", "limit"):
             getattr(self, name).copy_(getattr(prompt.layout, name))
         self._prompt = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held now, those of a prompt that waits for its end included."""
+        held = (self.keys, self.values) if self.is_initialized else ()
+        waiting = (self._prompt.keys, self._prompt.values) if self._prompt is not None else ()
+        return sum(tensor.nbytes for tensor in (*held, *waiting))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the model makes; for a single token it is not looked at."""
@@ -301,9 +348,10 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything; the memory is kept for the next prompts."""
         self._prompt = None
-        self.empty = True
+        self.empty, self.updates = True, 0
         self.seen.zero_()
         if self.is_initialized:
+            self.padding.zero_()
             start = plan_prompt(1, self.budget)
             self.base.fill_(start.base)
             self.limit.fill_(start.limit)
@@ -314,7 +362,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._settle()
         if self.is_initialized:
             rows = beam_idx.to(self.device)
-            for tensor in (self.keys, self.values, self.base, self.count, self.limit):
+            for tensor in (self.keys, self.values, self.base, self.count, self.limit, self.padding):
                 tensor.copy_(tensor.index_select(0, rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -327,7 +375,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep only some of the sequences."""
         self._settle()
         if self.is_initialized:
-            for name in ("keys", "values", "base", "count", "limit"):
+            for name in ("keys", "values", "base", "count", "limit", "padding"):
                 setattr(self, name, getattr(self, name)[indices.to(self.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -353,15 +401,6 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     prefetch = offload
 
 
-def _real_tokens(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """Which of the last ``tokens`` columns of a model's mask are no padding, boolean ``[B, T]``."""
-    last = mask[:, 0, -1, -tokens:].expand(batch, -1)
-    real = last if last.dtype == torch.bool else last >= 0
-    if bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise RequestError("a prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
-    return real
-
-
 def _take(tensor: Tensor, entries: Tensor) -> Tensor:
     """Entries ``[B, N or 1, E]`` of ``[B, N, L, D]``."""
     return tensor.gather(2, entries[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
@@ -370,3 +409,21 @@ def _take(tensor: Tensor, entries: Tensor) -> Tensor:
 def _mean_of_heads(votes: Tensor) -> Tensor:
     """One vote for all heads, ``[B, N, L] -> [B, 1, L]``."""
     return votes.mean(1, keepdim=True)
+
+
+class SlidingLayer(StaticSlidingWindowLayer):  # type: ignore[misc]
+    """A layer with a sliding window, as transformers has it, that can follow rows of a batch."""
+
+    is_croppable = False
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                setattr(self, name, getattr(self, name).repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some of the sequences."""
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                setattr(self, name, getattr(self, name)[indices.to(self.device)])
