@@ -141,7 +141,7 @@ def set_architecture(path):
     [
         (["generate", "--file", "no-such-file.txt"], "no-such-file.txt could not be read"),
         (["generate", "hello", "--model", "no-such-model"], "neither a directory, nor a hub id"),
-        (["demo", "--model", "no-such-model"], "for the shipped models (task-model, task-model-mla)"),
+        (["demo", "--model", "no-such-model"], "for the shipped models"),
         (["generate", "hello", "--budget", 3], "at least 16"),
         (["generate", "hello", "--budget", -5], "at least 16"),
         (["generate", "hello", "--budget", '{"sinks": 4}'], "unknown field sinks"),
