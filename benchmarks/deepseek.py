@@ -129,7 +129,7 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     print("| tokens | chunk | this / transformers |")
     print("|---|---|---|")
     backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
-    for length in (2048, 8192):
+    for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         prefill = Prefill(model, backend, CacheBudget.of(1024), padded=length, chunk=512, eager=False)
         prefill.warm_up()
