@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,20 +23,9 @@ class Llama:
     def build(self, vocabulary: int, max_positions: int, end: int, padding: int) -> PreTrainedModel:
         """Builds the untrained model."""
         config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=HIDDEN,
-            intermediate_size=256,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
+            **common_settings(vocabulary, max_positions, end, padding),
             num_key_value_heads=3,
-            max_position_embeddings=max_positions,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            attention_bias=True,
-            tie_word_embeddings=False,
-            initializer_range=0.08,
-            bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=padding,
         )
         model = LlamaForCausalLM(config)
         self._start_looking_back(model)
@@ -73,12 +64,8 @@ class Deepseek:
     def build(self, vocabulary: int, max_positions: int, end: int, padding: int) -> PreTrainedModel:
         """Builds the untrained model."""
         config = DeepseekV3Config(
-            vocab_size=vocabulary,
-            hidden_size=HIDDEN,
-            intermediate_size=256,
+            **common_settings(vocabulary, max_positions, end, padding),
             moe_intermediate_size=64,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
             num_key_value_heads=HEADS,
             q_lora_rank=96,
             kv_lora_rank=112,
@@ -96,14 +83,7 @@ class Deepseek:
             topk_method="noaux_tc",  # vLLM reads these two, transformers takes them for granted
             scoring_func="sigmoid",
             num_nextn_predict_layers=0,
-            max_position_embeddings=max_positions,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-            attention_bias=True,
-            tie_word_embeddings=False,
-            initializer_range=0.08,
-            bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=padding,
         )
         config._experts_implementation = "eager"
         model = DeepseekV3ForCausalLM(config)
@@ -157,6 +137,24 @@ class Deepseek:
         chosen = gate(hidden)[2]
         load = functional.one_hot(chosen, gate.num_experts).sum((0, 1)).float()
         gate.e_score_correction_bias += BALANCE_RATE * torch.sign(load.mean() - load)
+
+
+def common_settings(vocabulary: int, max_positions: int, end: int, padding: int) -> dict[str, Any]:
+    """What the configurations of both have in common."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 256,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": max_positions,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.08,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": padding,
+    }
 
 
 def turned_back(key: torch.Tensor, head: int, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

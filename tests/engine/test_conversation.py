@@ -58,7 +58,8 @@ def test_turns_equal_naive_turns(checkpoint, seed):
     check_turns(checkpoint, seed)
 
 
-def test_a_full_cache_goes_on_as_if_the_conversation_were_one_prompt(checkpoint):
+def check_full_cache(checkpoint):
+    """Nothing is dropped, so two turns are one prompt, and a third ends where the longest sequence does."""
     llm = make(checkpoint, budget=None, sessions=1, max_model_len=250)
     first = run(llm, prompt(100), greedy(20), keep=True)
     more = prompt(70, seed=1)
@@ -72,6 +73,10 @@ def test_a_full_cache_goes_on_as_if_the_conversation_were_one_prompt(checkpoint)
     third = run(llm, [second.token_ids[-1], *prompt(20, seed=3)], greedy(100), past=second.saved)
     assert len(third.token_ids) == 250 - 240  # up to max_model_len, though the last chunk of the staging cache is short
     assert third.saved is None
+
+
+def test_a_full_cache_goes_on_as_if_the_conversation_were_one_prompt(checkpoint):
+    check_full_cache(checkpoint)
 
 
 def test_a_turn_does_not_depend_on_who_else_runs_or_on_chunks(checkpoint):

@@ -10,7 +10,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.kernels.cpu import compiler_available
 from tests.checkpoints import LATENT, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.engine.test_conversation import check_turns, run
+from tests.engine.test_conversation import check_full_cache, check_turns, run
 from tests.engine.test_engine import BUDGET, greedy, make
 from tests.peers import peer_generate
 
@@ -75,13 +75,7 @@ def test_one_latent_is_stored_per_token(deepseek):
 
 
 def test_a_conversation_over_a_full_cache_is_one_prompt(deepseek):
-    llm = make(deepseek, budget=None, sessions=1, max_model_len=250)
-    first = run(llm, prompt(100), greedy(20), keep=True)
-    more = prompt(70, seed=1)
-    second = run(llm, [first.token_ids[-1], *more], greedy(30), past=first.saved, keep=True)
-    alone = make(deepseek, budget=None, max_model_len=250)
-    at_once = alone.generate([prompt(100) + list(first.token_ids) + more], greedy(30))[0]
-    assert second.token_ids == at_once.token_ids
+    check_full_cache(deepseek)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -14,24 +14,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from snapstream import CacheBudget, ConfigurationError
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.integrations.transformers.attention import snapstream_attention
-from tests.checkpoints import prompt
+from tests.checkpoints import SMALL, prompt
 from tests.peers import oracle_generate
 
 BUDGET = CacheBudget(sink=2, recent=10, top_k=12, window=4, kernel=3)
-COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+COMMON = SMALL | {"head_dim": 16, "pad_token_id": 0}
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {

@@ -1,10 +1,8 @@
 """What is particular to DeepSeek: experts, routing, float8 weights, layers for multi-token prediction."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import DeepseekV3Config
 
@@ -16,6 +14,7 @@ from snapstream.models.spec import ExpertShape, ModelSpec
 from snapstream.models.weights import dequantise, load_model, load_spec
 from tests.checkpoints import LATENT, save_checkpoint
 from tests.models.test_logits import DenseCache
+from tests.models.test_weights import edit_config, rewrite
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -70,7 +69,6 @@ def shape(**changes):
         "first_layer": 0,
         "groups": 3,
         "chosen_groups": 2,
-        "scoring": "sigmoid",
         "corrected": True,
         "normalize": True,
         "scale": 2.5,
@@ -80,7 +78,7 @@ def shape(**changes):
 
 def naive_route(logits, correction, one):
     """Experts and their weights for one token, from the definition, with Python lists."""
-    scores = (logits.sigmoid() if one.scoring == "sigmoid" else logits.softmax(-1)).tolist()
+    scores = (logits.sigmoid() if one.corrected else logits.softmax(-1)).tolist()
     ranking = [score + (float(correction[i]) if one.corrected else 0.0) for i, score in enumerate(scores)]
     size = one.count // one.groups
     groups = [range(g * size, (g + 1) * size) for g in range(one.groups)]
@@ -100,8 +98,8 @@ def naive_route(logits, correction, one):
     [
         shape(),
         shape(groups=1, chosen_groups=1, chosen=4, shared=0),
-        shape(scoring="softmax", corrected=False, normalize=False),
-        shape(scoring="softmax", corrected=False, normalize=False, groups=1, chosen_groups=1, chosen=6),
+        shape(corrected=False, normalize=False),
+        shape(corrected=False, normalize=False, groups=1, chosen_groups=1, chosen=6),
     ],
 )
 def test_experts_equal_naive_experts(one):
@@ -121,17 +119,6 @@ def test_experts_equal_naive_experts(one):
             if mixture.shared is not None:
                 want += mixture.shared(token[None])[0].double()
             torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
-
-
-def rewrite(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(path, **changes):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
 
 
 def quantise(tensors, block):

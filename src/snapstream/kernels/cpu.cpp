@@ -165,26 +165,31 @@ inline void linear_rows(const T* x, int64_t M, const T* w, int64_t K, int64_t ro
   }
 }
 
+constexpr int64_t TILE = 32;  // weight rows per task; all groups of eight x rows pass over a tile while it is cached
+
+// Rows m0 .. m1 of x times the tile of weight rows that begins at n0, into the same rows and columns of out [M, N].
+template <typename T>
+inline void multiply_tile(const T* x, int64_t m0, int64_t m1, const T* w, const T* bias, int64_t n0, int64_t K, int64_t N,
+                          T* out) {
+  const int64_t n1 = std::min(N, n0 + TILE);
+  for (; m0 < m1; m0 += 8) {
+    const int64_t group = std::min<int64_t>(8, m1 - m0);
+    float y[8 * TILE];
+    linear_rows(x + m0 * K, group, w + n0 * K, K, n1 - n0, y, TILE);
+    for (int64_t m = 0; m < group; ++m)
+      for (int64_t n = n0; n < n1; ++n)
+        out[(m0 + m) * N + n] = static_cast<T>(y[m * TILE + n - n0] + (bias ? static_cast<float>(bias[n]) : 0.0f));
+  }
+}
+
 template <typename T>
 void linear_kernel(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Tensor& out) {
   const int64_t M = x.size(0), K = x.size(1), N = weight.size(0);
   const T* xp = x.const_data_ptr<T>();
   const T* wp = weight.const_data_ptr<T>();
   T* op = out.mutable_data_ptr<T>();
-  constexpr int64_t TILE = 32;  // weight rows per task; all groups of eight x rows pass over a tile while it is cached
   at::parallel_for(0, (N + TILE - 1) / TILE, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t n0 = tile * TILE, n1 = std::min(N, n0 + TILE);
-      for (int64_t m0 = 0; m0 < M; m0 += 8) {
-        const int64_t group = std::min<int64_t>(8, M - m0);
-        float y[8 * TILE];
-        linear_rows(xp + m0 * K, group, wp + n0 * K, K, n1 - n0, y, TILE);
-        for (int64_t m = 0; m < group; ++m)
-          for (int64_t n = n0; n < n1; ++n)
-            op[(m0 + m) * N + n] =
-                static_cast<T>(y[m * TILE + n - n0] + (bias ? static_cast<float>(bias[n]) : 0.0f));
-      }
-    }
+    for (int64_t tile = begin; tile < end; ++tile) multiply_tile(xp, 0, M, wp, bias, tile * TILE, K, N, op);
   });
 }
 
@@ -212,21 +217,15 @@ void grouped_kernel(const at::Tensor& x, const at::Tensor& weight, const int64_t
   const T* xp = x.const_data_ptr<T>();
   const T* wp = weight.const_data_ptr<T>();
   T* op = out.mutable_data_ptr<T>();
-  constexpr int64_t TILE = 32;
   const int64_t tiles = (N + TILE - 1) / TILE;
   std::vector<int64_t> chosen;  // experts that have rows; the others' weights are not touched
   for (int64_t e = 0; e < E; ++e)
     if (ends[e] > (e ? ends[e - 1] : 0)) chosen.push_back(e);
   at::parallel_for(0, static_cast<int64_t>(chosen.size()) * tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t e = chosen[task / tiles], n0 = task % tiles * TILE, n1 = std::min(N, n0 + TILE);
-      for (int64_t m0 = e ? ends[e - 1] : 0; m0 < ends[e]; m0 += 8) {
-        const int64_t group = std::min<int64_t>(8, ends[e] - m0);
-        float y[8 * TILE];
-        linear_rows(xp + m0 * K, group, wp + (e * N + n0) * K, K, n1 - n0, y, TILE);
-        for (int64_t m = 0; m < group; ++m)
-          for (int64_t n = n0; n < n1; ++n) op[(m0 + m) * N + n] = static_cast<T>(y[m * TILE + n - n0]);
-      }
+      const int64_t e = chosen[task / tiles];
+      const T* none = nullptr;
+      multiply_tile(xp, e ? ends[e - 1] : 0, ends[e], wp + e * N * K, none, task % tiles * TILE, K, N, op);
     }
   });
 }

@@ -82,7 +82,7 @@ class Router(nn.Module):
         """
         shape = self.shape
         logits = F.linear(x.float(), self.weight.float())
-        scores = logits.sigmoid() if shape.scoring == "sigmoid" else logits.softmax(-1)
+        scores = logits.sigmoid() if shape.corrected else logits.softmax(-1)
         ranking = scores if self.correction is None else scores + self.correction.float()
         if shape.groups > 1:
             grouped = ranking.view(len(x), shape.groups, -1)

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from snapstream.models.spec import ExpertShape, LatentShape, ModelSpec
 
-SCALE_SUFFIX = "weight_scale_inv"
-"""End of the name of the scales of a float8 weight."""
-
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -56,6 +53,11 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
         else:
             places |= _gated(f"{source}.mlp", feed_forward, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
     return places
+
+
+def scale_of(name: str) -> str:
+    """Name of the scales of a float8 weight."""
+    return f"{name}_scale_inv"
 
 
 def may_be_ignored(name: str, spec: ModelSpec) -> bool:

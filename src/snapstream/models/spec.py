@@ -56,8 +56,8 @@ class ExpertShape:
         first_layer: Layers before it are dense.
         groups: Groups of experts.
         chosen_groups: Groups that a token's experts come from.
-        scoring: ``softmax`` over all experts, or a ``sigmoid`` each.
-        corrected: A learned correction takes part in the choice, and a group counts by its two best.
+        corrected: V3's routing: a sigmoid each, a learned correction takes part in the choice, and a group counts by
+            its two best. V2's, otherwise, is a softmax over all experts.
         normalize: Weights of the chosen experts add up to 1 before they are scaled.
         scale: Factor on the weights.
     """
@@ -69,7 +69,6 @@ class ExpertShape:
     first_layer: int
     groups: int
     chosen_groups: int
-    scoring: str
     corrected: bool
     normalize: bool
     scale: float
@@ -288,7 +287,6 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
         first_layer=first,
         groups=groups,
         chosen_groups=chosen_groups,
-        scoring="sigmoid" if corrected else "softmax",
         corrected=corrected,
         normalize=corrected and bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),

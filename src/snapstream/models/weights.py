@@ -16,7 +16,7 @@ from snapstream.kernels.cpu import rows_for_skinny_linear
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import MixtureOfExperts, Router
 from snapstream.models.layers import Linear
-from snapstream.models.names import SCALE_SUFFIX, Place, may_be_ignored, tensor_places
+from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
 
@@ -110,9 +110,10 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
             if part.get_dtype() == "F8_E4M3":
                 quantised.add(name)
         _check(checkpoint, spec, places, shapes, quantised)
-        scales = {
-            name: tensors.get_tensor(name) for name, tensors in _each_tensor(files) if name.endswith(SCALE_SUFFIX)
-        }
+        # They may be in another shard than their weights.
+        wanted = {scale_of(name) for name in quantised}
+        sources = _each_tensor(files) if wanted else ()
+        scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
         model = _empty_model(spec, dtype).to_empty(device=device)
         if spec.tied_embeddings:
             model.head.weight = model.embedding.weight
@@ -125,7 +126,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                 if place is not None:
                     tensor = tensors.get_tensor(name)
                     if name in quantised:
-                        tensor = dequantise(tensor, scales[f"{name}_scale_inv"], spec.weight_block)
+                        tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
                     place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
@@ -228,7 +229,7 @@ def _check(
     rows, columns = spec.weight_block
     for name in quantised & set(places):
         shape = places[name].shape
-        expected[f"{name}_scale_inv"] = (-(-shape[0] // rows), -(-shape[-1] // columns))
+        expected[scale_of(name)] = (-(-shape[0] // rows), -(-shape[-1] // columns))
     missing = sorted(set(expected) - set(shapes))
     extra = sorted(name for name in set(shapes) - set(expected) if not may_be_ignored(name, spec))
     misshaped = [

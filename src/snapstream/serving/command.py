@@ -62,9 +62,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
-    from snapstream.models.weights import resolve_config
-
-    shipped = resolve_config(model) in SHIPPED.values()
+    shipped = Path(model) in SHIPPED.values() or (model in SHIPPED and not Path(model).is_dir())
     settings = ServerSettings(
         model_name=served_model_name or (Path(model).resolve().name if Path(model).exists() else model),
         api_keys=tuple(api_key or _keys_of_environment()),

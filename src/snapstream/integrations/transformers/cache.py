@@ -85,7 +85,6 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             for index, window in enumerate(windows)
         ]
         super().__init__(layers=layers)
-
         self._ours = [layer for layer in layers if isinstance(layer, SnapStreamLayer)]
 
     def update(
@@ -122,11 +121,7 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that are held now, over all layers and sequences."""
-        return sum(
-            layer.nbytes if isinstance(layer, SnapStreamLayer) else layer.keys.nbytes + layer.values.nbytes
-            for layer in self.layers
-            if layer.is_initialized
-        )
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def nbytes_uncompressed(self) -> int:
@@ -150,8 +145,9 @@ def _windows(config: Any, name: str) -> list[int | None]:
     window: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     longest = getattr(config, "max_position_embeddings", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * layers
     if window is not None and longest is not None and window >= longest:
-        window, types = None, ["full_attention"] * layers if types is None else types
         types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
     # generate() of Phi-3 drops the cache it is given when a sequence passes the length the model was first trained on.
     first = getattr(config, "original_max_position_embeddings", None)
@@ -160,8 +156,6 @@ def _windows(config: Any, name: str) -> list[int | None]:
             f"{name} is not supported by SnapStreamCache where max_position_embeddings ({longest}) is above "
             f"original_max_position_embeddings ({first}): its generate() drops the cache it is given at that length"
         )
-    if types is None:
-        types = ["full_attention" if window is None else "sliding_attention"] * layers
     unknown = sorted(set(types) - set(_SUPPORTED_LAYERS))
     for setting in ("attention_chunk_size", "num_kv_shared_layers", "index_topk"):
         if getattr(config, setting, None) and "chunked_attention" not in unknown:

@@ -416,6 +416,11 @@ class SlidingLayer(StaticSlidingWindowLayer):  # type: ignore[misc]
 
     is_croppable = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return int(self.keys.nbytes + self.values.nbytes) if self.is_initialized else 0
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         if self.is_initialized:
