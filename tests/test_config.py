@@ -76,7 +76,10 @@ def test_resized_keeps_the_policy(policy):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
+        ("prompt_logprobs", -1),
         ("max_tokens", 1.5),
         ("temperature", -1),
         ("temperature", float("nan")),

@@ -16,6 +16,9 @@ Selection = Literal["votes", "random"]
 Preset = Literal["full", "streaming", "sage-kv", "snapstream", "random"]
 
 MIN_CAPACITY = 16
+WINDOW = 32
+"""Voters of a cache of 128 entries or more. Every host keeps at least so many queries, whatever its own policy needs,
+so that a request may ask for any cache that is no larger than the host's."""
 _FRACTIONS = (
     "temperature",
     "top_p",
@@ -139,7 +142,7 @@ class CacheBudget:
             return cls(sink=sink, recent=capacity - sink, top_k=0, window=1)
         # Below 128 entries a quarter is too short for a question, and 32 voters ask for more than there is room for.
         recent = max(capacity // 4, min(32, capacity * 3 // 8))
-        window = min(32, capacity // 4)
+        window = min(WINDOW, capacity // 4)
         budget = cls(sink=sink, recent=recent, top_k=capacity - sink - recent, window=window)
         if name == "sage-kv":
             return replace(budget, window=1)
@@ -216,31 +219,44 @@ class CacheBudget:
         recent = max(self.window, min(capacity - self.sink, self.recent * capacity // self.capacity))
         return replace(self, recent=recent, top_k=capacity - self.sink - recent)
 
-    def for_request(self, entries: int | CacheBudget | None) -> CacheBudget:
-        """The budget of a request that asks for ``entries``, or brings a policy of its own, where this is the server's.
+    @property
+    def queries(self) -> int:
+        """Last queries of a prompt that a host with this budget keeps: its own voters, and any request's."""
+        return max(self.window, WINDOW)
+
+    def for_request(self, asked: int | CacheBudget | None) -> CacheBudget:
+        """The cache of a request, where this is the host's.
+
+        Args:
+            asked: ``None`` is the host's own cache. A number is :meth:`of` that number, whatever the host's policy is,
+                so that it means the same cache everywhere.
 
         Raises:
-            RequestError: More than this budget, too few entries for its policy, or a larger window than is kept.
+            RequestError: No cache, one with more entries than the host's, or more voters than queries are kept.
         """
-        if entries is None:
+        if asked is None:
             return self
-        if isinstance(entries, CacheBudget):
-            votes = entries.top_k > 0 and entries.selection == "votes"
-            if votes and entries.window > self.window:
-                raise RequestError(f"kv_budget: its window is {entries.window}; the engine keeps {self.window} queries")
-            if entries.capacity > self.capacity:
-                raise RequestError(
-                    f"kv_budget has {entries.capacity} entries; the engine's has {self.capacity}, give at most that"
-                )
-            return entries
-        if not _is_integer(entries):
-            raise RequestError(f"kv_budget is {entries!r}; it must be a whole number of cache entries")
-        if entries > self.capacity:
-            raise RequestError(f"kv_budget is {entries}; the server's is {self.capacity}, give at most that")
-        try:
-            return self.resized(entries)
-        except ConfigurationError as error:
-            raise RequestError(f"kv_budget: {error}") from error
+        if not isinstance(asked, CacheBudget):
+            if not _is_integer(asked):
+                raise RequestError(f"kv_budget is {asked!r}; it must be a whole number of cache entries")
+            try:
+                asked = CacheBudget.of(asked)
+            except ConfigurationError as error:
+                raise RequestError(f"kv_budget: {error}") from error
+        if asked.capacity > self.capacity:
+            raise RequestError(
+                f"kv_budget is {asked.capacity}; a cache has {self.capacity} entries here, give at most that"
+            )
+        if asked.top_k and asked.selection == "votes" and asked.window > self.queries:
+            raise RequestError(
+                f"kv_budget: its window is {asked.window}, but {self.queries} queries are kept here; give at most that"
+            )
+        return asked
+
+    def same_policy(self, other: CacheBudget) -> bool:
+        """Whether two caches choose alike, however many entries each part of them has."""
+        names = ("sink", "window", "pooling", "kernel", "normalize", "selection", "seed")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as plain values, for JSON."""
@@ -252,7 +268,8 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when to stop.
 
     Attributes:
-        max_tokens: Most tokens to generate.
+        max_tokens: Most tokens to generate; 0 reads the prompt and generates nothing.
+        min_tokens: Tokens to generate before an end token, a stop token or a stop string may end the output.
         temperature: 0 is greedy: always the most likely token.
         top_k: Sample among the ``top_k`` most likely tokens; 0 means all.
         top_p: Sample among the fewest tokens whose probabilities reach ``top_p``.
@@ -263,17 +280,21 @@ class SamplingParams:
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
         logit_bias: Added to the logits of these tokens, by token id; between -100 and 100.
         logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
+        prompt_logprobs: The same of the prompt's tokens. They come from prefill, which sees the whole prompt, so they
+            do not depend on the cache budget. The prompt is read for this request alone.
         stop: Strings that end the output; they are not part of it.
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: Go on past the model's end-of-sequence token.
-        kv_budget: Cache entries for this request, at most the engine's, or a :class:`CacheBudget` with a policy of its
-            own; ``None`` means the engine's.
+        skip_special_tokens: Leave tokens that are no text, such as those of a chat template, out of the output's text.
+        kv_budget: The cache of this request, at most as large as the engine's: a number of entries, which is
+            :meth:`CacheBudget.of` that number, or a :class:`CacheBudget`; ``None`` means the engine's.
         forced: Tokens the output begins with, whatever the model would say. They are decoded like generated ones, so
             they find the prompt compressed; they count as output, and nothing in them ends it.
         telemetry: Report which prompt tokens were kept and how much attention they had; costs a second scoring.
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -284,9 +305,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] | str = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     kv_budget: int | CacheBudget | None = None
     forced: tuple[int, ...] = ()
     telemetry: bool = False
@@ -313,7 +336,8 @@ class SamplingParams:
             if not _is_number(value):
                 raise RequestError(f"sampling: {name} is {value!r}; it must be a number")
         checks: list[tuple[str, bool, str]] = [
-            ("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
+            ("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 0, "a whole number of 0 or more"),
+            ("min_tokens", _is_integer(self.min_tokens) and self.min_tokens >= 0, "a whole number of 0 or more"),
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
             ("top_k", _is_integer(self.top_k) and self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -327,7 +351,8 @@ class SamplingParams:
                 all(_is_integer(t) and t >= 0 and _is_number(b) and abs(b) <= 100 for t, b in bias.items()),
                 "numbers between -100 and 100, by token id",
             ),
-            ("logprobs", self.logprobs is None or (_is_integer(self.logprobs) and self.logprobs >= 0), "0 or more"),
+            ("logprobs", _is_count_or_none(self.logprobs), "0 or more"),
+            ("prompt_logprobs", _is_count_or_none(self.prompt_logprobs), "0 or more"),
             ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
             ("stop_token_ids", all(_is_integer(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more"),
             (
@@ -341,6 +366,10 @@ class SamplingParams:
             if not valid:
                 raise RequestError(f"sampling: {name} is {getattr(self, name)!r}; it must be {allowed}")
 
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"sampling: min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
+            )
         if len(self.forced) > self.max_tokens:
             raise RequestError(
                 f"sampling: {len(self.forced)} forced tokens are more than max_tokens ({self.max_tokens}); "
@@ -349,9 +378,10 @@ class SamplingParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the next token is just the largest logit: nothing to draw, penalise or report."""
+        """Whether the next token is just the largest logit: nothing to draw, forbid, penalise or report."""
         no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        return self.temperature == 0 and no_penalty and not self.logit_bias and self.logprobs is None
+        any_token = not self.logit_bias and not self.min_tokens
+        return self.temperature == 0 and no_penalty and any_token and self.logprobs is None
 
 
 @dataclass(frozen=True)
@@ -415,6 +445,10 @@ class EngineConfig:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 
 
 def _is_number(value: object) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from snapstream import CacheBudget, RequestError, SamplingParams
 from snapstream.compression import entry_of, next_slot, plan_prompt, surviving_tokens
-from snapstream.engine.report import KEPT_PARTS
+from snapstream.engine.output import KEPT_PARTS
 from tests.checkpoints import prompt
 from tests.conversation import NaiveConversation
 from tests.engine.test_engine import greedy, make

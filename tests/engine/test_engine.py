@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
-from snapstream.engine.request import Detokenizer, special_tokens
+from snapstream.engine.detokenizer import Detokenizer, special_tokens
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -128,10 +128,30 @@ def test_greedy_output_depends_on_nothing_else(tmp_path, attention):
 def test_request_budget_equals_an_engine_with_that_budget(checkpoint):
     small = BUDGET.resized(36)
     want = make(checkpoint, small).generate(prompt(140), greedy(50))[0]
-    got = make(checkpoint).generate([prompt(140), prompt(90)], [greedy(50, kv_budget=36), greedy(50)])
+    got = make(checkpoint).generate([prompt(140), prompt(90)], [greedy(50, kv_budget=small), greedy(50)])
     assert got[0].token_ids == want.token_ids
     assert got[0].cache.limit == 36
     assert got[1].cache.limit == 48
+
+
+@pytest.mark.parametrize("host", [None, 256, 192, CacheBudget.preset("streaming", 192), CacheBudget(4, 180, 8, 1)])
+def test_a_number_is_the_same_cache_on_every_engine(checkpoint, host):
+    """Whatever the engine's own policy and window are: ``kv_budget=64`` is ``CacheBudget.of(64)``."""
+    llm = make(checkpoint, host, slots=1)
+    for entries in (16, 36, 64, 150, 192):
+        want = make(checkpoint, CacheBudget.of(entries)).generate(prompt(220), greedy(12, telemetry=True))[0]
+        for asked in (entries, CacheBudget.of(entries)):
+            got = llm.generate(prompt(220), greedy(12, kv_budget=asked, telemetry=True))[0]
+            assert got.token_ids == want.token_ids
+            assert got.cache == want.cache
+
+
+@pytest.mark.parametrize("asked", [CacheBudget(4, 60, 0), CacheBudget.preset("random", 64), CacheBudget(0, 40, 20)])
+def test_a_policy_that_was_accepted_is_served(checkpoint, asked):
+    """Its window of 32 is larger than what is recent in the engine's own cache, 24."""
+    want = make(checkpoint, asked).generate(prompt(200), greedy(40))[0]
+    got = make(checkpoint, 64).generate(prompt(200), greedy(40, kv_budget=asked))[0]
+    assert (got.error, got.token_ids) == (None, want.token_ids)
 
 
 def test_requests_come_and_go(checkpoint):
@@ -252,7 +272,7 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
             llm.add_request(bad)
         llm.step()
     for params, message in [
-        ({"kv_budget": 1000}, "the server's is 48"),
+        ({"kv_budget": 1000}, "a cache has 48 entries here"),
         ({"kv_budget": 5}, "at least"),
         ({"logprobs": 21}, "at most 20"),
     ]:
@@ -260,6 +280,8 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
             llm.add_request(prompt(5), SamplingParams(**params))
     with pytest.raises(RequestError, match="in use"):
         llm.add_request(prompt(5), request_id="good")
+    with pytest.raises(RequestError, match="params is .*; give SamplingParams"):
+        llm.generate(prompt(5), {"max_tokens": 3})
     with pytest.raises(RequestError, match="2 prompts but 1 sampling"):
         llm.generate([prompt(5), prompt(6)], [SamplingParams()])
     with pytest.raises(RequestError):  # the good half of a failed call does not stay behind
@@ -393,11 +415,12 @@ def test_a_smaller_budget_of_a_full_cache_is_snapstream(checkpoint):
     """Not StreamingLLM, which a full cache with fewer entries would be."""
     params = greedy(30, kv_budget=64, telemetry=True)
     full = make(checkpoint, budget=None).generate([prompt(150)], params)[0]
-    streaming = make(checkpoint, budget=CacheBudget.preset("streaming", 64)).generate([prompt(150)], params)[0]
+    streaming = make(checkpoint, budget=CacheBudget.preset("streaming", 64)).generate(
+        [prompt(150)], greedy(30, telemetry=True)
+    )[0]
     assert full.cache.pinned > 0
     assert full.cache.kept.positions != streaming.cache.kept.positions
-    own = CacheBudget.of(256).resized(64)
-    same = make(checkpoint, budget=own).generate([prompt(150)], params)[0]
+    same = make(checkpoint, budget=64).generate([prompt(150)], params)[0]
     assert full.token_ids == same.token_ids
     assert full.cache.kept.positions == same.cache.kept.positions
     assert full.cache.limit == 64

@@ -267,7 +267,7 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": "w5", "logprobs": 21}, "at most 20"),
         ({"prompt": "w5", "logit_bias": {"96": 1}}, "token 96"),
         ({"prompt": "w5", "logit_bias": {"a": 1}}, "logit_bias"),
-        ({"prompt": "w5", "extra_body": {"kv_budget": 49}}, "the server's is 48, give at most that"),
+        ({"prompt": "w5", "extra_body": {"kv_budget": 49}}, "a cache has 48 entries here, give at most that"),
         ({"prompt": "w5", "extra_body": {"kv_buget": 40}}, "'kv_buget' is not a field"),
         ({"prompt": "w5", "suffix": "x"}, "'suffix' is not a field"),
         ({"prompt": "w5", "best_of": 3}, "'best_of'"),

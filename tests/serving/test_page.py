@@ -154,7 +154,7 @@ def test_an_error_is_shown_and_the_message_comes_back(page):
     ask(page, "The guard visited the flag.")
     alert = page.get_by_role("alert")
     alert.wait_for()
-    assert "the server's is 512, give at most that" in alert.inner_text()
+    assert "a cache has 512 entries here, give at most that" in alert.inner_text()
     assert "[request " in alert.inner_text()
     assert page.get_by_label("Message").input_value() == "The guard visited the flag."
     assert page.locator(".message").count() == 0

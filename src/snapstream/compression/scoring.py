@@ -43,42 +43,10 @@ def observation_votes(
     Returns:
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for what is no candidate.
     """
-    B, H, W, D = queries.shape
-    N, L = keys.shape[1], keys.shape[2]
-    grouped = queries.reshape(B, N, H // N * W, D)
-    rows = torch.arange(W, device=keys.device)
-    query_position = plan.length[:, None] - W + rows  # [B, W]
-    voter = (query_position >= plan.first_voter[:, None])[:, None, None, :, None]
-
-    def logits(start: int) -> tuple[Tensor, Tensor]:
-        """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
-        chunk = keys[:, :, start : start + key_chunk]
-        # Products of half-precision inputs are exact in float32; only then is nothing lost before the sum.
-        values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
-        values = values.view(B, N, H // N, W, chunk.shape[2])
-        position = torch.arange(start, start + chunk.shape[2], device=keys.device)
-        if normalize == "all":
-            member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
-        else:
-            member = _candidates(position, plan, sink)[:, None]
-        return values, member[:, None, None]
-
-    starts = range(0, L, key_chunk)
-    # Two passes (normaliser first, then the votes) cost a second product of W rows and save holding all logits.
-    normalizer = torch.full((B, N, H // N, W), float("-inf"), device=keys.device)
-    for start in starts:
-        values, member = logits(start)
-        chunk_sum = values.masked_fill(~member, float("-inf")).logsumexp(-1)
-        normalizer = torch.logaddexp(normalizer, chunk_sum)
-    normalizer = normalizer.masked_fill(normalizer == float("-inf"), 0.0)
-    chunks = []
-    for start in starts:
-        values, member = logits(start)
-        position = torch.arange(start, start + values.shape[-1], device=keys.device)
-        counted = member & voter & _candidates(position, plan, sink)[:, None, None, None]
-        attention = torch.exp(values - normalizer[..., None]).masked_fill(~counted, 0.0)
-        chunks.append(attention.sum(3).mean(2))
-    return torch.cat(chunks, -1)
+    members = None if normalize == "all" else sink
+    sums = _window_attention(queries, keys, plan, scale=scale, candidates_from=members, key_chunk=key_chunk)
+    position = torch.arange(keys.shape[2], device=keys.device)
+    return sums.masked_fill(~_candidates(position, plan, sink)[:, None], 0.0)
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanTensors, *, scale: float) -> Tensor:
@@ -96,23 +64,68 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanT
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
+    sums = _window_attention(queries, keys, plan, scale=scale)
+    kept = sums.gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
+    voters = (plan.length - plan.first_voter).clamp(max=queries.shape[2])
+    return (kept / voters[:, None]).clamp(max=1.0)
+
+
+def _window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    plan: PlanTensors,
+    *,
+    scale: float,
+    candidates_from: int | None = None,
+    key_chunk: int = KEY_CHUNK,
+) -> Tensor:
+    """Attention that the voters pay to each token, summed over them and averaged over the heads of a group.
+
+    Args:
+        queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
+        keys: ``[B, N, L, D]``.
+        plan: Layout of each sequence.
+        scale: Factor on the logits.
+        candidates_from: Sinks, if the softmax runs over the candidates alone; ``None``: over the causal prompt.
+        key_chunk: Keys scored at a time.
+
+    Returns:
+        float32 ``[B, N, L]``; 0 for what no voter sees.
+    """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
-    grouped = queries.reshape(B, N, H // N, W, D).float()
-    transposed = keys.float().transpose(-1, -2)
-    kept = torch.zeros(B, N, L + 1, device=keys.device).scatter_(2, positions.where(positions >= 0, L), 1.0)[
-        :, :, None, :L
-    ]
-    position = torch.arange(L, device=keys.device)
-    total, voters = torch.zeros(B, N, device=keys.device), torch.zeros(B, 1, device=keys.device)
-    for row in range(W):  # one at a time: all rows of a long prompt would take a lot of memory
-        query_position = plan.length[:, None] - W + row
-        causal = (position <= query_position.clamp(min=0))[:, None, None]
-        attention = (grouped[:, :, :, row] @ transposed * scale).masked_fill(~causal, float("-inf")).softmax(-1)
-        is_voter = (query_position >= plan.first_voter[:, None]).float()
-        total += (attention * kept).sum(-1).mean(2) * is_voter
-        voters += is_voter
-    return total / voters
+    grouped = queries.reshape(B, N, H // N * W, D)
+    rows = torch.arange(W, device=keys.device)
+    query_position = plan.length[:, None] - W + rows  # [B, W]
+    voter = (query_position >= plan.first_voter[:, None])[:, None, None, :, None]
+
+    def logits(start: int) -> tuple[Tensor, Tensor]:
+        """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
+        chunk = keys[:, :, start : start + key_chunk]
+        # Products of half-precision inputs are exact in float32; only then is nothing lost before the sum.
+        values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
+        values = values.view(B, N, H // N, W, chunk.shape[2])
+        position = torch.arange(start, start + chunk.shape[2], device=keys.device)
+        if candidates_from is None:
+            member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
+        else:
+            member = _candidates(position, plan, candidates_from)[:, None]
+        return values, member[:, None, None]
+
+    starts = range(0, L, key_chunk)
+    # Two passes (normaliser first, then the sums) cost a second product of W rows and save holding all logits.
+    normalizer = torch.full((B, N, H // N, W), float("-inf"), device=keys.device)
+    for start in starts:
+        values, member = logits(start)
+        chunk_sum = values.masked_fill(~member, float("-inf")).logsumexp(-1)
+        normalizer = torch.logaddexp(normalizer, chunk_sum)
+    normalizer = normalizer.masked_fill(normalizer == float("-inf"), 0.0)
+    chunks = []
+    for start in starts:
+        values, member = logits(start)
+        attention = torch.exp(values - normalizer[..., None]).masked_fill(~(member & voter), 0.0)
+        chunks.append(attention.sum(3).mean(2))
+    return torch.cat(chunks, -1)
 
 
 def random_votes(plan: PlanTensors, heads: int, length: int, *, sink: int, seed: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.llm import LLM
 from snapstream.engine.memory import MemoryPlan, plan_memory
-from snapstream.engine.report import CacheUse, SlotUse
-from snapstream.engine.request import RequestOutput, TokenLogprobs
+from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
 
 __all__ = ["LLM", "CacheUse", "MemoryPlan", "RequestOutput", "SavedSequence", "SlotUse", "TokenLogprobs", "plan_memory"]

@@ -127,9 +127,10 @@ class Decode:
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Free a slot. Nothing is cleared: an inactive slot has no valid entries."""
+        """Free a slot. Its entries stay where they are: an inactive slot has no valid ones."""
         self.active[slot] = False
         self.count[slot] = 0
+        self.forced[slot] = -1  # a launch that broke off may have left some
 
     def launch(self, steps: int, *, greedy: bool, forced: dict[int, Sequence[int]] | None = None) -> list[Sampled]:
         """Decode ``steps`` tokens in every active slot, without the host looking in between.

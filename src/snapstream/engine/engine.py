@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
-import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,13 +14,15 @@ import torch
 from snapstream.attention import choose_backend
 from snapstream.compression import surviving_tokens
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine.admission import Admission, Prompt
 from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.decode import Decode
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
-from snapstream.engine.prefill import Prefill, kept_shares
-from snapstream.engine.report import SlotUse, cache_use, slot_use
-from snapstream.engine.request import CONTEXT, Detokenizer, Request, RequestOutput, TokenLogprobs, special_tokens
+from snapstream.engine.output import RequestOutput, SlotUse, TokenLogprobs
+from snapstream.engine.prefill import CompressedSequence, Prefill, kept_shares
+from snapstream.engine.report import output_of, slot_use
+from snapstream.engine.request import Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import (
@@ -37,8 +38,6 @@ from snapstream.models import load_model, resolve_checkpoint
 from snapstream.models.weights import load_spec, resolve_config
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -101,7 +100,7 @@ class Engine:
         self.plan.check()
         checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
         self.tokenizer = load_tokenizer(str(checkpoint))
-        self._special_tokens = special_tokens(self.tokenizer)
+        self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         eager = config.enforce_eager or not can_compile(self.device)
         loaded = load_model(checkpoint, spec, dtype, self.device)
@@ -122,8 +121,12 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._last_uses: list[SlotUse | None] = [None] * config.slots
         self._names = (f"request-{number}" for number in itertools.count())
-        # Final outputs that a loop over other requests came across, kept for whoever waits for them.
+        # Outputs that nobody has taken yet, and requests whose outputs nobody will.
         self._undelivered: list[RequestOutput] = []
+        self._unwanted: set[str] = set()
+        # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
+        self._changing = False
+        self._broken_by = ""
         if not eager:
             pool = graph_pool(self.device)
             self.prefill.warm_up(pool)
@@ -156,48 +159,14 @@ class Engine:
         Raises:
             RequestError: Says what cannot be served; no other request is affected.
         """
-        params = params or SamplingParams()
-        name = request_id if request_id is not None else next(n for n in self._names if n not in self._requests)
+        self._mend()
+        name = self._new_name() if request_id is None else request_id
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use")
-        if (past is not None or keep) and not self.config.sessions:
-            raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
-        tokens = self.tokenize(prompt)
-        before = 0 if past is None else len(past.tokens)
-        room = self.max_model_len - before - len(tokens)
-        if not tokens:
-            raise RequestError("the prompt has no tokens; give at least one")
-        if room < 1:
-            turns = f" after {before} of earlier turns" if before else ""
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens{turns}; with max_model_len={self.max_model_len} at most "
-                f"{max(self.max_model_len - 1 - before, 0)} fit. Shorten it or raise max_model_len"
-            )
-        if (params.logprobs or 0) > self._first_token.max_logprobs:
-            raise RequestError(
-                f"logprobs is {params.logprobs}; at most {self._first_token.max_logprobs} (max_logprobs)"
-            )
-        self._check_tokens(params.forced)
-        self._check_tokens(list(params.logit_bias))
-        if len(params.forced) > room:
-            raise RequestError(
-                f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
-                f"max_model_len={self.max_model_len}"
-            )
-        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
-        self._requests[name] = request = Request(
-            request_id=name,
-            prompt=tokens,
-            params=params,
-            seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
-            budget=self.budget.for_request(params.kv_budget),
-            stop_ids=frozenset(stop_ids),
-            max_tokens=min(params.max_tokens, room),
-            detokenizer=Detokenizer(self.tokenizer, self._special_tokens, tokens[-CONTEXT:]),
-            past=past,
-            keep=keep,
-        )
-        self.scheduler.add(request, first=first)
+        request = self._admission.admit(name, prompt, params, past=past, keep=keep)
+        with self._change():
+            self._requests[name] = request
+            self.scheduler.add(request, first=first)
         return name
 
     def abort(self, request_id: str) -> bool:
@@ -208,56 +177,46 @@ class Engine:
         Returns:
             Whether it was there.
         """
+        self._mend()
         request = self._requests.get(request_id)
         if request is not None:
-            request.finish_reason = "abort"
-            self._undelivered.append(self._output(request))
-            self._finish(request)
+            with self._change():
+                request.finish_reason = "abort"
+                self._undelivered.append(self._output(request))
+                self._finish(request)
         return request is not None
 
     def discard(self, request_ids: Sequence[str]) -> None:
         """Abort what still runs of these requests, and return no more output of them."""
-        for name in request_ids:
-            self.abort(name)
-        self._undelivered = [output for output in self._undelivered if output.request_id not in request_ids]
+        self._unwanted.update(request_ids)
+        if not self._changing:  # else whoever goes on with the engine does it: a step may be running right now
+            self._discard_unwanted()
 
     def reset(self) -> None:
         """End all requests without a word and free all slots, whatever state an error has left things in."""
-        self.scheduler = Scheduler(self.config.slots)
         self._requests.clear()
         self._undelivered.clear()
-        self.prefill.forget()
-        for slot in range(self.config.slots):
-            self.decode.release(slot)
+        self._unwanted.clear()
+        self._forget_running()
 
     @property
     def busy(self) -> bool:
         """Whether :meth:`step` has anything to do, or to say."""
-        return self.scheduler.busy or bool(self._undelivered)
+        return self._changing or self.scheduler.busy or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run at most one prefill chunk, then one decode launch.
 
         A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
-        on.
+        on. After any other error, or an interrupt such as Ctrl-C, what the host knows may not be what the device has
+        done: all that was read or decoded then ends with an error that says so, and what waits goes on.
 
         Returns:
             The output so far of every request that got new tokens or ended.
         """
-        delivered, self._undelivered = self._undelivered, []
-        touched: dict[str, Request] = {}
-        prefilling = self.scheduler.next_prefill()
-        if prefilling is not None and self._prefill_chunk(prefilling):
-            touched[prefilling.request_id] = prefilling
-        running = self.scheduler.running
-        if running:
-            self._decode_launch(running)
-            touched.update((request.request_id, request) for request in running)
-        for request in touched.values():
-            delivered.append(self._output(request))
-            if request.finish_reason is not None:
-                self._finish(request)
-        return delivered
+        self._run_step()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def prefill_progress(self, request_id: str) -> tuple[int, int]:
         """Prompt tokens of a running request that have been read, and how many there are.
@@ -295,23 +254,91 @@ class Engine:
         Raises:
             RequestError: Not text, or tokens that the model does not have.
         """
-        if isinstance(prompt, str):
-            try:
-                tokens = list(self.tokenizer.encode(prompt))
-            except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError(f"the prompt is not valid text: {error}") from error
-        else:
-            try:
-                tokens = [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise RequestError(f"a prompt is text or a list of token ids; {error}") from error
-        self._check_tokens(tokens)
-        return tokens
+        return self._admission.tokenize(prompt)
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        wrong = [token for token in tokens if not 0 <= token < self.spec.vocab_size]
-        if wrong:
-            raise RequestError(f"token {wrong[0]} is not in the model's vocabulary of {self.spec.vocab_size}")
+    # -- staying consistent -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around everything that changes requests, slots or the device.
+
+        What breaks off in between leaves :attr:`_changing` set. It is mended at once if that is possible, and in any
+        case before the next change.
+        """
+        self._mend()
+        self._changing = True
+        try:
+            yield
+        except BaseException as error:
+            self._broken_by = type(error).__name__
+            try:
+                self._mend()
+            except Exception as another:  # the first one is what the caller has to know
+                logger.error("the engine could not be mended after %s", self._broken_by, exc_info=another)
+            raise
+        self._changing = False
+
+    def _mend(self) -> None:
+        """If a change was broken off, end all that ran with an error, and forget it; what waits is as it was.
+
+        An interrupt in here leaves everything to the next call: each part can be done again.
+        """
+        if not self._changing:
+            return
+        told = {output.request_id for output in self._undelivered if output.finished}
+        untouched = [r for r in self.scheduler.waiting if r.finish_reason is None and r.request_id in self._requests]
+        waiting = [request for request in untouched if request.request_id not in told]
+        for name, request in self._requests.items():
+            if request in waiting or name in told:
+                continue
+            request.finish_reason = "error"
+            request.error = (
+                f"the engine was interrupted ({self._broken_by or 'unknown'}) while this request was running; ask again"
+            )
+            self._undelivered.append(self._output(request))
+            told.add(name)
+        self._forget_running(waiting)
+
+    def _forget_running(self, waiting: Sequence[Request] = ()) -> None:
+        """Free all slots; nothing is left but what waits."""
+        scheduler = Scheduler(self.config.slots)
+        for request in waiting:
+            scheduler.add(request)
+        self.scheduler = scheduler
+        self._requests = {request.request_id: request for request in waiting}
+        self.prefill.forget()
+        for slot in range(self.config.slots):
+            self.decode.release(slot)
+        self._changing = False
+        self._discard_unwanted()
+
+    def _discard_unwanted(self) -> None:
+        for name in list(self._unwanted):
+            self.abort(name)
+            self._undelivered = [output for output in self._undelivered if output.request_id != name]
+            self._unwanted.discard(name)
+
+    def _new_name(self) -> str:
+        return next(name for name in self._names if name not in self._requests)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _run_step(self) -> None:
+        """Do one step's work; the outputs are put where :meth:`step` takes them from."""
+        with self._change():
+            prefilling = self.scheduler.next_prefill()
+            touched: dict[str, Request] = {}
+            if prefilling is not None and self._prefill_chunk(prefilling):
+                touched[prefilling.request_id] = prefilling
+            running = self.scheduler.running
+            if running:
+                self._decode_launch(running)
+                touched.update((request.request_id, request) for request in running)
+            for request in touched.values():
+                self._undelivered.append(self._output(request))
+                if request.finish_reason is not None:
+                    self._finish(request)
+        self._discard_unwanted()
 
     def _prefill_chunk(self, request: Request) -> bool:
         """Read one chunk of a prompt; at its end compress it, draw its first token and start decoding."""
@@ -323,7 +350,9 @@ class Engine:
 
     def _read_chunk(self, request: Request) -> bool:
         start, length, past = request.prefilled, len(request.prompt), request.past
-        logits = self.prefill.held_logits(request.prompt) if start == 0 and past is None else None
+        scored = request.params.prompt_logprobs
+        reread = start > 0 or past is not None or scored is not None
+        logits = None if reread else self.prefill.held_logits(request.prompt)
         if logits is not None:  # the request before had the same prompt
             request.prefilled = length
         else:
@@ -333,6 +362,10 @@ class Engine:
             tokens = request.prompt[start : start + self.config.prefill_chunk]
             logits = self.prefill.run_chunk(tokens, entries + start, request.before - entries)
             request.prefilled += len(tokens)
+            if scored is not None:
+                request.prompt_logprobs += [None] if start == 0 else []
+                following = request.prompt[start + 1 : request.prefilled + 1]
+                request.prompt_logprobs += self.prefill.score(following, scored)
         if request.prefilled < length:
             return False
         sequence = self.prefill.finish(request.prompt, request.budget, logits, past)
@@ -342,20 +375,27 @@ class Engine:
             request.positions = sequence.positions
         if request.params.telemetry:
             request.kept = self.prefill.telemetry(sequence)
+        token = self._draw_first(request, sequence) if request.max_tokens else 0
+        if not request.max_tokens:
+            request.finish_reason = "length"
+        slot = self.scheduler.start_decode(request)
+        if request.finish_reason is None or request.keep:
+            self.decode.insert(slot, sequence, token, self._first_token)
+        return True
+
+    def _draw_first(self, request: Request, sequence: CompressedSequence) -> int:
+        """Draw the first token of an output, from what prefill says."""
         with torch.inference_mode():
-            tokens = [*(past.tokens if past else ()), *request.prompt]
+            tokens = [*(request.past.tokens if request.past else ()), *request.prompt]
             prompt = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-            self._first_token.assign(0, request.params, request.seed, prompt)
+            self._first_token.assign(0, request.params, request.seed, prompt, request.stop_ids)
             position = torch.tensor([sequence.position], device=self.device)
             active = torch.ones(1, dtype=torch.bool, device=self.device)
             forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
             sampled = sample(sequence.logits, self._first_token, position, active, forced)
         token = int(sampled.tokens[0])
         request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
-        slot = self.scheduler.start_decode(request)
-        if request.finish_reason is None or request.keep:
-            self.decode.insert(slot, sequence, token, self._first_token)
-        return True
+        return token
 
     def _decode_launch(self, running: list[Request]) -> None:
         going = [request for request in running if request.finish_reason is None]
@@ -401,18 +441,7 @@ class Engine:
                 saved = self._save(request)
         except Exception as error:
             self._fail(request, error)
-        return RequestOutput(
-            request_id=request.request_id,
-            text=request.text[: request.reported],
-            new_text=new_text,
-            token_ids=tuple(request.tokens),
-            finished=request.finish_reason is not None,
-            finish_reason=request.finish_reason,
-            error=request.error,
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            cache=cache_use(request, self.plan.bytes_per_token),
-            saved=saved,
-        )
+        return output_of(request, new_text, saved, self.plan.bytes_per_token)
 
     def _save(self, request: Request) -> SavedSequence:
         """Take out of its slot what a next turn may go on from: whole tokens, and nothing decoded past the end.
@@ -424,7 +453,7 @@ class Engine:
         assert plan is not None
         assert slot is not None
         tokens = request.whole_tokens()
-        written = plan.count + len(request.tokens) - 1 + self.config.decode_steps
+        written = plan.count + max(len(request.tokens) - 1, 0) + self.config.decode_steps
         indices = surviving_tokens(plan, plan.count + tokens, written)
         return self.decode.extract(
             slot,
@@ -432,7 +461,7 @@ class Engine:
             plan,
             positions=request.positions,
             tokens=[*(request.past.tokens if request.past else ()), *request.prompt, *request.tokens[:tokens]],
-            answer=request.text[: request.ends[tokens - 1]] if tokens else "",
+            answer="".join(request.produced.pieces)[: request.ends[tokens - 1]] if tokens else "",
         )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from snapstream.config import SamplingParams
-from snapstream.engine.engine import Engine, Prompt
-from snapstream.engine.request import RequestOutput
+from snapstream.engine.admission import Prompt
+from snapstream.engine.engine import Engine
+from snapstream.engine.output import RequestOutput
 from snapstream.errors import RequestError
 
 
@@ -40,13 +41,14 @@ class LLM(Engine):
             RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
         """
         many = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else _as_params(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
         names: list[str] = []
         try:
             for prompt, one in zip(many, each, strict=True):
-                names.append(self.add_request(prompt, one))
+                names.append(self._new_name())  # known before it is in use, or an interrupt could leave it behind
+                self.add_request(prompt, one, names[-1])
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(names):
                 finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
@@ -56,8 +58,9 @@ class LLM(Engine):
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
-        name = self.add_request(prompt, params)
+        name = self._new_name()
         try:
+            self.add_request(prompt, params, name)
             finished = False
             while not finished:
                 for output in self._step_for([name]):
@@ -100,10 +103,27 @@ class LLM(Engine):
         return str(text)
 
     def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
-        """One step; outputs of other requests are kept for the next."""
-        outputs = self.step()
-        self._undelivered = [output for output in outputs if output.request_id not in names]
-        return [output for output in outputs if output.request_id in names]
+        """Outputs of some requests, after a step if there were none; those of others stay for whoever waits for them.
+
+        Raises:
+            RequestError: All of them were ended by :meth:`reset` or :meth:`discard`.
+        """
+        wanted = set(names)
+        if not any(output.request_id in wanted for output in self._undelivered):
+            if not wanted.intersection(self._requests):
+                raise RequestError("the engine has forgotten this request: reset() or discard() was called meanwhile")
+            self._run_step()
+        mine = [output for output in self._undelivered if output.request_id in wanted]
+        self._undelivered = [output for output in self._undelivered if output.request_id not in wanted]
+        return mine
+
+
+def _as_params(params: Sequence[SamplingParams]) -> list[SamplingParams | None]:
+    if not isinstance(params, list | tuple):
+        raise RequestError(
+            f"params is {params!r}; give SamplingParams(max_tokens=..., ...), or a list with one per prompt"
+        )
+    return list(params)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import MIN_CAPACITY, CacheBudget, EngineConfig
 from snapstream.engine.prefill import staging_length
 from snapstream.errors import MemoryPlanError
@@ -145,7 +146,7 @@ def plan_memory(
     per_token = spec.kv_bytes_per_token(dtype)
     capacity, chunk = budget.capacity, config.prefill_chunk
     padded = staging_length(max_model_len, chunk, continued=config.sessions > 0)
-    window = spec.layers * spec.heads * budget.window * spec.head_dim * item
+    window = spec.layers * spec.heads * budget.queries * spec.head_dim * item
     inner = 2 * spec.intermediate_size
     if spec.experts is not None:  # a row for each expert of a token: what goes in, what is inside, what comes out
         inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))
@@ -153,7 +154,7 @@ def plan_memory(
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
     if masked_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
-    votes = spec.heads * budget.window * min(padded, 4096) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
+    votes = spec.heads * budget.queries * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
     sampling = 6 * config.slots * spec.vocab_size * 4
     return MemoryPlan(
         weights=parameter_bytes(spec, dtype),
@@ -161,8 +162,8 @@ def plan_memory(
         staging=padded * per_token + window + capacity * per_token,
         workspace=max(chunk_temporaries, votes, sampling),
         sessions=config.sessions * capacity * (per_token + spec.layers * spec.kv_heads * 4),
-        # Token counts, a flag and a bias per token of the vocabulary.
-        metadata=(config.slots + 1) * (spec.vocab_size * 9 + 100),
+        # Token counts, a bias and two flags per token of the vocabulary.
+        metadata=(config.slots + 1) * (spec.vocab_size * 10 + 100),
         full_slots=config.slots * max_model_len * per_token,
         slot_count=config.slots,
         cache_entries=capacity,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from snapstream.compression import (
     plan_prompt,
     plan_tensors,
 )
-from snapstream.config import CacheBudget
+from snapstream.config import WINDOW, CacheBudget
 from snapstream.engine.conversation import SavedSequence, pairs
 from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.report import KEPT_PARTS, KeptTokens
+from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
 from snapstream.models import DecoderModel
 
-TELEMETRY_WINDOW = 32
-"""Last prompt tokens whose attention telemetry measures, whatever a policy's window is; fewer if the engine's is."""
+SCORED_ROWS = 32
+"""Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Prefill:
 
         self.keys = tensors(spec.kv_heads, padded, spec.head_dim)
         self.values = self.keys if spec.values_in_keys else tensors(spec.kv_heads, padded, spec.head_dim)
-        # Queries of the last `window` tokens read so far; they outlive chunk borders.
-        self.window = tensors(spec.heads, budget.window, spec.head_dim)
+        # Queries of the last tokens read so far; they outlive chunk borders.
+        self.window = tensors(spec.heads, budget.queries, spec.head_dim)
         self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
@@ -100,6 +100,8 @@ class Prefill:
         self.plan = plan_tensors([plan_prompt(1, budget)], device)
         # The prompt that the staging cache holds in full, with its logits: requests for the same one share it.
         self._held: tuple[list[int], Tensor] | None = None
+        # Hidden states of the chunk read last, until another graph runs.
+        self._hidden: Tensor | None = None
         chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
         self.chunk_graphs = {
             size: StaticGraph(self._chunk_of(size), device, compiled=not eager, captured=not eager)
@@ -136,7 +138,7 @@ class Prefill:
         Returns:
             Logits of the last token given, float32 ``[1, vocab]``.
         """
-        self._held = None
+        self._held = self._hidden = None
         used = len(tokens)
         self.tokens[:used] = torch.tensor(tokens, dtype=torch.int64)
         self.tokens[used:] = 0
@@ -144,8 +146,30 @@ class Prefill:
         self.ahead.fill_(ahead)
         self.used.fill_(used)
         size = next(size for size in self.chunk_graphs if size >= start + self.chunk)
-        logits: Tensor = self.chunk_graphs[size]()
+        logits: Tensor
+        logits, self._hidden = self.chunk_graphs[size]()
         return logits.clone()
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens that follow those of the chunk read last; to be called right after it.
+
+        Args:
+            tokens: What follows the chunk's first token, its second, and so on; at most as many as it has.
+            most: Most likely tokens to report beside each.
+        """
+        assert self._hidden is not None
+        scored = []
+        for start in range(0, len(tokens), SCORED_ROWS):  # all logits of a chunk would take more than the model's chunk
+            some = list(tokens[start : start + SCORED_ROWS])
+            logprobs = self.model.logits(self._hidden[start : start + len(some)]).log_softmax(-1)
+            chosen = logprobs.gather(1, torch.tensor(some, device=self.device)[:, None])[:, 0].tolist()
+            top, ids = (part.tolist() for part in logprobs.topk(most, -1))
+            scored += [
+                TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
+                for row, (token, value) in enumerate(zip(some, chosen, strict=True))
+            ]
+        return scored
 
     def forget(self) -> None:
         """Trust nothing that has been read."""
@@ -178,7 +202,7 @@ class Prefill:
                 self._copied(CompressedKV(key[:, : budget.capacity], value[:, : budget.capacity], positions))
                 for key, value in zip(self.keys, self.values, strict=True)
             ]
-        elif not self._same_policy(budget):
+        elif not (budget.same_policy(self.budget) and budget.top_k <= self.budget.top_k):
             kept = self._compress(length, budget, plan_tensors([plan], self.device))
         else:
             self.plan.copy_(plan_tensors([plan], self.device))
@@ -200,7 +224,7 @@ class Prefill:
         mass, positions = [], []
         for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
             kept = sequence.chosen[layer][:, : plan.count]
-            voters = window[None, :, -TELEMETRY_WINDOW:]
+            voters = window[None, :, -WINDOW:]
             shares = kept_attention(voters, keys[None, :, : plan.length], kept[None], tensors, scale=self.scale)
             mass.append(float(shares.mean()))
             positions.append(tuple(tuple(head) for head in sequence.positions[layer][:, : plan.count].tolist()))
@@ -210,12 +234,6 @@ class Prefill:
         """A copy; values that are part of keys stay the same tensor."""
         keys = kept.keys.clone()
         return CompressedKV(keys, keys if self.values is self.keys else kept.values.clone(), kept.positions.clone())
-
-    def _same_policy(self, budget: CacheBudget) -> bool:
-        """Whether the captured graphs, which are of the engine's policy, fit a request's budget."""
-        mine = self.budget
-        alike = replace(budget, recent=mine.recent, top_k=mine.top_k, ring=mine.ring) == mine
-        return alike and budget.top_k <= mine.top_k
 
     def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[CompressedKV]:
         """Compress all layers of a prompt of up to ``size`` tokens, to tensors without ``B``; plain tensor code."""
@@ -234,10 +252,10 @@ class Prefill:
             kept.append(CompressedKV(out.keys[0], out.values[0], out.positions[0]))
         return kept
 
-    def _chunk_of(self, size: int) -> Callable[[], Tensor]:
-        """The function of one chunk that sees ``size`` tokens of the staging cache."""
+    def _chunk_of(self, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The function of one chunk that sees ``size`` tokens of the staging cache: last logits, hidden states."""
         model, backend, scale = self.model, self.backend, self.scale
-        window = self.budget.window
+        window = self.budget.queries
         keys, values, tails = self.keys, self.values, self.window
         rows = torch.arange(self.chunk, device=self.device)
         tail_rows = torch.arange(window, device=self.device)
@@ -252,9 +270,9 @@ class Prefill:
             tails[layer].copy_(seen.index_select(1, used + tail_rows))
             return backend.prefill(query, keys[layer][:, :size], values[layer][:, :size], start, scale)
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Tensor]:
             hidden = model(tokens, start + ahead + rows, attend)
-            return model.logits(hidden.index_select(0, (used - 1).view(1)))
+            return model.logits(hidden.index_select(0, (used - 1).view(1))), hidden
 
         return run
 

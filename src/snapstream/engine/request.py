@@ -1,20 +1,18 @@
-"""One request: what was asked, how far it is, and what it has produced."""
+"""One request inside the engine: what was asked, how far it is, and what it has produced."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from torch import Tensor
 
 from snapstream.compression import PromptPlan
 from snapstream.config import CacheBudget, SamplingParams
 from snapstream.engine.conversation import SavedSequence
-from snapstream.engine.report import CacheUse, KeptTokens
-
-FinishReason = Literal["stop", "length", "abort", "error"]
+from snapstream.engine.detokenizer import Detokenizer
+from snapstream.engine.output import FinishReason, KeptTokens, Produced, TokenLogprobs
 
 
 class Phase(enum.Enum):
@@ -26,48 +24,14 @@ class Phase(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probability of one generated token, and the most likely ones at its place (token id to log-probability)."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A request's output so far.
-
-    Attributes:
-        request_id: Given or made by :meth:`LLM.add_request`.
-        text: Everything generated and final; a tail that may become a stop string is held back.
-        new_text: What was added to ``text`` since the last output.
-        token_ids: Generated tokens.
-        finished: Whether this is the last output.
-        finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort`` or ``error``.
-        error: What went wrong, with ``finish_reason="error"``.
-        logprobs: One entry per token if asked for.
-        cache: What was kept of the prompt; ``None`` until prefill has ended.
-        saved: With the last output, if it was asked for and the request was not cut short: what a next turn goes on
-            from.
-    """
-
-    request_id: str
-    text: str
-    new_text: str
-    token_ids: tuple[int, ...]
-    finished: bool
-    finish_reason: FinishReason | None
-    error: str | None
-    logprobs: tuple[TokenLogprobs, ...] | None
-    cache: CacheUse | None
-    saved: SavedSequence | None = None
-
-
 @dataclass
 class Request:
-    """State of a request inside the engine."""
+    """State of a request.
+
+    Text passes through three stages: :attr:`tail` may still be cut by a stop string, the pieces of :attr:`produced`
+    have been handed out, and what the detokenizer holds back is no text yet. Nothing here grows with the length of the
+    output but lists that are added to.
+    """
 
     request_id: str
     prompt: list[int]
@@ -83,12 +47,12 @@ class Request:
     prefilled: int = 0
     slot: int | None = None
     plan: PromptPlan | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
+    produced: Produced = field(default_factory=Produced)
+    tail: str = ""
+    handed_out: int = 0
     ends: list[int] = field(default_factory=list)
-    reported: int = 0
-    forced_text: int = 0
+    early_text: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     kept: KeptTokens | None = None
     shares: tuple[float, ...] = ()
     positions: Sequence[Tensor] = ()
@@ -101,25 +65,35 @@ class Request:
         return 0 if self.past is None else len(self.past.tokens)
 
     @property
+    def tokens(self) -> list[int]:
+        """Generated tokens."""
+        return self.produced.tokens
+
+    @property
     def seen(self) -> int:
         """Tokens of the conversation up to now."""
         return self.before + len(self.prompt) + len(self.tokens)
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the output, without what the detokenizer holds back."""
+        return self.handed_out + len(self.tail)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token; sets ``finish_reason`` if it is the last."""
         self.tokens.append(token)
         if logprobs is not None:
-            self.logprobs.append(logprobs)
-        is_forced = len(self.tokens) <= len(self.params.forced)
-        at_stop = token in self.stop_ids and not is_forced
+            self.produced.logprobs.append(logprobs)
+        is_early = len(self.tokens) <= max(len(self.params.forced), self.params.min_tokens)
+        at_stop = token in self.stop_ids and not is_early
         at_length = len(self.tokens) >= self.max_tokens
         if not at_stop:
-            self.text += self.detokenizer.add(token)
-            self.ends.append(-1 if self.detokenizer.pending else len(self.text))
+            self.tail += self.detokenizer.add(token)
+            self.ends.append(-1 if self.detokenizer.pending else self.text_length)
         if at_stop or at_length:
-            self.text += self.detokenizer.flush()
-        if is_forced:
-            self.forced_text = len(self.text)
+            self.tail += self.detokenizer.flush()
+        if is_early:
+            self.early_text = self.text_length
         if self._cut_at_stop_string() or at_stop:
             self.finish_reason = "stop"
         elif at_length:
@@ -127,11 +101,13 @@ class Request:
 
     def take_new_text(self) -> str:
         """Text that is final and was not returned before."""
-        end = len(self.text)
+        end = len(self.tail)
         if self.finish_reason is None and self.params.stop:
-            end -= _held_back(self.text, tuple(self.params.stop))
-        end = max(end, self.reported)
-        new, self.reported = self.text[self.reported : end], end
+            end -= _held_back(self.tail, tuple(self.params.stop))
+        new, self.tail = self.tail[:end], self.tail[end:]
+        if new:
+            self.produced.pieces.append(new)
+            self.handed_out += len(new)
         return new
 
     def whole_tokens(self) -> int:
@@ -139,14 +115,15 @@ class Request:
 
         The last token has not been read, an end token is no text, and a stop string cuts text inside of tokens.
         """
-        fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self.ends[n - 1] <= len(self.text))
+        fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self.ends[n - 1] <= self.text_length)
         return next(fitting, 0)
 
     def _cut_at_stop_string(self) -> bool:
-        start = max(self.reported, self.forced_text)
-        found = [at for at in (self.text.find(stop, start) for stop in self.params.stop) if at >= 0]
+        """Nothing of the tokens that may not end the output is part of a stop string."""
+        start = max(self.early_text - self.handed_out, 0)
+        found = [at for at in (self.tail.find(stop, start) for stop in self.params.stop) if at >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self.tail = self.tail[: min(found)]
         return bool(found)
 
 
@@ -159,61 +136,3 @@ def _held_back(text: str, stops: tuple[str, ...]) -> int:
                 longest = length
                 break
     return longest
-
-
-def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Tokens that are no text."""
-    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
-
-
-class Detokenizer:
-    """Turns tokens into text one at a time, holding back bytes of a character that is not complete.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        special: Its :func:`special_tokens`.
-        context: Tokens before the first one. Some decoders leave out the space that begins a text; after other tokens
-            they do not.
-    """
-
-    def __init__(self, tokenizer: Any, special: frozenset[int], context: Sequence[int] = ()) -> None:
-        self._tokenizer, self._special = tokenizer.backend_tokenizer, special
-        self._context, self._pending = list(context), list[int]()
-        if self._decode(self._context).endswith(_INCOMPLETE):
-            self._context = []
-
-    @property
-    def pending(self) -> bool:
-        """Whether the last tokens have not become text yet."""
-        return bool(self._pending)
-
-    def add(self, token: int) -> str:
-        """Text that ``token`` completes; may be empty."""
-        if token in self._special:  # no text, and none will come of it
-            return ""
-        self._pending.append(token)
-        text = self._pending_text()
-        complete = bool(text) and not text.endswith(_INCOMPLETE)
-        return self._emit(text) if complete or len(self._pending) > _LONGEST_CHARACTER else ""
-
-    def flush(self) -> str:
-        """Whatever is still held back, with replacement characters where a character is not complete."""
-        return self._emit(self._pending_text()) if self._pending else ""
-
-    def _pending_text(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._pending)[len(before) :]
-
-    def _emit(self, text: str) -> str:
-        self._context, self._pending = self._pending, []
-        return text
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = 8
-"""Tokens that may be held back; four bytes make a character, and more than these will not become one."""
-CONTEXT = 4
-"""Tokens of the prompt that are enough of a context for the text of the first generated one."""

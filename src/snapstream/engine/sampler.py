@@ -6,6 +6,7 @@ seeded request gives the same tokens in any slot, next to any others.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -52,15 +53,19 @@ class SamplingState:
         self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(slots, vocab_size, dtype=torch.float32, device=device)
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        # Tokens that end the output, and the first position that one of them may have.
+        self.ends = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self.end_from = column(0, torch.int64)
 
-    def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor) -> None:
+    def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor, ends: Iterable[int] = ()) -> None:
         """Set up a slot for a request.
 
         Args:
             slot: Which.
             params: Its sampling parameters.
             seed: Its seed.
-            prompt: Its prompt's tokens, int64 ``[L]`` on the device.
+            prompt: All tokens before the first generated one, int64 ``[L]`` on the device.
+            ends: Tokens that end its output.
         """
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k or self.vocab_size, self.vocab_size)
@@ -78,6 +83,11 @@ class SamplingState:
             device = self.bias.device
             tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
             self.bias[slot, tokens] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        self.end_from[slot] = len(prompt) + params.min_tokens
+        self.ends[slot] = False
+        known = [token for token in ends if token < self.vocab_size]
+        if params.min_tokens and known:
+            self.ends[slot, torch.tensor(known, dtype=torch.int64, device=self.ends.device)] = True
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
         """Take over a row of another state."""
@@ -99,7 +109,7 @@ def impose(tokens: Tensor, forced: Tensor) -> Tensor:
 def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor, forced: Tensor) -> Sampled:
     """Draw a token for every slot and count it.
 
-    Penalties and bias, temperature, min-p, top-k and top-p apply in this order.
+    Penalties, bias and tokens that may not end the output yet, temperature, min-p, top-k and top-p apply in this order.
 
     Args:
         logits: float32 ``[B, vocab]``.
@@ -110,7 +120,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
     """
     logprobs = logits.log_softmax(-1)
     top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
-    adjusted = _penalize(logits, state)
+    adjusted = _penalize(logits, state, position)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
     # A stable order makes ties go to the smaller token id, and top-k exact.
@@ -130,9 +140,10 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
     return Sampled(tokens, chosen, top_ids, top_logprobs)
 
 
-def _penalize(logits: Tensor, state: SamplingState) -> Tensor:
+def _penalize(logits: Tensor, state: SamplingState, position: Tensor) -> Tensor:
     seen = state.output_counts > 0
     factor = torch.where(seen | state.in_prompt, state.repetition[:, None], 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     logits = logits - seen * state.presence[:, None] - state.output_counts * state.frequency[:, None]
-    return logits + state.bias
+    too_early = state.ends & (position < state.end_from)[:, None]
+    return (logits + state.bias).masked_fill(too_early, float("-inf"))

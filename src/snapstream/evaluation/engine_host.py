@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.engine import LLM
-from snapstream.engine.prefill import TELEMETRY_WINDOW
-from snapstream.engine.report import KeptTokens
-from snapstream.engine.request import RequestOutput
+from snapstream.config import WINDOW, CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine import LLM, RequestOutput
+from snapstream.engine.output import KeptTokens
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Job, Prompts
@@ -49,7 +47,7 @@ class EngineHost:
         budgets = [variant.budget(length) for variant, length in asked]
         sized = [budget for budget in budgets if budget is not None]
         capacity = self.max_length if None in budgets else max(budget.capacity for budget in sized)
-        window = max([TELEMETRY_WINDOW, *(budget.window for budget in sized)])
+        window = max([WINDOW, *(budget.window for budget in sized)])
         # A full cache that keeps the queries of the largest window: any policy can be computed from it.
         self.full = CacheBudget(sink=0, recent=capacity, top_k=0, window=min(window, capacity))
         self.model, self.telemetry = model, telemetry

@@ -18,8 +18,7 @@ import torch
 from tqdm import tqdm
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.engine import LLM
-from snapstream.engine.request import RequestOutput
+from snapstream.engine import LLM, RequestOutput
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
 
 try:

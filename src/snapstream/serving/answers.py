@@ -123,8 +123,9 @@ class LogprobWriter:
         return parts
 
     def _new(self, output: RequestOutput) -> Sequence[TokenLogprobs]:
-        known, self._written = self._written, len(output.logprobs or ())
-        return (output.logprobs or ())[known:]
+        new = output.logprobs_after(self._written)
+        self._written += len(new)
+        return new
 
     def _chat_token(self, one: TokenLogprobs) -> dict[str, Any]:
         top = [self._entry(token, value) for token, value in one.top.items()]

@@ -200,7 +200,7 @@ class Call:
 
     def _completion_tokens(self) -> int:
         assert self.batch is not None
-        return sum(len(one.output.token_ids) for one in self.batch.generations if one.output is not None)
+        return sum(one.output.token_count for one in self.batch.generations if one.output is not None)
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = self.log["prompt_tokens"], self._completion_tokens()

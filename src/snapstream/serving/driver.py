@@ -332,7 +332,7 @@ class EngineDriver:
             if output.request_id not in self._live:
                 continue
             generation = self._live[output.request_id][1]
-            first = bool(output.token_ids) and generation.first_token is None
+            first = bool(output.token_count) and generation.first_token is None
             if first:
                 generation.started = generation.started or now
                 generation.first_token = time.monotonic()

@@ -114,7 +114,7 @@ class ServerMetrics:
         self._whole.observe(generation.ended - generation.created)
         if output is None or generation.first_token is None:
             return
-        made = len(output.token_ids)
+        made = output.token_count
         self._generation_tokens.inc(made)
         if made > 1:
             self._per_token.observe((generation.ended - generation.first_token) / (made - 1))

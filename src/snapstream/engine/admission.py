@@ -1,0 +1,118 @@
+"""What may come in: prompts and parameters are checked here, before anything of the engine is touched."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.engine.conversation import SavedSequence
+from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
+from snapstream.engine.request import Request
+from snapstream.errors import RequestError
+from snapstream.models.spec import ModelSpec
+
+Prompt = str | Sequence[int]
+
+
+class Admission:
+    """Makes requests of what a caller asks for, or says why it cannot be served.
+
+    Args:
+        tokenizer: The model's.
+        spec: The model.
+        budget: The engine's cache.
+        config: The engine's settings.
+        max_model_len: Longest prompt plus output.
+    """
+
+    def __init__(
+        self, tokenizer: Any, spec: ModelSpec, budget: CacheBudget, config: EngineConfig, *, max_model_len: int
+    ) -> None:
+        self.tokenizer, self.spec, self.budget, self.config = tokenizer, spec, budget, config
+        self.max_model_len = max_model_len
+        self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
+        self._special_tokens = special_tokens(tokenizer)
+
+    def admit(
+        self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: SavedSequence | None, keep: bool
+    ) -> Request:
+        """Check a request; see :meth:`snapstream.engine.engine.Engine.add_request`.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r}; give SamplingParams(max_tokens=..., temperature=..., ...)")
+        if (past is not None or keep) and not self.config.sessions:
+            raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
+        tokens = self.tokenize(prompt)
+        room = self._room(len(tokens), 0 if past is None else len(past.tokens))
+        for field in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, field) or 0
+            if wanted > self.max_logprobs:
+                raise RequestError(f"{field} is {wanted}; at most {self.max_logprobs} (max_logprobs)")
+        if params.prompt_logprobs is not None and past is not None:
+            raise RequestError("prompt_logprobs are of a whole prompt; they cannot be had of a turn after others")
+        self._check_tokens(params.forced)
+        self._check_tokens(list(params.logit_bias))
+        if len(params.forced) > room:
+            raise RequestError(
+                f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
+                f"max_model_len={self.max_model_len}"
+            )
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
+        return Request(
+            request_id=name,
+            prompt=tokens,
+            params=params,
+            seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
+            budget=self.budget.for_request(params.kv_budget),
+            stop_ids=frozenset(stop_ids),
+            max_tokens=min(params.max_tokens, room),
+            detokenizer=Detokenizer(
+                self.tokenizer, self._special_tokens, tokens[-CONTEXT:], skip_special=params.skip_special_tokens
+            ),
+            past=past,
+            keep=keep,
+        )
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt as the engine reads it.
+
+        Raises:
+            RequestError: Not text, or tokens that the model does not have.
+        """
+        if isinstance(prompt, str):
+            try:
+                tokens = list(self.tokenizer.encode(prompt))
+            except (UnicodeEncodeError, TypeError) as error:
+                raise RequestError(f"the prompt is not valid text: {error}") from error
+        else:
+            try:
+                tokens = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestError(f"a prompt is text or a list of token ids; {error}") from error
+        self._check_tokens(tokens)
+        return tokens
+
+    def _room(self, tokens: int, before: int) -> int:
+        """Tokens that an output may have after a prompt of ``tokens`` and earlier turns of ``before``."""
+        if not tokens:
+            raise RequestError("the prompt has no tokens; give at least one")
+        room = self.max_model_len - before - tokens
+        if room < 1:
+            turns = f" after {before} of earlier turns" if before else ""
+            raise RequestError(
+                f"the prompt has {tokens} tokens{turns}; with max_model_len={self.max_model_len} at most "
+                f"{max(self.max_model_len - 1 - before, 0)} fit. Shorten it or raise max_model_len"
+            )
+        return room
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        wrong = [token for token in tokens if not 0 <= token < self.spec.vocab_size]
+        if wrong:
+            raise RequestError(f"token {wrong[0]} is not in the model's vocabulary of {self.spec.vocab_size}")

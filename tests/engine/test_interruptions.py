@@ -1,0 +1,286 @@
+"""Errors and interrupts at random places: what finishes is right, what cannot says so, and the engine goes on."""
+
+import gc
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from snapstream import CacheBudget, RequestError, SamplingParams
+from tests.checkpoints import prompt
+from tests.engine.test_engine import greedy, make
+
+END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("w7", "w31"))
+JOBS = [
+    (prompt(10, 1), greedy(30)),
+    (prompt(150, 2), greedy(25)),
+    (prompt(150, 2), greedy(12, kv_budget=32, telemetry=True)),
+    (prompt(97, 3), greedy(20, forced=tuple(prompt(9, seed=8)))),
+    (prompt(130, 4), SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)),
+    (prompt(33, 5), greedy(20, logprobs=2, prompt_logprobs=1)),
+    (prompt(64, 6), END_TOKENS),
+    (prompt(70, 7), greedy(3, kv_budget=CacheBudget.preset("random", 40))),
+    (prompt(35, 8), SamplingParams(max_tokens=0)),
+]
+
+
+class Raise:
+    """Raises an error in the n-th line that the package's code runs; counts lines otherwise."""
+
+    def __init__(self, error=None, after=10**9):
+        self.error, self.left, self.lines = error, after, 0
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        # Between the last lines of step() no signal is ever handled, as nothing is called there.
+        inside = "/snapstream/" in frame.f_code.co_filename and frame.f_code.co_name not in ("step", "_step_for")
+        return self._line if inside else None
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.left:
+                raise self.error
+        return self._line
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    return make(checkpoint, sessions=2, slots=2)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    fresh = make(checkpoint, sessions=2, slots=2)
+    outputs = [fresh.generate(tokens, params)[0] for tokens, params in JOBS]
+    assert {output.error for output in outputs} == {None}
+    return outputs
+
+
+def assert_right_or_error(output, want):
+    if output.finish_reason in ("stop", "length"):
+        assert output.token_ids == want.token_ids
+        assert output.text == want.text
+        assert output.cache == want.cache
+        assert output.logprobs == want.logprobs
+        assert output.prompt_logprobs == want.prompt_logprobs
+    else:
+        assert output.finish_reason in ("error", "abort")
+        assert output.finish_reason == "abort" or "interrupted" in output.error or "injected" in output.error
+
+
+def assert_idle(llm):
+    assert not llm.busy
+    assert not llm.scheduler.running
+    assert not llm.scheduler.waiting
+    assert llm.request_ids == []
+    assert not llm.decode.active.any()
+    assert (llm.decode.forced == -1).all()
+
+
+def until_idle(llm, outputs):
+    """Step through what is left; a request that nobody hears of again would make this loop fail."""
+    for _ in range(400):
+        if not llm.busy:
+            return
+        outputs += llm.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError], ids=lambda error: error.__name__)
+def test_errors_at_random_lines_of_a_step(llm, alone, error):
+    """Under a random mix of requests that come, run and are aborted."""
+    rng = random.Random(error.__name__)
+    broken = finished = 0
+    lines = 500
+    for trial in range(60):
+        jobs = {f"{trial}-{n}": rng.randrange(len(JOBS)) for n in range(rng.randrange(2, 6))}
+        todo, outputs = list(jobs), []
+        shots = rng.randrange(1, 4)
+        for _ in range(400):
+            if todo and rng.random() < 0.4:
+                name = todo.pop()
+                llm.add_request(*JOBS[jobs[name]], name)
+            if rng.random() < 0.03:
+                llm.abort(rng.choice(list(jobs)))
+            aim = shots and rng.random() < 0.2
+            with Raise(error("injected"), rng.randrange(1, lines + 1) if aim else 10**9) as shot:
+                try:
+                    outputs += llm.step()
+                except error:
+                    broken += 1
+            if aim:
+                shots -= 1
+            else:
+                lines = max(shot.lines, 50)
+            if not todo and not llm.busy:
+                break
+        until_idle(llm, outputs)
+        ends = {output.request_id: output for output in outputs if output.finished}
+        assert set(ends) == set(jobs)
+        assert len([output for output in outputs if output.finished]) == len(jobs)  # each ends once
+        for name, output in ends.items():
+            assert_right_or_error(output, alone[jobs[name]])
+            finished += output.finish_reason in ("stop", "length")
+        assert_idle(llm)
+        number = rng.randrange(len(JOBS))
+        assert llm.generate(*JOBS[number])[0].token_ids == alone[number].token_ids
+    assert finished > 60  # the test is of some use
+    assert broken > 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers that send signals")
+@pytest.mark.parametrize("again", [0.0, 0.002], ids=["one", "several in a row"])
+def test_real_signals_while_streams_are_open(llm, alone, again):
+    """Ctrl-C in one call, at any moment: open streams go on right, or end with an error that says so."""
+    rng = random.Random(again)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    began = time.perf_counter()
+    llm.generate([tokens for tokens, _ in JOBS], [params for _, params in JOBS])
+    usual = time.perf_counter() - began
+    interrupted = whole = 0
+    try:
+        for _ in range(40):
+            numbers = rng.sample(range(len(JOBS)), 3)
+            streams = [llm.stream(*JOBS[number]) for number in numbers[:2]]
+            taken = [[next(stream)] for stream in streams]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, usual / 3), again)
+                llm.generate([JOBS[numbers[2]][0]] * 2, JOBS[numbers[2]][1])
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                disarm()
+            for number, stream, begun in zip(numbers, streams, taken, strict=False):
+                outputs = [*begun, *stream]
+                assert_right_or_error(outputs[-1], alone[number])
+                assert outputs[-1].finished
+                if outputs[-1].finish_reason in ("stop", "length"):
+                    assert "".join(output.new_text for output in outputs) == alone[number].text
+                    whole += 1
+            assert llm.generate(*JOBS[numbers[0]])[0].token_ids == alone[numbers[0]].token_ids
+            while llm.busy:  # interrupts in the cleaning up may leave outputs that nobody waits for
+                llm.step()
+            assert_idle(llm)
+    finally:
+        disarm()
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 10
+    assert whole > 3
+
+
+def disarm():
+    """Stop the timer, though it may go off in here."""
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return
+        except KeyboardInterrupt:
+            continue
+
+
+def test_what_waits_survives_an_interrupt(checkpoint, alone, monkeypatch):
+    llm = make(checkpoint, sessions=2, slots=2)
+    for number in range(4):
+        llm.add_request(*JOBS[number], str(number))
+    while len(llm.scheduler.running) < 2:
+        llm.step()
+    outputs = []
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.decode, "launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    until_idle(llm, outputs)
+    ends = {output.request_id: output for output in outputs if output.finished}
+    assert "interrupted (KeyboardInterrupt)" in ends["0"].error
+    assert ends["1"].finish_reason == "error"
+    for number in (2, 3):
+        assert_right_or_error(ends[str(number)], alone[number])
+        assert ends[str(number)].finish_reason == "length"
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
+    """Nor a reset: they were the next request's first tokens."""
+    llm = make(checkpoint, slots=1)
+    want = llm.generate(prompt(50), greedy(20))[0].token_ids
+    for clean_up in (lambda: None, llm.reset):
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.decode, "greedy_graph", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompt(50), greedy(20, forced=tuple(prompt(9, seed=3))))
+        clean_up()
+        assert llm.generate(prompt(50), greedy(20))[0].token_ids == want
+
+
+@pytest.mark.parametrize("place", ["insert", "finish"])
+def test_an_interrupt_between_reading_and_decoding(checkpoint, alone, monkeypatch, place):
+    """Half of a prompt's cache is in the slot, or the window's queries have been shifted by a short chunk already."""
+    llm = make(checkpoint, sessions=2, slots=2)
+    stream = llm.stream(*JOBS[1])
+    next(stream)
+    part = llm.decode if place == "insert" else llm.prefill
+    with monkeypatch.context() as patch:
+        patch.setattr(part, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(*JOBS[3])
+    last = list(stream)[-1]
+    assert last.finish_reason == "error"
+    assert "ask again" in last.error
+    assert llm.generate(*JOBS[3])[0].token_ids == alone[3].token_ids
+
+
+def test_a_stream_that_is_dropped_in_the_middle_of_a_step(checkpoint, monkeypatch):
+    """The garbage collector may close it anywhere; the step that is running must not notice."""
+    llm = make(checkpoint, slots=2)
+    want = llm.generate(prompt(90), greedy(30))[0].token_ids
+    stream = llm.stream(prompt(60), greedy(40))
+    next(stream)
+    holder = [stream]
+    holder.append(holder)
+    del stream
+    launch = llm.decode.launch
+
+    def collecting(*arguments, **named):
+        if holder:
+            del holder[0]
+            gc.collect()
+        return launch(*arguments, **named)
+
+    monkeypatch.setattr(llm.decode, "launch", collecting)
+    assert llm.generate(prompt(90), greedy(30))[0].token_ids == want
+    assert_idle(llm)
+
+
+def test_a_stream_whose_request_was_forgotten_says_so(checkpoint):
+    llm = make(checkpoint)
+    stream = llm.stream(prompt(60), greedy(40))
+    next(stream)
+    llm.reset()
+    with pytest.raises(RequestError, match="forgotten"):
+        next(stream)
+
+
+def test_outputs_do_not_copy_what_came_before(checkpoint):
+    """The cost of an output does not grow with the tokens before it, also while nobody takes it."""
+    llm = make(checkpoint, CacheBudget.of(64), max_model_len=4096, slots=1, decode_steps=8)
+    other = llm.stream(prompt(20), greedy(3000, logprobs=1))
+    first = next(other)
+    last = list(other)[-1]
+    assert last._produced is first._produced
+    assert first.token_count < last.token_count == 3000
+    assert (len(first.token_ids), len(first.logprobs)) == (first.token_count, first.token_count)
+    assert last.token_ids[: first.token_count] == first.token_ids
+    assert last.text.startswith(first.text)
+    assert last.logprobs_after(2990) == list(last.logprobs[2990:])
