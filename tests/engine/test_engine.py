@@ -280,7 +280,7 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
             llm.add_request(prompt(5), SamplingParams(**params))
     with pytest.raises(RequestError, match="in use"):
         llm.add_request(prompt(5), request_id="good")
-    with pytest.raises(RequestError, match="params is .*; give SamplingParams"):
+    with pytest.raises(RequestError, match=r"params is .*; give SamplingParams"):
         llm.generate(prompt(5), {"max_tokens": 3})
     with pytest.raises(RequestError, match="2 prompts but 1 sampling"):
         llm.generate([prompt(5), prompt(6)], [SamplingParams()])

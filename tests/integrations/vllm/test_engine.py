@@ -238,12 +238,23 @@ def test_per_request_budgets_hold_fewer_blocks(llama, prompts):
         seen = []
         params = [sampling(50, kv_budget=entries) for entries in budgets]
         got = run_by_hand(llm, prompts, params, lambda _: seen.append(list(held_blocks(llm).values())))
-        with pytest.raises(VLLMValidationError, match="server's is 128"):
+        with pytest.raises(VLLMValidationError, match="a cache has 128 entries here"):
             llm.llm_engine.add_request("bad", {"prompt_token_ids": [5]}, sampling(5, kv_budget=129))
         assert not scheduler(llm).requests
     assert seen[-2] == [4, 2, 3, 3, 4, 2]
     for tokens, entries, made in zip(prompts, budgets, got, strict=True):
         assert made == builtin(llama, [tokens], BUDGET, 50, kv_budget=entries)[0]
+
+
+@pytest.mark.parametrize("chunk", [4096, 48])
+def test_a_number_is_the_same_cache_on_every_server(llama, prompts, chunk):
+    """A server whose own policy has one voter, or none, keeps the queries of a request's, also over chunk borders."""
+    budgets = [None, 64, 128, 96, 36, 40]
+    host = CacheBudget.preset("streaming", 128)
+    with vllm_engine(llama, host, max_num_batched_tokens=chunk, max_num_seqs=8) as llm:
+        got = run_by_hand(llm, prompts, [sampling(50, kv_budget=entries) for entries in budgets])
+    for tokens, entries, made in zip(prompts, budgets, got, strict=True):
+        assert made == builtin(llama, [tokens], host if entries is None else CacheBudget.of(entries), 50)[0]
 
 
 def test_seeded_sampling_repeats(llama, prompts):

@@ -198,11 +198,13 @@ class Sequences:
             scheduled: Tokens of each row computed in it.
         """
         plans = [self._plans[request_id] for request_id in request_ids]
-        length, base, limit, front, moves_at = np.array(
-            [(p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER) for p in plans],
+        length, base, limit, front, moves_at, window = np.array(
+            [
+                (p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER, p.budget.window)
+                for p in plans
+            ],
             dtype=np.int64,
         ).T
-        window = self.budget.window
         computed, scheduled = computed.astype(np.int64), scheduled.astype(np.int64)
         stops = np.cumsum(scheduled)
         starts = stops - scheduled

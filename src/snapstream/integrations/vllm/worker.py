@@ -59,7 +59,7 @@ class SnapStreamWorker(Worker):
             return available  # asked for by the user, who is taken at his word
         per_token = max(spec.page_size_bytes // spec.block_size for spec in self.get_kv_cache_spec().values())
         heads = max(compressor.layer.num_heads for compressor in self.compressors)
-        logits = heads * self.sequences.budget.window * min(KEY_CHUNK, self.model_config.max_model_len) * 4
+        logits = heads * self.sequences.budget.queries * min(KEY_CHUNK, self.model_config.max_model_len) * 4
         return available - 2 * per_token * self.model_config.max_model_len - 3 * logits
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
