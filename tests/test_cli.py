@@ -4,14 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from snapstream import __version__
+import snapstream
+from snapstream import LLM, CacheBudget, __version__
 from snapstream.assets import TASK_MODEL
 from tests.checkpoints import save_checkpoint
 from tests.published import DEEPSEEK_R1, LLAMA_31_8B, save_config
 from tests.texts import Notes
+
+STREAMING = CacheBudget.preset("streaming", 256)
 
 
 def run(*arguments, stdin=None):
@@ -58,7 +62,6 @@ def test_demo_json(model, per_entry):
     assert all(policies["snapstream"]["correct"])
     assert not all(policies["streaming"]["correct"])
     assert policies["snapstream"]["bytes_per_sequence"] == 500 * per_entry
-    assert min(policies["snapstream"]["tokens_per_second"]) > 0
 
 
 def test_demo_for_people():
@@ -78,7 +81,71 @@ def test_plan(tmp_path):
     assert plan["slots"] == 8 * 512 * per_token
     assert plan["full_slots"] == 8 * 4096 * per_token
     assert plan["slots_that_fit"] > 7 * plan["slots_that_fit_full"] > 0
-    assert "caches of all slots" in run("plan", "--model", tmp_path, "--budget", 512).stdout
+    assert "caches of all slots" in run("plan", tmp_path, "--budget", 512).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], {}),
+        (["--budget", 512, "--slots", 8], {"budget": 512, "slots": 8}),
+        (
+            ["--budget", "1k", "--max-model-len", "4k", "--sessions", 3],
+            {"budget": 1024, "max_model_len": 4096, "sessions": 3},
+        ),
+        (["--budget", "1/4", "--dtype", "bfloat16"], {"budget": 4096, "dtype": "bfloat16"}),
+        (["--policy", "streaming", "--budget", 256, "--prefill-chunk", 64], {"budget": STREAMING, "prefill_chunk": 64}),
+    ],
+)
+def test_plan_is_what_an_engine_says(options, settings):
+    """One function computes both: the command, and the engine before it loads anything."""
+    said = []
+    LLM(str(TASK_MODEL), report_plan=said.append, **settings)
+    planned = json.loads(run("plan", TASK_MODEL, *options, "--json").stdout)
+    ours, full = said[0].ours, said[0].full
+    assert {name: planned[name] for name in asdict(ours)} == asdict(ours)
+    assert (planned["total"], planned["steady"]) == (ours.total, ours.steady)
+    assert (planned["full_slots"], planned["total_full"]) == (full.slots, full.total)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_how_many_slots_fit_is_true(tmp_path, device):
+    """So many fit and one more does not; full caches are counted the same way whatever the budget is."""
+    directory = save_config(tmp_path, LLAMA_31_8B)
+    few = set()
+    for options in ([], ["--budget", 4096], ["--budget", "8k", "--slots", 32]):
+        common = ["--max-model-len", "128k", "--memory", 80, "--device", device, "--json"]
+        plan = json.loads(run("plan", directory, *options, *common).stdout)
+        few.add(plan["slots_that_fit_full"])
+        for budget, slots in ((options, plan["slots_that_fit"]), ([], plan["slots_that_fit_full"])):
+            plain = budget[:2]
+            assert run("plan", directory, *plain, "--slots", slots, *common).returncode == 0
+            more = run("plan", directory, *plain, "--slots", slots + 1, *common)
+            assert more.returncode == 1
+            assert "are available" in more.stderr
+    assert len(few) == 1
+
+
+def test_plan_shows_what_adds_up():
+    """The steady state is the sum of the rows above it, and the peak of those above that."""
+    for device in ("cpu", "cuda"):
+        rows = [line.split("│")[1:3] for line in run("plan", "--device", device).stdout.splitlines() if "│" in line]
+        scale = {"KiB": 1, "MiB": 1024, "GiB": 1024**2}
+        sizes = {name.strip(): float(text.split()[0]) * scale[text.split()[1]] for name, text in rows}
+        above, order = 0.0, list(sizes)
+        for name in order:
+            if name.startswith("="):
+                assert sizes[name] == pytest.approx(above, rel=0.02)
+            else:
+                above += sizes[name]
+        captured = order.index("workspace (prefill)") < order.index("= steady state")
+        assert captured == (device == "cuda")
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    done = run("plan", save_config(tmp_path, DEEPSEEK_R1), "--budget", "32k", "--memory", 80)
+    assert "vLLM spreads a model over several devices" in done.stderr
+    assert "dtype" not in done.stderr
 
 
 def plan_of(directory, **options):
@@ -119,9 +186,62 @@ def test_batches_of_the_paper_from_arithmetic(tmp_path, length, cache, full, sma
 
 def test_help_and_version():
     assert run("--version").stdout.strip() == f"snapstream {__version__}"
-    for command in ("demo", "generate", "plan", "eval"):
+    for command in ("demo", "generate", "plan", "eval", "chat", "serve"):
         assert command in run("--help").stdout
-        assert command == "eval" or "--json" in run(command, "--help").stdout
+        assert command in ("eval", "chat", "serve") or "--json" in run(command, "--help").stdout
+    for group in ("Model", "Cache", "Engine", "Network", "Limits"):
+        assert f"─ {group} ─" in run("serve", "--help").stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "snapstream", "--version"], capture_output=True, text=True, check=True
+    )
+    assert again.stdout.strip() == f"snapstream {__version__}"
+
+
+def test_habits_of_generate(text_file):
+    """A prompt as an option, a file from stdin, sizes with a k, shares of the prompt."""
+    path, document = text_file
+    question = document.questions[3]
+    tokens = document.count(f"{document.text}\n{question.ask}")
+    done = run(
+        *("generate", "--prompt", question.ask, "--file", "-", "--budget", "1/4", "--max-model-len", "8k", "--json"),
+        stdin=path.read_text(),
+    )
+    answer = json.loads(done.stdout)
+    assert answer["text"] == question.answer
+    assert (answer["cache"]["limit"], answer["cache"]["prompt_tokens"]) == (tokens // 4, tokens)
+    assert "answers questions about notes in generated texts" in done.stderr
+    whole = run("generate", "-p", "Recall", "--max-tokens", 3)
+    assert "prompt of 1 tokens: all kept in a full cache, 4.5 KiB by now" in " ".join(whole.stderr.split())
+    large = run("generate", "Recall", "--budget", "1m", "--max-tokens", 1)
+    assert "is more than max_model_len=16384 tokens: every cache is a full one" in " ".join(large.stderr.split())
+
+
+def test_chat_with_the_shipped_model():
+    """The server chats with it, so the others do."""
+    document = Notes(1500, 8, seed=1)
+    question = document.questions[2]
+    made = run("generate", "--chat", "--budget", 512, document.prompt(question))
+    assert made.stdout.strip() == question.answer.strip()
+    llm = LLM(str(TASK_MODEL), budget=512, enforce_eager=True, report_plan=lambda _: None)
+    asked = [{"role": "user", "content": document.prompt(question)}]
+    assert llm.chat(asked).text.strip() == question.answer.strip()
+    assert repr(llm).startswith(f"LLM({str(TASK_MODEL)!r}: LlamaForCausalLM, 4 slots with caches of 512 entries")
+    assert {"LLM", "RequestOutput"} <= set(dir(snapstream))
+
+
+def test_a_conversation_in_the_terminal(tmp_path):
+    document = Notes(1500, 8, seed=1)
+    (tmp_path / "notes.txt").write_text(document.text)
+    first, second = document.questions[1], document.questions[5]
+    lines = [first.ask, second.ask, "/nothing", "/new", f"/file {tmp_path / 'none'}", "/quit"]
+    done = run("chat", "--budget", "1k", "--file", tmp_path / "notes.txt", stdin="\n".join(lines) + "\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == [first.answer.strip(), second.answer.strip()]
+    told = " ".join(done.stderr.split())
+    assert "1,024 of 1,024 entries: 4 first, 764 voted, 256 recent] >" in told
+    assert "There is no /nothing. /file PATH puts" in told
+    assert "could not be read: No such file" in told
+    assert run("chat", stdin="").returncode == 0
 
 
 def broken(tmp_path, name, damage):
@@ -154,8 +274,17 @@ def set_architecture(path):
         (["generate", "hello", "--dtype", "int4"], "allowed: auto, float32"),
         (["generate", "hello", "--device", "tpu"], "allowed: auto, cpu"),
         (["generate", "hello", "--temperature", -1], "temperature is -1"),
-        (["generate", "--chat", "hello"], "no chat template"),
-        (["generate", ""], "no tokens"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "  "], "the prompt is empty"),
+        (["generate", "hello", "--prompt", "hello"], "two prompts were given"),
+        (["generate", "-", "--file", "-"], "standard input can be read once"),
+        (["generate", "hello", "--budget", "5/4"], "not a share between 0 and 1"),
+        (["generate", "hello", "--budget", "many"], "neither a number of entries"),
+        (["generate", "hello", "--max-model-len", "long"], "max-model-len: 'long' is not a number of tokens"),
+        (["serve", "a", "--model", "b"], "two models were given, 'a' and --model 'b'"),
+        (["serve", "--max-num-seqs", 4], "there is no --max-num-seqs here: --slots says"),
+        (["serve", "--gpu-memory-utilization=0.9"], "--memory-fraction of serve"),
+        (["plan", "--tensor-parallel-size", 2], "the vLLM plugin uses several"),
         (["demo", "--tokens", 130, "--facts", 60], "do not fit"),
         (["plan", "--budget", 2048, "--memory", 0.001], "the weights alone do not fit"),
         (["plan", "--budget", 2048, "--slots", 8, "--memory", 0.02], "lower slots, budget and max_model_len together"),

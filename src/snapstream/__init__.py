@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snapstream.engine import LLM, RequestOutput
 
 try:
-    __version__ = version("snapstream")
+    __version__ = version("snapstream-llm")
 except PackageNotFoundError:  # a source tree that was not installed
     __version__ = "0+unknown"
 
@@ -42,3 +42,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(engine, name)
     raise AttributeError(f"module 'snapstream' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is there, loaded or not."""
+    return sorted({*globals(), *__all__})

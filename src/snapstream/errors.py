@@ -19,3 +19,13 @@ class RequestError(SnapStreamError, ValueError):
 
 class MemoryPlanError(SnapStreamError):
     """The engine as configured does not fit the memory of the device."""
+
+
+def missing_extra(what: str, extra: str) -> ConfigurationError:
+    """The error for something that comes with an extra which is not installed.
+
+    Args:
+        what: What needs what.
+        extra: Its name.
+    """
+    return ConfigurationError(f'{what}: in the directory of the source, pip install ".[{extra}]"')

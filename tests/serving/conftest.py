@@ -14,7 +14,7 @@ def llm(checkpoint):
     engine = LLM(
         str(checkpoint), budget=BUDGET, max_model_len=2000, slots=3, prefill_chunk=32, enforce_eager=True, sessions=2
     )
-    engine.tokenizer.chat_template = PLAIN_CHAT.read_text()
+    engine.chat_template = PLAIN_CHAT.read_text()
     return engine
 
 
@@ -27,9 +27,7 @@ def server(llm):
 @pytest.fixture(scope="session")
 def task_llm():
     """The shipped model, which can answer."""
-    engine = LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4)
-    engine.tokenizer.chat_template = PLAIN_CHAT.read_text()
-    return engine
+    return LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4)
 
 
 @pytest.fixture(scope="session")

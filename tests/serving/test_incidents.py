@@ -127,7 +127,7 @@ def test_a_chat_template_that_loops(llm, monkeypatch):
         expected = works(server)
         replies = []
         with monkeypatch.context() as patched:
-            patched.setattr(llm.tokenizer, "chat_template", loops)
+            patched.setattr(llm, "chat_template", loops)
             body = {"messages": [{"role": "user", "content": "w5"}]}
             threads = [
                 threading.Thread(target=lambda: replies.append(post(server, "/v1/chat/completions", **body)))
@@ -142,11 +142,11 @@ def test_a_chat_template_that_loops(llm, monkeypatch):
             assert time.monotonic() - began < 15
             assert [reply.status_code for reply in replies] == [400] * 4
             assert "took longer than 0.5 s" in replies[0].json()["error"]["message"]
-            patched.setattr(llm.tokenizer, "chat_template", "{{ 1 // 0 }}")
+            patched.setattr(llm, "chat_template", "{{ 1 // 0 }}")
             reply = post(server, "/v1/chat/completions", **body)
             assert reply.status_code == 400
             assert "rejects these messages" in reply.json()["error"]["message"]
-            patched.setattr(llm.tokenizer, "chat_template", None)
+            patched.setattr(llm, "chat_template", None)
             assert "no chat template" in post(server, "/v1/chat/completions", **body).json()["error"]["message"]
         assert works(server) == expected
 

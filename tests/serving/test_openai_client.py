@@ -3,8 +3,10 @@
 import asyncio
 import math
 
+import httpx
 import openai
 import pytest
+import torch
 
 from snapstream import SamplingParams
 from tests.checkpoints import prompt
@@ -217,6 +219,81 @@ def test_echo(create, alone):
     assert "".join(event.choices[0].text for event in create("text", **body, stream=True)) == WORDS + expected
 
 
+@pytest.mark.parametrize("most", [0, 1, 4])
+def test_echo_with_logprobs(create, checkpoint, most):
+    """Those of the prompt are transformers' own; they come from prefill, so a small cache does not change them."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = prompt(150)
+    with torch.no_grad():
+        peer = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        want = peer(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = [float(want[at, token]) for at, token in enumerate(tokens[1:])]
+    body = {"prompt": WORDS, "max_tokens": most, "temperature": 0, "echo": True, "logprobs": 2, "extra_body": FOREVER}
+    reply = create("text", **body).choices[0]
+    free = create("text", **(body | {"echo": False})).choices[0]
+    got = reply.logprobs
+    assert reply.text == WORDS + free.text
+    assert (reply.finish_reason, len(got.tokens)) == ("length", 150 + most)
+    assert got.tokens[:150] == [f"w{token}" for token in tokens]
+    assert got.token_logprobs[0] is got.top_logprobs[0] is None
+    assert got.token_logprobs[1:150] == pytest.approx(expected, abs=1e-4)
+    assert got.token_logprobs[150:] == pytest.approx(free.logprobs.token_logprobs, abs=1e-5)
+    for at, top in enumerate(got.top_logprobs[1:150]):
+        best = want[at].topk(2)
+        assert {f"w{token}" for token in best.indices.tolist() if token > 2} <= set(top)
+        assert max(top.values()) == pytest.approx(float(best.values[0]), abs=1e-4)
+    small = create("text", **(body | {"extra_body": FOREVER | {"kv_budget": 16}})).choices[0]
+    assert small.logprobs.token_logprobs[1:150] == got.token_logprobs[1:150]
+    events = create("text", **body, stream=True)
+    assert "".join(event.choices[0].text for event in events) == reply.text
+    pieces = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece.tokens] == got.tokens
+    assert [at for piece in pieces for at in piece.text_offset] == got.text_offset
+    assert create("text", prompt=WORDS, max_tokens=0).choices[0].text == ""
+
+
+def test_min_tokens(create, alone):
+    """Neither an end token nor a stop string ends the output before; then it ends as soon as it may."""
+    free = alone(WORDS, max_tokens=40, ignore_eos=True)
+    stops, stop = list(free.token_ids[3:6]), free.text[8:10]
+    early = alone(WORDS, max_tokens=40, ignore_eos=True, stop_token_ids=stops)
+    assert len(early.token_ids) < 12
+    for least in (12, 25):
+        extra = FOREVER | {"stop_token_ids": stops, "min_tokens": least}
+        reply = create("text", prompt=WORDS, max_tokens=40, temperature=0, logprobs=0, extra_body=extra).choices[0]
+        assert len(reply.logprobs.tokens) >= least
+        assert not {f"w{token}" for token in stops} & set(reply.logprobs.tokens[:least])
+        reply = create("text", prompt=WORDS, max_tokens=40, temperature=0, stop=stop, extra_body={"min_tokens": least})
+        assert len(reply.choices[0].text) > 9  # where it would have ended
+    none = create("text", prompt=WORDS, max_tokens=40, temperature=0, stop=stop, extra_body=FOREVER).choices[0]
+    assert none.text == free.text[: free.text.index(stop)]
+
+
+def test_special_tokens_in_the_text(create, server):
+    end = server.llm.spec.eos_token_ids[0]
+    forcing = {"logit_bias": {str(end): 100}, "extra_body": FOREVER | {"skip_special_tokens": False}}
+    assert create("text", prompt="w5", max_tokens=2, **forcing).choices[0].text == "</s></s>"
+    forcing["extra_body"] = FOREVER
+    assert create("text", prompt="w5", max_tokens=2, **forcing).choices[0].text == ""
+
+
+def test_variables_of_the_chat_template(create, server, alone, monkeypatch):
+    template = "{% if enable_thinking %}w20 {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}{{ tail }}"
+    monkeypatch.setattr(server.llm, "chat_template", template)
+    for variables, laid_out in (
+        (None, f"{WORDS} "),
+        ({"enable_thinking": True, "tail": "w21"}, f"w20 {WORDS} w21"),
+        ({"enable_thinking": False}, f"{WORDS} "),
+    ):
+        messages = [{"role": "user", "content": WORDS}]
+        extra = FOREVER | ({} if variables is None else {"chat_template_kwargs": variables})
+        reply = create("chat", messages=messages, max_tokens=9, temperature=0, extra_body=extra)
+        assert reply.choices[0].message.content == alone(laid_out, max_tokens=9, ignore_eos=True).text
+        body = {"messages": messages, "chat_template_kwargs": variables}
+        assert httpx.post(server.url + "/tokenize", json=body).json()["count"] == len(laid_out.split())
+
+
 @pytest.mark.parametrize("field", [{"kv_budget": 36}, {"vllm_xargs": {"kv_budget": 36}}])
 def test_budget_and_telemetry(create, alone, field):
     expected = alone(WORDS, max_tokens=30, ignore_eos=True, kv_budget=36, telemetry=True)
@@ -262,24 +339,49 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": [5, 96]}, "token 96 is not in the model's vocabulary"),
         ({"prompt": "w5 " * 2000}, "at most 1999 fit"),
         ({"prompt": "w5", "model": "gpt-4"}, "'gpt-4' is not served here; 'tiny' is"),
-        ({"prompt": "w5", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"prompt": "w5", "max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
+        (
+            {"messages": MESSAGES, "max_tokens": 0, "kind": "chat"},
+            "max_tokens: Input should be greater than or equal to 1",
+        ),
+        ({"prompt": "w5", "extra_body": {"min_tokens": 17}}, "min_tokens is 17; it must be at most max_tokens (16)"),
         ({"prompt": "w5", "temperature": 3}, "temperature"),
         ({"prompt": "w5", "logprobs": 21}, "at most 20"),
         ({"prompt": "w5", "logit_bias": {"96": 1}}, "token 96"),
         ({"prompt": "w5", "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": "w5", "extra_body": {"kv_budget": 49}}, "a cache has 48 entries here, give at most that"),
-        ({"prompt": "w5", "extra_body": {"kv_buget": 40}}, "'kv_buget' is not a field"),
-        ({"prompt": "w5", "suffix": "x"}, "'suffix' is not a field"),
-        ({"prompt": "w5", "best_of": 3}, "'best_of'"),
+        (
+            {"prompt": "w5", "extra_body": {"kv_buget": 40}},
+            "'kv_buget' is not a field of this request; did you mean 'kv_bud",
+        ),
+        ({"prompt": "w5", "extra_body": {"qqq": 40}}, "'qqq' is not a field of this request"),
+        ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text is only continued at its end"),
+        ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; give n"),
+        ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),
+        ({"prompt": "w5", "extra_body": {"guided_json": {"type": "object"}}}, "the output is free text"),
         ({"prompt": "w5", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
         ({"prompt": "w5", "stop": ["a", ""]}, "stop: String should have at least 1 character"),
         ({"prompt": [1, 2, -3]}, "prompt: Input should be greater than or equal to 0"),
-        ({"prompt": "w5", "echo": True, "logprobs": 1}, "echo and logprobs"),
+        (
+            {"prompt": "w5", "echo": True, "logprobs": 1, "extra_body": {"session_id": "a"}},
+            "echo with logprobs needs the whole prompt to be read; leave out session_id",
+        ),
         ({"messages": [], "kind": "chat"}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "kind": "chat"}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "kind": "chat"},
+            "messages: a part of type 'image_url' is not supported: this server reads and writes text only",
+        ),
         ({"messages": MESSAGES, "top_logprobs": 1, "kind": "chat"}, "needs logprobs"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}], "kind": "chat"}, "'tools' is not a field"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}, "kind": "chat"}, "'response_format'"),
+        (
+            {"messages": MESSAGES, "tools": [{"type": "function"}], "kind": "chat"},
+            "tools is not supported: the output",
+        ),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}, "kind": "chat"}, "response_format is not"),
+        ({"messages": MESSAGES, "reasoning_effort": "low", "kind": "chat"}, "chat_template_kwargs"),
+        (
+            {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": {"tokenize": True}}, "kind": "chat"},
+            "chat_template_kwargs: tokenize cannot be set here",
+        ),
     ],
 )
 def test_errors_say_what_to_do(server, body, message):

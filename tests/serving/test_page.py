@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from snapstream import LLM
+from snapstream.assets import TASK_MODEL
 from snapstream.serving.settings import Example
-from tests.serving.servers import idle, metric, running, wait_until
+from tests.serving.servers import idle, metric, post, running, wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -149,8 +151,10 @@ def test_escape_stops(page, server, monkeypatch):
 
 
 def test_an_error_is_shown_and_the_message_comes_back(page):
-    page.get_by_text("Settings", exact=True).click()
-    page.get_by_label("Cache entries").fill("100000")
+    def change(route):
+        route.continue_(post_data=route.request.post_data.replace('"stream":true', '"stream":true,"kv_budget":100000'))
+
+    page.route("**/v1/chat/completions", change)
     ask(page, "The guard visited the flag.")
     alert = page.get_by_role("alert")
     alert.wait_for()
@@ -159,7 +163,7 @@ def test_an_error_is_shown_and_the_message_comes_back(page):
     assert page.get_by_label("Message").input_value() == "The guard visited the flag."
     assert page.locator(".message").count() == 0
     page.problems.clear()  # browsers log what was answered 400
-    page.get_by_label("Cache entries").fill("")
+    page.unroute("**/v1/chat/completions")
     page.get_by_label("Message").press("Enter")
     page.locator("#figures", has_text="generated").wait_for()
     assert not alert.is_visible()
@@ -187,7 +191,7 @@ def test_a_session(page, server):
     page.get_by_role("button", name="Insert example").click()
     page.get_by_role("button", name="Send").click()
     page.get_by_role("log").get_by_text("broad vase.").wait_for()
-    page.get_by_text("1 kept conversations take").wait_for()
+    page.get_by_text("1 kept conversation takes").wait_for()
     ask(page, "Recall the note for swallow:")
     page.get_by_text("went on from the cache, read only 5").wait_for()
     assert page.locator(".message.assistant .body").last.inner_text() == "broad vase."
@@ -225,20 +229,94 @@ def test_everything_can_be_reached_by_keyboard_and_has_a_name(page):
     assert page.get_by_role("heading", level=1).count() == 1
 
 
-def test_narrow_screens(browser, server):
-    page = browser.new_page(viewport={"width": 360, "height": 700})
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll(".settings input")].map((input) => input.getBoundingClientRect());
+  const panel = document.querySelector(".chat").getBoundingClientRect();
+  const outside = boxes.filter((box) => box.left < panel.left || box.right > panel.right);
+  const crossing = boxes.filter((a, i) => boxes.some((b, j) =>
+    i < j && a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom));
+  return outside.length + crossing.length;
+}"""
+
+
+@pytest.mark.parametrize("width", [360, 1024, 1360])
+def test_widths(browser, server, width):
+    page = browser.new_page(viewport={"width": width, "height": 700})
     page.goto(server.url)
     page.get_by_text("0 of 4 slots busy").wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("API key").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(OVERLAPS) == 0
     page.close()
+
+
+def test_settings_that_the_server_would_refuse(page):
+    """They are found out here, by name, and nothing is sent."""
+    sent = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.get_by_label("Message").fill("The guard visited the flag.")
+    for label, value in (("Cache entries", "513"), ("Cache entries", "15"), ("Most tokens", "0"), ("Temperature", "3")):
+        if not page.get_by_label(label).is_visible():
+            page.get_by_text("Settings", exact=True).click()
+        before = page.get_by_label(label).input_value()
+        page.get_by_label(label).fill(value)
+        page.get_by_text("Settings", exact=True).click()
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("alert").filter(has_text=f"{label}: ").wait_for()
+        assert page.evaluate("document.activeElement.labels[0].textContent").startswith(label)
+        page.get_by_label(label).fill(before)
+    assert not sent
+    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+
+
+def test_a_long_message_says_that_its_end_is_shown(page):
+    page.get_by_role("button", name="Insert example").click()
+    length = len(page.get_by_label("Message").input_value())
+    page.get_by_role("button", name="Send").click()
+    message = page.locator(".message.user")
+    message.get_by_text(f"{length:,} characters, of which the end is shown").wait_for()
+    short = message.bounding_box()["height"]
+    message.get_by_role("button", name="Show all").click()
+    assert message.bounding_box()["height"] > 3 * short
+    message.get_by_role("button", name="Show the end").click()
+    assert message.bounding_box()["height"] == short
+    page.locator("#figures", has_text="generated").wait_for()
+
+
+def test_what_the_shipped_model_is(page):
+    page.get_by_text(
+        "It answers questions about notes in generated texts, as in the example, and nothing else."
+    ).wait_for()
+
+
+def test_slots_are_drawn_to_scale_and_unused_ones_in_a_line(browser):
+    fresh = LLM(str(TASK_MODEL), budget=512, slots=8, enforce_eager=True)
+    with running(fresh, model_name="task-model") as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.get_by_text("8 slots not used yet").wait_for()
+        assert page.locator(".slot svg").count() == 0
+        both = [post(server, prompt="The guard saw the flag. " * 99, max_tokens=2, kv_budget=n) for n in (512, 64)]
+        assert [reply.status_code for reply in both] == [200, 200]  # one after the other, so in the same slot
+        page.get_by_text("7 slots not used yet").wait_for()
+        page.get_by_role("img", name="64 of 64 entries in use").wait_for()
+        cache = page.locator(".slot svg:not(.strip)").bounding_box()["width"]
+        whole = page.locator(".slot svg.strip").first.bounding_box()["width"]
+        assert cache / whole == pytest.approx(64 / 512, abs=0.01)
+        page.close()
 
 
 def test_a_key_is_asked_for(browser, task_llm):
     with running(task_llm, model_name="task-model", api_keys=("sesame",)) as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.get_by_role("alert").filter(has_text="needs an API key").wait_for()
-        page.get_by_text("Settings", exact=True).click()
+        page.get_by_role("alert").filter(has_text="This server needs an API key: enter it in Settings.").wait_for()
+        assert page.locator("#server").inner_text() == "An API key is needed"
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.keyboard.type("sesam")
+        page.keyboard.press("Tab")
+        page.get_by_role("alert").filter(has_text="does not know this API key").wait_for()
         page.get_by_label("API key").fill("sesame")
         page.get_by_label("API key").press("Tab")
         page.get_by_text("task-model: up to").wait_for()
@@ -247,7 +325,7 @@ def test_a_key_is_asked_for(browser, task_llm):
 
 
 def test_a_model_without_a_chat_template(browser, task_llm, monkeypatch):
-    monkeypatch.setattr(task_llm.tokenizer, "chat_template", None)
+    monkeypatch.setattr(task_llm, "chat_template", None)
     with running(task_llm, model_name="task-model") as server:
         page = browser.new_page()
         page.goto(server.url)

@@ -2,7 +2,17 @@
 
 from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.llm import LLM
-from snapstream.engine.memory import MemoryPlan, plan_memory
+from snapstream.engine.memory import EnginePlan, MemoryPlan, plan_engine
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
 
-__all__ = ["LLM", "CacheUse", "MemoryPlan", "RequestOutput", "SavedSequence", "SlotUse", "TokenLogprobs", "plan_memory"]
+__all__ = [
+    "LLM",
+    "CacheUse",
+    "EnginePlan",
+    "MemoryPlan",
+    "RequestOutput",
+    "SavedSequence",
+    "SlotUse",
+    "TokenLogprobs",
+    "plan_engine",
+]

@@ -11,31 +11,23 @@ from typing import Any
 
 import torch
 
-from snapstream.attention import choose_backend
+from snapstream.assets import PLAIN_CHAT, is_shipped
 from snapstream.compression import surviving_tokens
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
 from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.decode import Decode
 from snapstream.engine.graphs import graph_pool
-from snapstream.engine.memory import MemoryPlan, available_memory, plan_memory
+from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
 from snapstream.engine.output import RequestOutput, SlotUse, TokenLogprobs
 from snapstream.engine.prefill import CompressedSequence, Prefill, kept_shares
 from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
-from snapstream.engine.settings import (
-    can_compile,
-    choose_budget,
-    choose_device,
-    choose_max_model_len,
-    load_sampling_defaults,
-    load_tokenizer,
-)
+from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.models import load_model, resolve_checkpoint
-from snapstream.models.weights import load_spec, resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +44,7 @@ class Engine:
         *,
         budget: CacheBudget | int | None = None,
         config: EngineConfig | None = None,
-        report_plan: Callable[[MemoryPlan], None] | None = None,
+        report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,
     ) -> None:
         """Plan memory, load the model and compile the graphs.
@@ -80,36 +72,28 @@ class Engine:
                 allowed = ", ".join(sorted(EngineConfig.__dataclass_fields__))
                 raise ConfigurationError(f"unknown engine setting {', '.join(unknown)}; allowed: {allowed}")
             config = EngineConfig(**settings)
-        spec = load_spec(resolve_config(model))
-        self.config, self.spec = config, spec
-        self.device = choose_device(config.device)
-        dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
-        self.budget = choose_budget(budget, self.max_model_len)
-        backend = choose_backend(config.attention, self.device, dtype, spec.head_dim)
-        self.plan = plan_memory(
-            spec,
-            config,
-            self.budget,
-            max_model_len=self.max_model_len,
-            dtype=dtype,
-            available=available_memory(self.device, config.memory_fraction),
-            masked_prefill=backend.reads_all_keys_in_prefill,
-        )
-        (report_plan or _print_plan)(self.plan)
-        self.plan.check()
+        setup = set_up(model, budget, config)
+        spec = setup.spec
+        self.model, self.config, self.spec, self.device, self.dtype = model, config, spec, setup.device, setup.dtype
+        self.max_model_len, self.budget = setup.max_model_len, setup.budget
+        plan = plan_engine(setup, available_memory(self.device, config.memory_fraction))
+        self.plan = plan.ours
+        (report_plan or _print_plan)(plan)
+        plan.check()
         checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
         self.tokenizer = load_tokenizer(str(checkpoint))
+        # Used instead of the tokenizer's own; the shipped models have none of their own.
+        self.chat_template = PLAIN_CHAT.read_text() if is_shipped(model) else None
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
-        eager = config.enforce_eager or not can_compile(self.device)
-        loaded = load_model(checkpoint, spec, dtype, self.device)
+        eager = setup.eager
+        loaded = load_model(checkpoint, spec, self.dtype, self.device)
         self.prefill = Prefill(
-            loaded, backend, self.budget, padded=self.plan.padded_len, chunk=config.prefill_chunk, eager=eager
+            loaded, setup.backend, self.budget, padded=self.plan.padded_len, chunk=config.prefill_chunk, eager=eager
         )
         self.decode = Decode(
             loaded,
-            backend,
+            setup.backend,
             capacity=self.budget.capacity,
             slots=config.slots,
             steps=config.decode_steps,
@@ -471,7 +455,7 @@ def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[
     return {slot: tokens for slot, tokens in ahead.items() if tokens}
 
 
-def _print_plan(plan: MemoryPlan) -> None:
+def _print_plan(plan: EnginePlan) -> None:
     print(plan.summary(), file=sys.stderr)
 
 

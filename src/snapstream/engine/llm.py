@@ -12,6 +12,15 @@ from snapstream.engine.engine import Engine
 from snapstream.engine.output import RequestOutput
 from snapstream.errors import RequestError
 
+_NOT_VARIABLES = frozenset(
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""What ``apply_chat_template`` takes besides variables of the template."""
+
 
 class LLM(Engine):
     """A model with a fixed number of slots, each with a cache of fixed size.
@@ -69,15 +78,27 @@ class LLM(Engine):
         finally:
             self.discard([name])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
         """Generate the next turn of a conversation, laid out by the model's chat template.
+
+        Args:
+            messages: Each with ``role`` and ``content``.
+            params: How to sample; greedy with 128 tokens by default.
+            chat_template_kwargs: See :meth:`chat_text`.
 
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return self.generate(self.chat_prompt(messages), params)[0]
+        return self.generate(self.chat_prompt(messages, chat_template_kwargs), params)[0]
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Lay a conversation out with the model's chat template; returns tokens.
 
         Tokens rather than text: templates write the special tokens themselves, and encoding their text as a prompt
@@ -86,21 +107,53 @@ class LLM(Engine):
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return list(self.tokenizer.encode(self.chat_text(messages), add_special_tokens=False))
+        text = self.chat_text(messages, chat_template_kwargs)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
         """The text of a conversation as the model's chat template lays it out, up to where the answer begins.
 
+        Args:
+            messages: Each with ``role`` and ``content``.
+            chat_template_kwargs: Variables of the template, such as ``{"enable_thinking": False}`` of Qwen3.
+
         Raises:
-            RequestError: The model has no chat template, or it rejects the messages.
+            RequestError: The model has no chat template, it rejects the messages, or a variable is not the caller's
+                to set.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead")
+        variables = dict(chat_template_kwargs or {})
+        taken = sorted(set(variables) & _NOT_VARIABLES)
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs: {', '.join(taken)} cannot be set here; give variables of the model's template"
+            )
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                chat_template=self.chat_template,
+                **variables,
+            )
         except Exception as error:  # a template is a program, and may fail as one
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return str(text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`chat` can lay out messages."""
+        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
+
+    def __repr__(self) -> str:
+        """What it is, in one line."""
+        return (
+            f"LLM({self.model!r}: {self.spec.architecture}, {self.config.slots} slots with caches of "
+            f"{self.budget.capacity} entries, up to {self.max_model_len} tokens, {self.dtype} on {self.device})"
+        )
 
     def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
         """Outputs of some requests, after a step if there were none; those of others stay for whoever waits for them.

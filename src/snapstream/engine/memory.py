@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from snapstream.compression.scoring import KEY_CHUNK
-from snapstream.config import MIN_CAPACITY, CacheBudget, EngineConfig
-from snapstream.engine.prefill import staging_length
+from snapstream.config import MIN_CAPACITY
+from snapstream.engine.prefill import SCORED_ROWS, staging_length
+from snapstream.engine.settings import Setup
 from snapstream.errors import MemoryPlanError
-from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import parameter_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. Peak of a prefill is the total; without ``workspace`` it is the steady state.
+    """Bytes by purpose. All but ``workspace`` is allocated at the start and kept.
 
     Attributes:
         weights: Model parameters.
         slots: Compressed caches of all slots.
-        staging: The dense cache of the one prompt being read, the window's queries, and one compressed sequence on
-            its way to a slot. All but that sequence is allocated once and kept.
-        workspace: Largest temporaries of a prefill chunk, of the votes and of sampling.
+        staging: The dense cache of the one prompt being read, and the queries of its last tokens.
+        workspace: Largest temporaries: of a prefill chunk, of votes and one compressed sequence on its way to a slot,
+            or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
         metadata: Per-slot state, sampling parameters and token counts.
-        full_slots: What the slots would take with a full cache of ``max_model_len`` tokens each.
         slot_count: Slots.
         cache_entries: Entries per slot.
         max_model_len: Longest sequence.
         padded_len: Tokens of the staging cache: ``max_model_len`` in whole chunks.
-        prefill_chunk: Tokens of a chunk.
         bytes_per_token: Keys and values of one token over all layers.
-        available: Bytes the plan may use; ``None`` if unknown.
+        keeps_workspace: Captured graphs hold their temporaries for ever, so these belong to the steady state.
     """
 
     weights: int
@@ -44,50 +43,61 @@ class MemoryPlan:
     workspace: int
     sessions: int
     metadata: int
-    full_slots: int
     slot_count: int
     cache_entries: int
     max_model_len: int
     padded_len: int
-    prefill_chunk: int
     bytes_per_token: int
-    available: int | None
+    keeps_workspace: bool
 
     @property
     def total(self) -> int:
         """Peak, while a prompt is read."""
-        return self.steady + self.workspace
+        return self.weights + self.slots + self.staging + self.workspace + self.sessions + self.metadata
 
     @property
     def steady(self) -> int:
-        """What stays while no prompt is being read."""
-        return self.weights + self.slots + self.staging + self.sessions + self.metadata
+        """What is held while no prompt is being read."""
+        return self.total if self.keeps_workspace else self.total - self.workspace
 
-    @property
-    def total_full(self) -> int:
-        """Peak of the same engine with full caches."""
-        return self.total - self.slots + self.full_slots
+    def slots_in(self, cache_memory: int) -> int:
+        """Most slots whose caches alone fit so many bytes."""
+        return cache_memory // (self.cache_entries * self.bytes_per_token)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What an engine will hold, and the same engine with full caches beside it.
+
+    Attributes:
+        ours: With the caches it was asked for.
+        full: With full caches of ``max_model_len`` entries.
+        available: Bytes it may use; ``None`` if unknown.
+        slots_that_fit: Most slots that fit ``available``; ``None`` if it is unknown.
+        slots_that_fit_full: The same with full caches.
+        advice: What would fit, if this does not.
+    """
+
+    ours: MemoryPlan
+    full: MemoryPlan
+    available: int | None
+    slots_that_fit: int | None
+    slots_that_fit_full: int | None
+    advice: str
 
     def summary(self) -> str:
-        """One line for people, with a full cache beside."""
+        """One line for people, with full caches beside."""
+        plan, full = self.ours, self.full
+        compared = plan.cache_entries < plan.max_model_len
         return (
-            f"memory: weights {gigabytes(self.weights)}, {self.slot_count} caches of {self.cache_entries} entries "
-            f"{gigabytes(self.slots)} (full caches of {self.max_model_len}: {gigabytes(self.full_slots)}), "
-            f"staging {gigabytes(self.staging)}, "
-            + (f"sessions {gigabytes(self.sessions)}, " if self.sessions else "")
-            + f"metadata {gigabytes(self.metadata)}; peak {gigabytes(self.total)} "
-            f"(full: {gigabytes(self.total_full)})"
+            f"memory: weights {gigabytes(plan.weights)}, {plan.slot_count} cache{'s' * (plan.slot_count > 1)} of {plan.cache_entries} entries "
+            f"{gigabytes(plan.slots)}"
+            + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
+            + f", staging {gigabytes(plan.staging)}, "
+            + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
+            + f"metadata {gigabytes(plan.metadata)}; peak {gigabytes(plan.total)}"
+            + (f" (full: {gigabytes(full.total)})" if compared else "")
         )
-
-    def slots_that_fit(self, *, full: bool = False) -> int | None:
-        """Most slots that fit ``available``, with this cache or a full one; ``None`` if no limit is known."""
-        if self.available is None:
-            return None
-        return max(0, self.slots_in(self.available - (self.total - self.slots), full=full))
-
-    def slots_in(self, cache_memory: int, *, full: bool = False) -> int:
-        """Most slots whose caches alone, small or full, fit so many bytes."""
-        return cache_memory // ((self.full_slots if full else self.slots) // self.slot_count)
 
     def check(self) -> None:
         """Refuse what does not fit.
@@ -95,84 +105,110 @@ class MemoryPlan:
         Raises:
             MemoryPlanError: Says by how much, and which setting would fit.
         """
-        if self.available is None or self.total <= self.available:
+        plan = self.ours
+        if self.available is None or plan.total <= self.available:
             return
-        fixed = self.total - self.slots
-        hints = []
-        if self.slots_that_fit():
-            hints.append(f"slots={self.slots_that_fit()}")
-        entries = (self.available - fixed) // (self.slot_count * self.bytes_per_token)
-        if entries >= MIN_CAPACITY:
-            hints.append(f"budget={entries}")
-        spare = self.available - (self.total - self.padded_len * self.bytes_per_token)
-        shorter = spare // self.bytes_per_token // self.prefill_chunk * self.prefill_chunk
-        if self.cache_entries <= shorter < self.max_model_len:
-            hints.append(f"max_model_len={shorter}")
-        if hints:
-            advice = f"it would fit with {' or '.join(hints)}"
-        elif self.weights > self.available:
-            advice = "the weights alone do not fit; use a smaller model or dtype"
-        else:
-            advice = "no single setting is enough; lower slots, budget and max_model_len together"
         raise MemoryPlanError(
-            f"the engine needs {gigabytes(self.total)} (weights {gigabytes(self.weights)}, {self.slot_count} slots "
-            f"{gigabytes(self.slots)}, staging {gigabytes(self.staging)}, workspace {gigabytes(self.workspace)}, "
-            f"metadata {gigabytes(self.metadata)}), {gigabytes(self.available)} are available; {advice}"
+            f"the engine needs {gigabytes(plan.total)} (weights {gigabytes(plan.weights)}, {plan.slot_count} slots "
+            f"{gigabytes(plan.slots)}, staging {gigabytes(plan.staging)}, workspace {gigabytes(plan.workspace)}, "
+            f"metadata {gigabytes(plan.metadata)}), {gigabytes(self.available)} are available; {self.advice}"
         )
 
 
-def plan_memory(
-    spec: ModelSpec,
-    config: EngineConfig,
-    budget: CacheBudget,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    available: int | None = None,
-    masked_prefill: bool = False,
-) -> MemoryPlan:
-    """Compute what an engine with these settings holds.
+def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
+    """Compute what an engine holds; nothing is allocated.
 
     Args:
-        spec: The model.
-        config: The engine.
-        budget: The cache of one slot.
-        max_model_len: Longest sequence; the staging cache has this length.
-        dtype: Of weights and caches.
-        available: Bytes the plan may use.
-        masked_prefill: Whether the attention backend makes a mask over the whole staging cache.
+        setup: The engine.
+        available: Bytes it may use.
     """
-    item = dtype.itemsize
-    per_token = spec.kv_bytes_per_token(dtype)
-    capacity, chunk = budget.capacity, config.prefill_chunk
-    padded = staging_length(max_model_len, chunk, continued=config.sessions > 0)
-    window = spec.layers * spec.heads * budget.queries * spec.head_dim * item
+    weights = parameter_bytes(setup.spec, setup.dtype)
+    slots, length, chunk = setup.config.slots, setup.max_model_len, setup.config.prefill_chunk
+    entries = setup.budget.capacity
+
+    def fits(**changes: int) -> bool:
+        return available is not None and _plan(setup, weights, **changes).total <= available
+
+    def most_slots(entries: int) -> int | None:
+        return None if available is None else _largest(lambda many: fits(slots=many, entries=entries))
+
+    ours = _plan(setup, weights)
+    advice = ""
+    if available is not None and not fits():
+        hints = [("slots", _largest(lambda many: fits(slots=many)))]
+        budget = _largest(lambda many: fits(entries=many))
+        hints.append(("budget", budget if budget >= MIN_CAPACITY else 0))
+        shorter = _largest(lambda chunks: fits(length=chunks * chunk)) * chunk
+        hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
+        found = " or ".join(f"{name}={value}" for name, value in hints if value)
+        if weights > available:
+            smaller = setup.dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
+            advice = "the weights alone do not fit; " + (
+                "in bfloat16 they do (dtype)" if smaller else "vLLM spreads a model over several devices (docs/vllm.md)"
+            )
+        elif found:
+            advice = f"it would fit with {found}"
+        else:
+            advice = "no single setting is enough; lower slots, budget and max_model_len together"
+    return EnginePlan(
+        ours=ours,
+        full=_plan(setup, weights, slots=slots, entries=length),
+        available=available,
+        slots_that_fit=most_slots(entries),
+        slots_that_fit_full=most_slots(length),
+        advice=advice,
+    )
+
+
+def _plan(
+    setup: Setup, weights: int, *, slots: int | None = None, entries: int | None = None, length: int | None = None
+) -> MemoryPlan:
+    """The plan of an engine, with another number of slots, entries or tokens than it was asked for."""
+    spec, config, item = setup.spec, setup.config, setup.dtype.itemsize
+    slots = config.slots if slots is None else slots
+    entries = setup.budget.capacity if entries is None else entries
+    length = setup.max_model_len if length is None else length
+    chunk, per_token = config.prefill_chunk, spec.kv_bytes_per_token(setup.dtype)
+    padded = staging_length(length, chunk, continued=config.sessions > 0)
+    queries = setup.budget.queries
     inner = 2 * spec.intermediate_size
     if spec.experts is not None:  # a row for each expert of a token: what goes in, what is inside, what comes out
         inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))
     wide = max(inner, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
-    if masked_prefill:
+    if setup.backend.reads_all_keys_in_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
-    votes = spec.heads * budget.queries * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
-    sampling = 6 * config.slots * spec.vocab_size * 4
+    votes = spec.heads * queries * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
+    # A captured graph writes compressed sequences to a place of its own, and they are copied from there.
+    leaving = entries * per_token * (2 if setup.captured else 1)
+    scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
+    sampling = 6 * slots * spec.vocab_size * 4
     return MemoryPlan(
-        weights=parameter_bytes(spec, dtype),
-        slots=config.slots * capacity * per_token,
-        staging=padded * per_token + window + capacity * per_token,
-        workspace=max(chunk_temporaries, votes, sampling),
-        sessions=config.sessions * capacity * (per_token + spec.layers * spec.kv_heads * 4),
+        weights=weights,
+        slots=slots * entries * per_token,
+        staging=padded * per_token + spec.layers * spec.heads * queries * spec.head_dim * item,
+        workspace=max(chunk_temporaries, votes + leaving, sampling, scores),
+        sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
         # Token counts, a bias and two flags per token of the vocabulary.
-        metadata=(config.slots + 1) * (spec.vocab_size * 10 + 100),
-        full_slots=config.slots * max_model_len * per_token,
-        slot_count=config.slots,
-        cache_entries=capacity,
-        max_model_len=max_model_len,
+        metadata=(slots + 1) * (spec.vocab_size * 10 + 100),
+        slot_count=slots,
+        cache_entries=entries,
+        max_model_len=length,
         padded_len=padded,
-        prefill_chunk=chunk,
         bytes_per_token=per_token,
-        available=available,
+        keeps_workspace=setup.captured,
     )
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Largest number that fits, where every smaller one does too; 0 if none does."""
+    low, high = 0, 1
+    while fits(high) and high < 2**40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def available_memory(device: torch.device, fraction: float) -> int | None:
@@ -184,7 +220,9 @@ def available_memory(device: torch.device, fraction: float) -> int | None:
 
 
 def gigabytes(size: int) -> str:
-    """A size for people: ``812.0 MiB``, ``1.95 GiB``."""
+    """A size for people: ``96.0 KiB``, ``812.0 MiB``, ``1.95 GiB``."""
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 

@@ -3,23 +3,85 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from snapstream.config import CacheBudget
+from snapstream.attention import AttentionBackend, choose_backend
+from snapstream.config import CacheBudget, EngineConfig
 from snapstream.errors import CheckpointError, ConfigurationError
 from snapstream.kernels.cpu import compiler_available
-from snapstream.models.weights import first_line
+from snapstream.models.spec import ModelSpec
+from snapstream.models.weights import first_line, load_spec, resolve_config
 
 logger = logging.getLogger(__name__)
 
 
-def choose_device(name: str) -> torch.device:
+@dataclass(frozen=True)
+class Setup:
+    """An engine before anything of it exists.
+
+    Attributes:
+        spec: The model.
+        config: What the user set.
+        device: Where it runs.
+        dtype: Of weights and caches.
+        max_model_len: Longest sequence.
+        budget: Cache of one slot.
+        backend: Attention.
+        eager: Nothing is compiled or captured.
+    """
+
+    spec: ModelSpec
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    budget: CacheBudget
+    backend: AttentionBackend
+    eager: bool
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs are captured, with their temporaries."""
+        return self.device.type == "cuda" and not self.eager
+
+
+def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *, must_exist: bool = True) -> Setup:
+    """Choose everything that a user left open.
+
+    Args:
+        model: Checkpoint directory, hub id or shipped model; only its ``config.json`` is read.
+        budget: Cache of one slot; ``None`` is a full one.
+        config: What the user set.
+        must_exist: Whether the device has to be there; not to plan for another machine.
+
+    Raises:
+        ConfigurationError: Settings that cannot work together, or not here.
+        CheckpointError: A checkpoint that is missing, corrupt or unsupported.
+    """
+    spec = load_spec(resolve_config(model))
+    device = choose_device(config.device, must_exist=must_exist)
+    dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
+    return Setup(
+        spec=spec,
+        config=config,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        budget=choose_budget(budget, max_model_len),
+        backend=choose_backend(config.attention, device, dtype, spec.head_dim),
+        eager=config.enforce_eager or not can_compile(device),
+    )
+
+
+def choose_device(name: str, *, must_exist: bool = True) -> torch.device:
     """The device called ``name``; ``auto`` is CUDA where there is one.
 
     Raises:
-        ConfigurationError: Not a device of this machine.
+        ConfigurationError: Not a device, or, if it must exist, not of this machine.
     """
     name = str(name)
     if name == "auto":
@@ -27,7 +89,7 @@ def choose_device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+    if kind == "cuda" and must_exist and int(index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
 
@@ -55,6 +117,11 @@ def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> Cache
     parsed = CacheBudget.parse(budget)
     if parsed.capacity <= max_model_len:
         return parsed
+    logger.warning(
+        "The budget of %d entries is more than max_model_len=%d tokens: every cache is a full one, nothing is dropped.",
+        parsed.capacity,
+        max_model_len,
+    )
     try:
         return parsed.resized(max_model_len)
     except ConfigurationError:  # too short for the policy's window: nothing will ever be dropped

@@ -9,7 +9,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from snapstream.errors import ConfigurationError, RequestError
+from snapstream.assets import SHIPPED
+from snapstream.errors import ConfigurationError, RequestError, missing_extra
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.tasks import Task
 
@@ -54,7 +55,7 @@ class EndpointHost:
         try:
             import openai
         except ImportError as error:
-            raise ConfigurationError('endpoints need the openai client: pip install "snapstream[eval]"') from error
+            raise missing_extra("endpoints need the openai client", "eval") from error
         self._openai = openai
         self.url, self.timeout, self.concurrency = url.rstrip("/"), timeout, concurrency
         self.served_as = served_as
@@ -165,7 +166,7 @@ class EndpointHost:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.tokenizer_name)
+            return AutoTokenizer.from_pretrained(SHIPPED.get(self.tokenizer_name, self.tokenizer_name))
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"no tokenizer {self.tokenizer_name!r} to size prompts with; give the model's directory or hub id with "

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM, RequestOutput
-from snapstream.errors import ConfigurationError, RequestError, SnapStreamError
+from snapstream.errors import ConfigurationError, RequestError, SnapStreamError, missing_extra
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -27,7 +27,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 except ModuleNotFoundError as error:
-    raise ConfigurationError('the lm-eval adapter needs lm-eval: pip install "snapstream[eval]"') from error
+    raise missing_extra("the lm-eval adapter needs lm-eval", "eval") from error
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snapstream.errors import ConfigurationError
+from snapstream.errors import missing_extra
 from snapstream.evaluation import markdown
 from snapstream.evaluation.tables import Results
 from snapstream.evaluation.tasks import TASKS
@@ -25,7 +25,7 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
 
         import_matplotlib()
     except ImportError as error:
-        raise ConfigurationError('the HTML report needs matplotlib: pip install "snapstream[eval]"') from error
+        raise missing_extra("the HTML report needs matplotlib", "eval") from error
     import jinja2
 
     size = _middle(results)

@@ -10,6 +10,7 @@ from typing import Any
 
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.errors import ConfigurationError
+from snapstream.sizes import is_share, parse_share, parse_tokens
 
 ENGINE_POLICIES = ("full", "truncated", "streaming", "sage-kv", "random", "snapstream")
 ENDPOINT_POLICIES = ("served", "truncated", "snapstream")
@@ -76,7 +77,7 @@ def label_of(policy: str, settings: Iterable[tuple[str, str]]) -> str:
 
 def entries_of(size: str, whole: int) -> int:
     """A number of entries from ``512`` or from a share of ``whole`` such as ``1/4``."""
-    return int(Fraction(size) * whole) if "/" in size else int(size)
+    return int(Fraction(size) * whole) if is_share(size) else int(size)
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -85,7 +86,7 @@ def parse_lengths(text: str) -> list[int]:
     Raises:
         ConfigurationError: Not positive numbers.
     """
-    return [_number(item, "lengths") for item in split_names(text, "lengths")]
+    return [parse_tokens(item, "lengths") for item in split_names(text, "lengths")]
 
 
 def parse_sizes(text: str) -> list[str]:
@@ -96,16 +97,7 @@ def parse_sizes(text: str) -> list[str]:
     """
     sizes = []
     for item in split_names(text, "budgets"):
-        if "/" not in item:
-            sizes.append(str(_number(item, "budgets")))
-            continue
-        try:
-            share = Fraction(item)
-        except (ValueError, ZeroDivisionError):
-            share = Fraction(0)
-        if not 0 < share < 1:
-            raise ConfigurationError(f"budgets: {item!r} is not a share between 0 and 1, such as 1/4")
-        sizes.append(str(share))
+        sizes.append(str(parse_share(item, "budgets") if is_share(item) else parse_tokens(item, "budgets")))
     return sizes
 
 
@@ -188,11 +180,3 @@ def split_names(text: str, what: str) -> list[str]:
     if not items:
         raise ConfigurationError(f"{what}: nothing given")
     return items
-
-
-def _number(item: str, what: str) -> int:
-    scale = 1024 if item.lower().endswith("k") else 1
-    digits = item[:-1] if scale > 1 else item
-    if not digits.isdecimal() or int(digits) == 0:
-        raise ConfigurationError(f"{what}: {item!r} is not a number of tokens; give 512, 4k, ...")
-    return int(digits) * scale

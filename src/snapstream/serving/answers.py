@@ -99,28 +99,44 @@ class LogprobWriter:
 
     Args:
         text_of: Text of a token.
+        prompt: The prompt's tokens.
     """
 
-    def __init__(self, text_of: Callable[[int], str]) -> None:
-        self._text_of, self._offset, self._written = text_of, 0, 0
+    def __init__(self, text_of: Callable[[int], str], prompt: Sequence[int]) -> None:
+        self._text_of, self._prompt = text_of, prompt
+        self._offset, self._written, self._prompt_written = 0, 0, False
 
     def chat(self, output: RequestOutput) -> dict[str, Any]:
         """New tokens since the last call, as chat completions have them."""
         return {"content": [self._chat_token(one) for one in self._new(output)], "refusal": None}
 
     def completion(self, output: RequestOutput) -> dict[str, Any]:
-        """New tokens since the last call, as completions have them."""
+        """New tokens since the last call, as completions have them; at first those of an echoed prompt."""
         parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if not self._prompt_written and output.prompt_logprobs is not None:
+            self._prompt_written = True
+            first, rest = self._prompt[0], output.prompt_logprobs[1:]
+            self._add(parts, first, None)
+            for scored in rest:
+                assert scored is not None
+                self._add(parts, scored.token_id, scored)
         for one in self._new(output):
-            text = self._text_of(one.token_id)
-            parts["tokens"].append(text)
-            parts["token_logprobs"].append(_finite(one.logprob))
-            # The chosen token is among them, as everywhere: its place may be below the most likely ones.
-            top = {self._text_of(token): _finite(value) for token, value in one.top.items()}
-            parts["top_logprobs"].append(top | {text: _finite(one.logprob)})
-            parts["text_offset"].append(self._offset)
-            self._offset += len(text)
+            self._add(parts, one.token_id, one)
         return parts
+
+    def _add(self, parts: dict[str, Any], token: int, scored: TokenLogprobs | None) -> None:
+        text = self._text_of(token)
+        parts["tokens"].append(text)
+        parts["text_offset"].append(self._offset)
+        self._offset += len(text)
+        if scored is None:  # nothing comes before it that could make it likely
+            parts["token_logprobs"].append(None)
+            parts["top_logprobs"].append(None)
+            return
+        parts["token_logprobs"].append(_finite(scored.logprob))
+        # The chosen token is among them, as everywhere: its place may be below the most likely ones.
+        top = {self._text_of(token): _finite(value) for token, value in scored.top.items()}
+        parts["top_logprobs"].append(top | {text: _finite(scored.logprob)})
 
     def _new(self, output: RequestOutput) -> Sequence[TokenLogprobs]:
         new = output.logprobs_after(self._written)

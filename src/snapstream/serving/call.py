@@ -64,7 +64,7 @@ class Call:
             jobs += [Job(tokens, self._params(index), past, keep, self.asked) for index in range(self.number)]
         reused = 0 if turn is None else turn.reused
         self.log["prompt_tokens"] = reused + sum(len(job.tokens) for job in jobs[:: self.number])
-        self.writers = [LogprobWriter(self.parts.reader.token_text) for _ in jobs]
+        self.writers = [LogprobWriter(self.parts.reader.token_text, job.tokens) for job in jobs]
         self.batch = await self.parts.driver.submit(jobs)
         self.log["sequences"] = [generation.name for generation in self.batch.generations]
 
@@ -106,10 +106,14 @@ class Call:
         for index in range(len(self.batch.generations)):
             if self.is_chat:
                 await emit(piece(index, "", delta={"role": "assistant", "content": ""}))
-            elif self._echo(index):
+            elif self._echo(index) and self.logprobs is None:
                 await emit(piece(index, self._echo(index)))
-        async for index, text, output in self.batch.changes():
+        unseen = set(range(len(self.batch.generations))) if self.logprobs is not None else set()
+        async for index, new_text, output in self.batch.changes():
             self._check(output)
+            # With log-probabilities, an echo waits for those of the prompt, which are known only now.
+            text = self._echo(index) + new_text if index in unseen else new_text
+            unseen.discard(index)
             if not (text or output.finished or self.logprobs is not None):
                 continue
             if not output.finished or (self.is_chat and text):
@@ -142,11 +146,14 @@ class Call:
         xargs = None if body.vllm_xargs is None else body.vllm_xargs.kv_budget
         return SamplingParams(
             max_tokens=self.max_tokens,
+            min_tokens=body.min_tokens or 0,
             logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if getattr(body, "echo", False) else None,
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop or [])),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            skip_special_tokens=body.skip_special_tokens is not False,
             seed=None if body.seed is None else body.seed + index,
             kv_budget=body.kv_budget if body.kv_budget is not None else xargs,
             telemetry=bool(body.telemetry),

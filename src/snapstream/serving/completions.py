@@ -31,8 +31,9 @@ class Completions:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer ``/v1/completions``."""
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo and logprobs together are not supported: prompts have no logprobs", param="echo")
+        if body.echo and body.logprobs is not None and body.session_id is not None:
+            message = "echo with logprobs needs the whole prompt to be read; leave out session_id"
+            raise ApiError(400, message, param="session_id")
         one = is_one(body.prompt)
         given: list[Any] = [body.prompt] if one else list(body.prompt)
         reader, offsets = self._parts.reader, body.session_id is not None
@@ -44,7 +45,8 @@ class Completions:
                 for prompt in given
             ]
 
-        return await self._answer(body, request, read, max_tokens=body.max_tokens or 16, logprobs=body.logprobs)
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        return await self._answer(body, request, read, max_tokens=limit, logprobs=body.logprobs)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer ``/v1/chat/completions``."""
@@ -53,7 +55,8 @@ class Completions:
         self._check_choices(body, body.n or 1)
 
         async def read() -> list[Prompt]:
-            return [await self._parts.reader.messages(body.messages, offsets=body.session_id is not None)]
+            offsets = body.session_id is not None
+            return [await self._parts.reader.messages(body.messages, body.chat_template_kwargs, offsets=offsets)]
 
         limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.max_model_len
         wanted = (body.top_logprobs or 0) if body.logprobs else None

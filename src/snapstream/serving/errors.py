@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from snapstream.errors import RequestError
 from snapstream.serving.driver import EngineError, QueueFullError, UnavailableError
+from snapstream.serving.protocol import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +176,6 @@ def _first_problem(error: RequestValidationError) -> ApiError:
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
     if problem["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"{place[-1]!r} is not a field of this request, or asks for what is not supported", param=place[-1]
-        )
+        return ApiError(400, refusal(place[-1]), param=place[-1])
     name = place[0] if place else None
-    return ApiError(400, f"{name or 'the body'}: {problem['msg']}", param=name)
+    return ApiError(400, f"{name or 'the body'}: {problem['msg'].removeprefix('Value error, ')}", param=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -69,8 +69,15 @@ class PromptReader:
         encode = functools.partial(self._encode, prompt, True, offsets)
         return await anyio.to_thread.run_sync(encode, limiter=self._reading)
 
-    async def messages(self, messages: Sequence[Message], *, offsets: bool = False) -> Prompt:
+    async def messages(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, *, offsets: bool = False
+    ) -> Prompt:
         """Lay out and read a conversation.
+
+        Args:
+            messages: The conversation.
+            variables: Of the chat template.
+            offsets: Say where each token begins.
 
         Raises:
             RequestError: There is no chat template, it rejects the messages, or it takes too long.
@@ -78,7 +85,7 @@ class PromptReader:
 
         def read() -> Prompt:
             plain = [message.for_template() for message in messages]
-            return self._encode(within(self._timeout, lambda: self._llm.chat_text(plain)), False, offsets)
+            return self._encode(within(self._timeout, lambda: self._llm.chat_text(plain, variables)), False, offsets)
 
         return await anyio.to_thread.run_sync(read, limiter=self._templates)
 

@@ -1,35 +1,20 @@
 """What a request may say: OpenAI's fields, and ours.
 
-A field that would change the answer and is not supported is refused by name, as is one that nobody knows: a typing
+A field that would change the answer and is not supported is refused with a sentence of its own, from
+:mod:`~snapstream.serving.unsupported`. A field that is not known is refused with the name that comes nearest: a typing
 error must not pass for a setting. Fields that change nothing here are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
+
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_MESSAGES = 16, 1024, 1024, 10_000
-_UNUSED = (
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-    "tool_choice",
-)
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "suffix": ("",),
-}
 
 
 def _encodable(text: str) -> str:
@@ -39,6 +24,12 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"not valid text: {error.reason} at character {error.start}") from error
     return text
+
+
+def _only_text(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"a part of type {kind[:40]!r} is not supported: {TEXT_ONLY}")
+    return kind
 
 
 def _few_biases(biases: Any) -> Any:
@@ -69,7 +60,7 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif not (value is None or name in _UNUSED or value in _NEUTRAL.get(name, ())):
+            elif not (value is None or name in UNUSED or value in NEUTRAL.get(name, ())):
                 unknown.append(name)
         # One that is refused is enough: a body may have a million of them, and each would make an error of its own.
         return kept | {name: data[name] for name in unknown[:1]}
@@ -102,7 +93,13 @@ class Generate(Body):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES, fail_fast=True)] | None = Field(
         None, description="Tokens that end the output, besides the model's own."
     )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        0, description="Tokens to generate before an end token or a stop string may end the output."
+    )
     ignore_eos: bool | None = Field(False, description="Go on past the model's end-of-sequence token.")
+    skip_special_tokens: bool | None = Field(
+        True, description="Leave tokens that are no text, such as those of a chat template, out of the text."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
         None, description="Makes sampling repeatable, whatever else is running; the next answers of n count up from it."
     )
@@ -125,7 +122,9 @@ class Generate(Body):
     ) = Field(None, description="Added to logits, by token id.")
     user: Any = Field(None, description="Accepted, and not used.")
     kv_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Cache entries of this request, at most the server's."
+        None,
+        description="Cache entries of this request, at most the server's. A number means the same SnapStream cache on "
+        "every server, whatever its own policy is.",
     )
     vllm_xargs: Extra | None = Field(None, description="As the vLLM plugin takes kv_budget.")
     telemetry: bool | None = Field(
@@ -149,17 +148,23 @@ class CompletionRequest(Generate):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either.")
-    max_tokens: MaxTokens | None = Field(16, description="Most tokens to generate.")
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        16, description="Most tokens to generate; 0 only reads the prompt."
+    )
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="Report log-probabilities of the chosen token and of this many most likely ones."
     )
-    echo: bool | None = Field(False, description="Begin the output with the prompt; not together with logprobs.")
+    echo: bool | None = Field(
+        False,
+        description="Begin the output with the prompt. With logprobs, those of the prompt are reported too: they come "
+        "from prefill, which sees all of it, and do not depend on the cache.",
+    )
 
 
 class TextPart(Body):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: Text
 
 
@@ -186,10 +191,16 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
+
+
 class ChatRequest(Generate):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description='Variables of the model\'s chat template, such as {"enable_thinking": false}.'
+    )
     max_tokens: MaxTokens | None = Field(None, description="The older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens | None = Field(
         None, description="Most tokens to generate. Default: what the model's length leaves."
@@ -206,6 +217,7 @@ class TokenizeRequest(Body):
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = False
 
 
@@ -214,3 +226,19 @@ class DetokenizeRequest(Body):
 
     model: Text | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
+
+
+FIELDS = frozenset(
+    name
+    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message, StreamOptions)
+    for name in kind.model_fields
+)
+"""Names of all fields of all requests."""
+
+
+def refusal(name: str) -> str:
+    """Why a field is refused: it is not supported, or there is no such one; then, which name comes nearest."""
+    if name in UNSUPPORTED:
+        return UNSUPPORTED[name]
+    near = get_close_matches(name, sorted(FIELDS), 1) if len(name) < 64 else []
+    return f"{name!r} is not a field of this request" + (f"; did you mean {near[0]!r}?" if near else "")

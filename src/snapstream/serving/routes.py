@@ -73,7 +73,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         created=int(time.time()),
         max_model_len=llm.max_model_len,
         kv_budget=llm.budget.capacity,
-        chat_template=bool(getattr(llm.tokenizer, "chat_template", None)),
+        chat_template=llm.has_chat_template,
     )
 
     @routes.post("/v1/completions", response_model=Completion, responses=STREAM, tags=["OpenAI"])
@@ -106,7 +106,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         if body.prompt is not None:
             prompt = await reader.text(body.prompt)
         else:
-            prompt = await reader.messages(body.messages or [])
+            prompt = await reader.messages(body.messages or [], body.chat_template_kwargs)
 
         def write() -> bytes:
             tokens = list(prompt.tokens)

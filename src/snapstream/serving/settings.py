@@ -15,10 +15,12 @@ class Example:
     Attributes:
         text: The long part.
         question: What to ask about it.
+        note: What visitors should know about the model.
     """
 
     text: str
     question: str
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 // The chat, and the loop that asks how the caches are.
 
-import { bytes, draw, say } from "./slots.js";
+import { bytes, draw, number, say } from "./slots.js";
 
 const $ = (id) => document.getElementById(id);
+const LONG = 800; // characters; a longer message is folded
 const POLL_BUSY = 250;
 const POLL_IDLE = 2000;
 
@@ -37,8 +38,16 @@ async function problem(response) {
   } catch {
     // not one of the server's own errors
   }
-  if (response.status === 401) message += " (Settings, API key)";
+  if (response.status === 401) message = askForKey();
   return `${message} [request ${response.headers.get("X-Request-Id") ?? "unknown"}]`;
+}
+
+// Nobody can type a header in a browser: say where the key goes, and go there.
+function askForKey() {
+  $("settings").open = true;
+  if (!$("key").value) $("key").focus();
+  say($("server"), "An API key is needed");
+  return $("key").value ? "The server does not know this API key: see Settings." : "This server needs an API key: enter it in Settings.";
 }
 
 function show(error) {
@@ -54,14 +63,43 @@ function bubble(role, text) {
   who.className = "who";
   who.textContent = role === "user" ? "You" : "Model";
   const body = document.createElement("span");
-  body.className = text.length > 800 ? "body long" : "body";
+  body.className = "body";
   body.textContent = text;
-  body.tabIndex = text.length > 800 ? 0 : -1;
   item.append(who, body);
+  if (text.length > LONG) fold(item, body, text.length);
   $("messages").append(item);
   body.scrollTop = body.scrollHeight; // the question is at the end
   $("messages").scrollTop = $("messages").scrollHeight;
   return body;
+}
+
+// A long text shows its end, where the question is, and says so.
+function fold(item, body, length) {
+  const note = document.createElement("span");
+  note.className = "fold";
+  const toggle = document.createElement("button");
+  toggle.type = "button";
+  const set = (folded) => {
+    body.classList.toggle("long", folded);
+    body.tabIndex = folded ? 0 : -1;
+    toggle.textContent = folded ? "Show all" : "Show the end";
+    toggle.setAttribute("aria-expanded", String(!folded));
+    note.firstChild.textContent = folded ? `${number.format(length)} characters, of which the end is shown ` : "";
+    body.scrollTop = body.scrollHeight;
+  };
+  note.append("", toggle);
+  item.insertBefore(note, body);
+  toggle.addEventListener("click", () => set(!body.classList.contains("long")));
+  set(true);
+}
+
+// The first setting that the server would refuse, brought into view.
+function refusedSetting() {
+  const wrong = [...$("settings").querySelectorAll("input")].find((input) => !input.checkValidity());
+  if (!wrong) return null;
+  $("settings").open = true;
+  wrong.focus();
+  return `${wrong.labels[0].firstChild.textContent.trim()}: ${wrong.validationMessage}`;
 }
 
 function request() {
@@ -102,7 +140,9 @@ async function* events(response) {
 async function send() {
   const text = $("input").value.replace(/\s+$/, "");
   if (!text || running || !model) return;
-  show(null);
+  const refused = refusedSetting();
+  show(refused);
+  if (refused) return;
   $("input").value = "";
   const conversation = history;
   conversation.push({ role: "user", content: text });
@@ -184,6 +224,9 @@ async function connect() {
   try {
     model = (await (await ask("/v1/models")).json()).data[0];
     const length = model.max_model_len.toLocaleString("en");
+    $("budget").max = model.kv_budget;
+    $("budget").placeholder = `the server's, ${number.format(model.kv_budget)}`;
+    $("max-tokens").max = model.max_model_len;
     say($("server"), `${model.id}: up to ${length} tokens in a cache of ${model.kv_budget.toLocaleString("en")} entries`);
     show(null);
     return true;
@@ -227,6 +270,8 @@ async function offerExample() {
   if (!response.ok) return;
   const example = await response.json();
   $("example").hidden = false;
+  $("note").hidden = !example.note;
+  $("note").textContent = example.note;
   $("example").addEventListener("click", () => {
     $("input").value = `${example.text} ${example.question}`;
     $("input").focus();

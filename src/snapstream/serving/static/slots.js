@@ -1,7 +1,7 @@
 // Draws what /v1/cache says: one card per slot.
 
 const SVG = "http://www.w3.org/2000/svg";
-const number = new Intl.NumberFormat("en");
+export const number = new Intl.NumberFormat("en");
 
 export function bytes(size) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -35,12 +35,16 @@ function drawing(label, width, parts, className) {
   return svg;
 }
 
-// Entries of the cache from left to right, and where the next token goes.
-function cache(slot) {
+function many(count, one) {
+  return `${number.format(count)} ${one}${count === 1 ? "" : "s"}`;
+}
+
+// Entries of the cache from left to right, and where the next token goes; as long as it is large.
+function cache(slot, capacity) {
   const base = slot.sink + slot.pinned;
   const ring = Math.max(slot.held - base, 0);
   const mark = Math.max(slot.limit / 250, 1);
-  return drawing(
+  const svg = drawing(
     `${slot.held} of ${slot.limit} entries in use: ${slot.sink} sinks, ${slot.pinned} pinned, ${ring} in the ring; ` +
       `the next token goes to entry ${slot.next_entry}`,
     slot.limit,
@@ -52,6 +56,9 @@ function cache(slot) {
       { x: Math.min(slot.next_entry, slot.limit - mark), width: mark, class: "next" },
     ],
   );
+  // Not a style attribute, which the page's policy forbids.
+  svg.setAttribute("width", `${Math.max(Math.min(100 * (slot.limit / capacity), 100), 2).toFixed(2)}%`);
+  return svg;
 }
 
 // The prompt from its first to its last token; the darker a part, the more of it was kept.
@@ -76,20 +83,16 @@ function memory(slot) {
   return [drawing(label, 1, parts, "strip"), figure];
 }
 
-function card(slot) {
+function card(slot, capacity) {
   const item = element("li", slot.busy ? "slot" : "slot idle");
-  if (!slot.limit) {
-    item.append(element("h3", "", `Slot ${slot.slot}: free`));
-    return item;
-  }
   item.append(
     element("h3", "", `Slot ${slot.slot}: ${slot.busy ? "decoding" : "free, as it was left"}`),
-    cache(slot),
+    cache(slot, capacity),
     prompt(slot),
     element(
       "p",
       "",
-      `${number.format(slot.seen)} tokens seen, ${number.format(slot.generated)} of them generated; ` +
+      `${many(slot.seen, "token")} seen, ${number.format(slot.generated)} of them generated; ` +
         `${number.format(slot.held)} of ${number.format(slot.limit)} entries in use`,
     ),
     ...memory(slot),
@@ -119,7 +122,10 @@ export function draw(state) {
   const tokens = speed(busy);
   if (tokens !== null) totals.push(`${number.format(Math.round(tokens))} tokens/s`);
   if (busy.length) totals.push(`caches take ${bytes(held)}, full ones would take ${bytes(full)}`);
-  if (state.sessions) totals.push(`${state.sessions} kept conversations take ${bytes(state.session_bytes)}`);
+  if (state.sessions) {
+    const verb = state.sessions === 1 ? "takes" : "take";
+    totals.push(`${many(state.sessions, "kept conversation")} ${verb} ${bytes(state.session_bytes)}`);
+  }
   say(document.getElementById("totals"), `${totals.join("; ")}.`);
 
   const reading = document.getElementById("reading");
@@ -129,7 +135,11 @@ export function draw(state) {
     document.getElementById("progress").value = of ? read / of : 0;
     document.getElementById("progress-text").textContent = `${number.format(read)} of ${number.format(of)} tokens`;
   }
-  document.getElementById("slots").replaceChildren(...state.slots.map(card));
+  const used = state.slots.filter((slot) => slot.limit);
+  const cards = used.map((slot) => card(slot, state.capacity));
+  const rest = state.slots.length - used.length;
+  if (rest) cards.push(element("li", "slot quiet", `${many(rest, "slot")} not used yet`));
+  document.getElementById("slots").replaceChildren(...cards);
 }
 
 // A status region is read aloud when it changes; do not touch it when it does not.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from snapstream.assets import TASK_MODEL
+from snapstream.commands.options import chosen_model, messages
 from snapstream.config import EngineConfig
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
@@ -32,19 +32,18 @@ if TYPE_CHECKING:
     from snapstream.evaluation.hosts import Host
     from snapstream.evaluation.records import RecordFile
 
-messages = Console(stderr=True)
 LAB, ENGINE, ENDPOINT = "What is asked", "Built-in engine", "Endpoint"
 
 
 def evaluate(
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            "-m",
+        typer.Argument(
+            metavar="MODEL",
             help="Checkpoint directory or hub id; or the name an endpoint serves. Default: the small shipped model.",
         ),
     ] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as the argument.")] = None,
     tasks: Annotated[
         str, typer.Option(help=f"Tasks, separated by commas, or all: {', '.join(TASKS)}.", rich_help_panel=LAB)
     ] = "all",
@@ -130,6 +129,8 @@ def evaluate(
     """Measure what smaller caches cost, task by task: records, tables and an HTML report."""
     from snapstream.evaluation.grid import Grid
 
+    if model is not None or model_option is not None:
+        model = chosen_model(model, model_option)
     default = "served" if endpoint else "full,streaming,snapstream"
     allowed = ENDPOINT_POLICIES if endpoint else ENGINE_POLICIES
     chosen = split_names(policies or default, "policies")

@@ -1,0 +1,269 @@
+"""One engine of benchmarks/peers.py in a process and an environment of its own, driven by lines of JSON.
+
+All engines read the same token ids with the same weights and are asked the same things. Decoding is greedy and ignores
+end tokens, nothing is cached between prompts, and there are two threads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TOKENS = 4000
+"""Tokens that a sequence may decode; more than are ever measured."""
+CHUNK = 2048
+"""Prompt tokens at a time, for the engines that split prompts."""
+
+
+def resident() -> dict[str, float]:
+    """MiB that this process holds now, and held at most."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {key: int(fields[name].split()[0]) / 1024 for key, name in (("now", "VmRSS"), ("peak", "VmHWM"))}
+
+
+class Worker:
+    """An engine; subclasses add sequences, and step through what was added."""
+
+    def add(self, prompt: list[int], number: int) -> None:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Do a part of the work."""
+        raise NotImplementedError
+
+    def made(self) -> list[int]:
+        """Tokens decoded so far, by sequence."""
+        raise NotImplementedError
+
+    def first_tokens(self, count: int) -> list[int]:
+        """The first sequence's first tokens."""
+        raise NotImplementedError
+
+    def clear(self) -> bool:
+        """Forget all sequences."""
+        raise NotImplementedError
+
+    def fill(self, prompts: list[list[int]]) -> float:
+        """Read prompts until all of them are being decoded; returns the seconds to the last one's first token."""
+        start = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            self.add(prompt, number)
+        while min(self.made()) < 1:
+            self.step()
+        return time.perf_counter() - start
+
+    def decode(self, tokens: int) -> float:
+        """Tokens per second of all sequences together, over so many tokens of each."""
+        goal = [count + tokens for count in self.made()]
+        before, start = sum(self.made()), time.perf_counter()
+        while any(count < wanted for count, wanted in zip(self.made(), goal, strict=True)):
+            self.step()
+        return (sum(self.made()) - before) / (time.perf_counter() - start)
+
+    def say(self, prompt: list[int], count: int) -> list[int]:
+        """What it answers; all engines should say about the same."""
+        self.fill([prompt])
+        self.decode(count)
+        tokens = self.first_tokens(count)
+        self.clear()
+        return tokens
+
+    def memory(self) -> dict[str, float]:
+        return resident()
+
+
+class SnapStream(Worker):
+    """The built-in engine."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        from snapstream import LLM
+
+        settings = {"max_model_len": length, "slots": batch, "prefill_chunk": CHUNK, "dtype": "bfloat16"}
+        self.llm = LLM(f"{model}/hf", budget=budget, report_plan=lambda _: None, **settings)
+        self.names: list[str] = []
+        self.outputs: dict[str, Any] = {}
+
+    def add(self, prompt: list[int], number: int) -> None:
+        from snapstream import SamplingParams
+
+        self.names.append(self.llm.add_request(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
+
+    def step(self) -> None:
+        self.outputs.update((output.request_id, output) for output in self.llm.step())
+
+    def made(self) -> list[int]:
+        return [self.outputs[name].token_count if name in self.outputs else 0 for name in self.names]
+
+    def first_tokens(self, count: int) -> list[int]:
+        return list(self.outputs[self.names[0]].token_ids[:count])
+
+    def clear(self) -> bool:
+        self.llm.reset()
+        self.names, self.outputs = [], {}
+        return True
+
+
+class OpenVino(Worker):
+    """OpenVINO GenAI's continuous batching, with or without its cache eviction."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = CHUNK
+        scheduler.enable_prefix_caching = False
+        scheduler.cache_size = 2
+        if budget is not None:
+            mode = genai.AggregationMode.NORM_SUM
+            scheduler.use_cache_eviction = True
+            scheduler.cache_eviction_config = genai.CacheEvictionConfig(32, budget // 4, budget, mode)
+        options = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "INFERENCE_NUM_THREADS": 2}
+        self.pipe = genai.ContinuousBatchingPipeline(f"{model}/openvino", scheduler, "CPU", options)
+        self.handles: list[Any] = []
+        self.tokens: list[list[int]] = []
+        self.number = 0
+
+    def add(self, prompt: list[int], number: int) -> None:
+        import numpy as np
+        import openvino
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = TOKENS, True, False
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        self.handles.append(self.pipe.add_request(self.number, ids, config))
+        self.tokens.append([])
+        self.number += 1
+
+    def step(self) -> None:
+        self.pipe.step()
+        for handle, tokens in zip(self.handles, self.tokens, strict=True):
+            while handle.can_read():
+                for output in handle.read().values():
+                    tokens.extend(output.generated_ids)
+
+    def made(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+    def first_tokens(self, count: int) -> list[int]:
+        return self.tokens[0][:count]
+
+    def clear(self) -> bool:
+        for handle in self.handles:
+            handle.stop()
+        while self.pipe.has_non_finished_requests():
+            self.pipe.step()
+        self.handles, self.tokens = [], []
+        return True
+
+
+class Vllm(Worker):
+    """Stock vLLM on the CPU."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        from vllm import LLM
+
+        extra = {} if budget is None else {"additional_config": {"snapstream": budget}}
+        self.llm = LLM(
+            f"{model}/hf",
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            enable_prefix_caching=False,
+            dtype="bfloat16",
+            max_model_len=length,
+            max_num_seqs=batch,
+            max_num_batched_tokens=CHUNK,
+            **extra,
+        )
+        self.engine = self.llm.llm_engine
+        self.names: list[str] = []
+        self.outputs: dict[str, Any] = {}
+        self.number = 0
+
+    def add(self, prompt: list[int], number: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+        self.names.append(f"r{self.number}")
+        self.engine.add_request(self.names[-1], {"prompt_token_ids": prompt}, params)
+        self.number += 1
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.outputs[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+
+    def made(self) -> list[int]:
+        return [len(self.outputs.get(name, ())) for name in self.names]
+
+    def first_tokens(self, count: int) -> list[int]:
+        return self.outputs[self.names[0]][:count]
+
+    def clear(self) -> bool:
+        self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.names, self.outputs = [], {}
+        return True
+
+
+class LlamaCpp(Worker):
+    """One sequence at a time: that is what its Python interface offers."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        import llama_cpp
+
+        assert budget is None
+        assert batch == 1
+        self.llama = llama_cpp.Llama(
+            f"{model}/model.gguf",
+            n_ctx=length,
+            n_batch=CHUNK,
+            n_ubatch=512,
+            n_threads=2,
+            n_threads_batch=2,
+            flash_attn=True,
+            type_k=llama_cpp.GGML_TYPE_F16,
+            type_v=llama_cpp.GGML_TYPE_F16,
+            verbose=False,
+        )
+        self.tokens: list[int] | None = None
+        self.prompt: list[int] = []
+
+    def add(self, prompt: list[int], number: int) -> None:
+        self.prompt, self.tokens = prompt, []
+
+    def step(self) -> None:
+        assert self.tokens is not None
+        self.llama.eval(self.tokens[-1:] or self.prompt)
+        self.tokens.append(int(self.llama.sample(temp=0.0)))
+
+    def made(self) -> list[int]:
+        return [0 if self.tokens is None else len(self.tokens)]
+
+    def first_tokens(self, count: int) -> list[int]:
+        assert self.tokens is not None
+        return self.tokens[:count]
+
+    def clear(self) -> bool:
+        self.llama.reset()
+        self.tokens = None
+        return True
+
+
+ENGINES = {"snapstream": SnapStream, "openvino": OpenVino, "vllm": Vllm, "llama.cpp": LlamaCpp}
+
+
+def main() -> None:
+    engine, model, length, batch, budget = json.loads(sys.argv[1])
+    worker = ENGINES[engine](model, length, batch, budget)
+    print("ANSWER true", flush=True)
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        print("ANSWER", json.dumps(getattr(worker, what)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The built-in engine beside the engines that people use on a CPU: OpenVINO GenAI, stock vLLM, llama.cpp.
+
+Each lives in a process and an environment of its own (`make bench-peers` makes them). All get the same weights in
+bfloat16 and the same prompts, and are asked in turn, round after round; what is reported are ratios to SnapStream with
+their spread. Prints Markdown; `--json FILE` keeps the raw numbers.
+
+    python benchmarks/peers.py                      # everything; about 40 minutes on 2 cores, on a quiet machine
+    python benchmarks/peers.py --only prefill       # or: decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from model import CONFIG
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENTS = {
+    "snapstream": ".venv",
+    "openvino": ".venv-openvino",
+    "vllm": ".venv-vllm",
+    "llama.cpp": ".venv-llamacpp",
+}
+CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
+SECTIONS = ("prefill", "decode")
+
+
+def python(engine: str) -> str:
+    return str(ROOT / ENVIRONMENTS[engine] / "bin" / "python")
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, model: str, length: int, batch: int, budget: int | None = None) -> None:
+        self.name = name if budget is None else f"{name}, cache of {budget}"
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "HF_HUB_OFFLINE": "1",
+        }
+        worker = [python(name), str(ROOT / "benchmarks" / "peer_worker.py")]
+        self.process = subprocess.Popen(
+            [*worker, json.dumps([name, model, length, batch, budget])],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._answer()
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise SystemExit(f"{self.name}: the engine died")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def make_models(directory: Path) -> None:
+    """The same random weights in the format of each engine."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16)
+    model.save_pretrained(directory / "hf")
+    words = {sign: number for number, sign in enumerate(sorted(ByteLevel.alphabet()))}
+    words |= {f"<{number}>": number for number in range(len(words), CONFIG["vocab_size"])}
+    tokenizer = Tokenizer(BPE(words, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<300>").save_pretrained(directory / "hf")
+    np.savez(directory / "weights.npz", **{name: value.float().numpy() for name, value in model.state_dict().items()})
+    script, source = ROOT / "benchmarks" / "peer_gguf.py", directory / "weights.npz"
+    subprocess.run([python("llama.cpp"), script, source, directory / "model.gguf"], check=True)
+    source.unlink()
+    export = ["export", "openvino", "-m", directory / "hf", "--task", "text-generation-with-past"]
+    export += ["--weight-format", "fp16", directory / "openvino"]
+    command = ROOT / ENVIRONMENTS["openvino"] / "bin" / "optimum-cli"
+    subprocess.run([command, *export], check=True, capture_output=True)
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)] for _ in range(count)]
+
+
+def show(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def beside(ours: list[float], theirs: list[float]) -> list[float]:
+    """How many times as fast ours was, round by round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def prefill(model: str, rounds: int) -> dict[str, Any]:
+    """Seconds to read one prompt and say one token."""
+    results: dict[str, Any] = {}
+    print("\n## Prefill: how many times as fast as SnapStream each reads one prompt (above 1: faster)\n")
+    engines = [
+        Engine("snapstream", model, CONTEXT + ROOM, 1, BUDGET),
+        Engine("openvino", model, CONTEXT + ROOM, 1, BUDGET),
+        Engine("vllm", model, CONTEXT + ROOM, 1),
+        Engine("llama.cpp", model, CONTEXT + ROOM, 1),
+    ]
+    said = {engine.name: engine.ask("say", prompts(1, 300, 0)[0], 5) for engine in engines}
+    print("First tokens of one answer, to see that the weights are the same:", said, "\n")
+    print("| tokens | " + " | ".join(engine.name for engine in engines[1:]) + " |")
+    print("|---" * len(engines) + "|")
+    for length in (2048, CONTEXT):
+        times: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        for seed in range(rounds):
+            for engine in engines:
+                times[engine.name].append(engine.ask("fill", prompts(1, length, seed)))
+                engine.ask("clear")
+        ours = times[engines[0].name]
+        cells = [show(beside(ours, times[engine.name])) + "x" for engine in engines[1:]]
+        print(f"| {length} | " + " | ".join(cells) + " |", flush=True)
+        results[str(length)] = times
+    for engine in engines:
+        engine.close()
+    return results
+
+
+def decode(model: str, rounds: int) -> dict[str, Any]:
+    """Tokens per second after prompts of 16,384 tokens, and what the processes hold."""
+    results: dict[str, Any] = {}
+    print(f"\n## Decode after {CONTEXT} tokens: how many times as fast SnapStream is (above 1: SnapStream is faster)\n")
+    print(f"| sequences | | SnapStream, full | SnapStream, cache of {BUDGET} | process holds, MiB (at most) |")
+    print("|---|---|---|---|---|")
+    for batch in (1, 4):
+        kinds: list[tuple[str, int | None]] = [("snapstream", None), ("snapstream", BUDGET)]
+        kinds += [("openvino", None), ("openvino", BUDGET), ("vllm", None)]
+        kinds += [("llama.cpp", None)] if batch == 1 else []
+        engines = [Engine(name, model, CONTEXT + ROOM, batch, budget) for name, budget in kinds]
+        speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        for engine in engines:
+            engine.ask("fill", prompts(batch, CONTEXT, 1))
+            engine.ask("decode", 8)
+        for _ in range(rounds):
+            for engine in engines:
+                speeds[engine.name].append(engine.ask("decode", 48))
+        memory = {engine.name: engine.ask("memory") for engine in engines}
+        full, small = (speeds[engine.name] for engine in engines[:2])
+        for engine in engines:
+            held, theirs = memory[engine.name], speeds[engine.name]
+            cells = f"{show(beside(full, theirs))}x | {show(beside(small, theirs))}x"
+            print(f"| {batch} | {engine.name} | {cells} | {held['now']:.0f} ({held['peak']:.0f}) |", flush=True)
+            engine.close()
+        results[str(batch)] = {"speeds": speeds, "memory": memory}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    known = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {name}" in flags]
+    print(f"Processor: {', '.join(known)}; {os.cpu_count()} cores.")
+    results = {}
+    with tempfile.TemporaryDirectory() as directory:
+        make_models(Path(directory))
+        for section in (arguments.only,) if arguments.only else SECTIONS:
+            rounds = min(arguments.rounds, 3) if section == "prefill" else arguments.rounds
+            results[section] = globals()[section](directory, rounds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

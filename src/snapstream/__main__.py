@@ -1,0 +1,5 @@
+"""``python -m snapstream``: the ``snapstream`` command."""
+
+from snapstream.cli import main
+
+main()

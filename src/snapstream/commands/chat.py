@@ -1,0 +1,151 @@
+"""``snapstream chat``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from snapstream.commands.generate import read_text
+from snapstream.commands.options import (
+    Budget,
+    Chunk,
+    Compiled,
+    Device,
+    Dtype,
+    MaxLength,
+    Model,
+    ModelArgument,
+    Policy,
+    chosen_model,
+    longest_of,
+    max_length,
+    messages,
+    parse_budget,
+    quiet,
+    say_what_a_shipped_model_is,
+)
+from snapstream.config import EngineConfig, SamplingParams
+from snapstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from snapstream.engine import LLM, SlotUse
+
+HELP = "/file PATH puts a text before your next message, /new begins a new conversation, /quit or Ctrl-D ends."
+
+
+def chat(
+    model: ModelArgument = None,
+    model_option: Model = None,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A text that begins the first message.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    compiled: Compiled = False,
+) -> None:
+    """Talk to a model in the terminal; the line you type in says what the cache holds. Ctrl-C stops an answer."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    name, length = chosen_model(model, model_option), max_length(max_model_len)
+    pending = [] if file is None else [read_text(file)]
+    config = EngineConfig(
+        max_model_len=length,
+        slots=1,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        enforce_eager=not compiled,
+    )
+    parsed = parse_budget(budget, policy, longest_of(name, length))
+    say_what_a_shipped_model_is(name)
+    from snapstream.engine import LLM
+
+    with quiet(), messages.status("loading"):
+        llm = LLM(name, budget=parsed, config=config, report_plan=lambda _: None)
+    if not llm.has_chat_template:
+        raise RequestError(
+            "this model has no chat template, so there is no telling turns apart; use snapstream generate"
+        )
+    messages.print(HELP, highlight=False, style="dim")
+    begin = [] if system is None else [{"role": "system", "content": system}]
+    history = list(begin)
+    while (line := _ask(llm.slots()[0] if len(history) > len(begin) else None, bool(pending))) is not None:
+        command, _, rest = line.strip().partition(" ")
+        if command == "/quit":
+            return
+        if command == "/new":
+            history, pending = list(begin), []
+        elif command == "/file":
+            try:
+                pending = [read_text(Path(rest.strip()).expanduser())]
+            except RequestError as error:
+                _complain(error)
+        elif command.startswith("/") and command[1:].isalpha():
+            messages.print(f"There is no {command}. {HELP}", highlight=False)
+        elif line.strip():
+            history.append({"role": "user", "content": "\n".join([*pending, line])})
+            answer = _answer(llm, history, params)
+            if answer is None:
+                history.pop()
+            else:
+                history.append({"role": "assistant", "content": answer})
+                pending = []
+
+
+def _ask(use: SlotUse | None, has_text: bool) -> str | None:
+    """The next line; ``None`` at the end of input. Ctrl-C empties the line."""
+    state = "" if use is None else _state(use)
+    prompt = f"[{state}] > " if state else "> "
+    prompt = f"(with a text) {prompt}" if has_text else prompt
+    while True:
+        try:
+            if sys.stdin.isatty():
+                return input(prompt)
+            messages.print(escape(prompt), end="", highlight=False)
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        except KeyboardInterrupt:
+            messages.print("\n/quit or Ctrl-D ends.", highlight=False, style="dim")
+        except EOFError:
+            print()
+            return None
+
+
+def _state(use: SlotUse) -> str:
+    """What the cache holds after the last answer."""
+    ring = max(use.held - use.sink - use.pinned, 0)
+    return (
+        f"{use.seen:,} tokens seen; {use.held:,} of {use.limit:,} entries: {use.sink} first, {use.pinned:,} voted, "
+        f"{ring:,} recent"
+    )
+
+
+def _answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Print the answer as it comes; ``None`` if there is none."""
+    made: list[str] = []
+    try:
+        for output in llm.stream(llm.chat_prompt(history), params):
+            made.append(output.new_text)
+            print(output.new_text if "".join(made[:-1]).strip() else output.new_text.lstrip(), end="", flush=True)
+            if output.error is not None:
+                raise RequestError(output.error)
+    except KeyboardInterrupt:
+        messages.print(" (stopped)", highlight=False, style="dim", end="")
+    except RequestError as error:
+        _complain(error)
+        return None
+    print()
+    return "".join(made).strip() or None
+
+
+def _complain(error: RequestError) -> None:
+    messages.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)

@@ -1,0 +1,192 @@
+"""``snapstream generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from snapstream.commands.options import (
+    Budget,
+    Chunk,
+    Compiled,
+    Device,
+    Dtype,
+    Json,
+    MaxLength,
+    NamedModel,
+    Policy,
+    chosen_model,
+    max_length,
+    messages,
+    parse_budget,
+    quiet,
+    say_what_a_shipped_model_is,
+)
+from snapstream.config import EngineConfig, SamplingParams
+from snapstream.errors import RequestError
+
+if TYPE_CHECKING:
+    from snapstream.engine import CacheUse
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; with --file, the question put after the text. '-' reads stdin.")
+    ] = None,
+    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as the argument.")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="A text file that begins the prompt. '-' reads stdin.")
+    ] = None,
+    model: NamedModel = None,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be given again.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Lay the prompt out with the model's chat template.")] = False,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    compiled: Compiled = False,
+    as_json: Json = False,
+) -> None:
+    """Generate text: the answer streams to stdout; progress and what was kept and saved go to stderr."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+    if prompt is not None and prompt_option is not None:
+        raise RequestError("two prompts were given, as an argument and with --prompt; leave one out")
+    text = read_prompt(prompt if prompt_option is None else prompt_option, file)
+    name = chosen_model(None, model)
+    # Everything a user can get wrong is looked at before the model is loaded.
+    parsed = parse_budget(budget, policy, lambda: _tokens_of(text, name))
+    config = EngineConfig(
+        max_model_len=max_length(max_model_len),
+        slots=1,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        enforce_eager=not compiled,
+    )
+    say_what_a_shipped_model_is(name)
+    from snapstream.engine import LLM
+
+    with quiet():
+        with messages.status("loading"):
+            llm = LLM(
+                name,
+                budget=parsed,
+                config=config,
+                report_plan=lambda plan: messages.print(plan.summary(), highlight=False),
+            )
+        request = llm.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
+        output = None
+        progress = Progress(
+            TextColumn("reading the prompt"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=messages,
+            transient=True,
+        )
+        with progress:
+            task = progress.add_task("", total=llm.prefill_progress(request)[1])
+            while output is None:
+                outputs = llm.step()
+                output = outputs[0] if outputs else None
+                if output is None or not output.finished:
+                    progress.update(task, completed=llm.prefill_progress(request)[0])
+        while True:
+            if not as_json:
+                print(output.new_text, end="", flush=True)
+            if output.finished:
+                break
+            output = llm.step()[0]
+    if output.error is not None:
+        raise RequestError(f"generation failed: {output.error}")
+    use = output.cache
+    assert use is not None
+    if as_json:
+        made = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+        print(json.dumps(made | {"cache": asdict(use)}))
+        return
+    print()
+    messages.print(_what_was_kept(use, full=parsed is None), highlight=False)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt that was asked for: a file, an argument, standard input, or a file and then one of the others.
+
+    Raises:
+        RequestError: Nothing was given, or what was given cannot be read or is empty.
+    """
+    if prompt == "-" and file == "-":
+        raise RequestError("standard input can be read once: give '-' for the prompt or for --file, not for both")
+    parts = []
+    if file is not None:
+        parts.append(_standard_input() if file == "-" else read_text(Path(file)))
+    if prompt == "-" or (prompt is None and file is None and not sys.stdin.isatty()):
+        parts.append(_standard_input())
+    elif prompt is not None:
+        parts.append(prompt)
+    if not parts:
+        raise RequestError("no prompt: give it as an argument, with --file, or on stdin")
+    text = "\n".join(part.rstrip("\n") for part in parts)
+    if not text.strip():
+        raise RequestError("the prompt is empty; give at least one word")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        RequestError: It cannot be read, or is no text.
+    """
+    try:
+        return _decoded(path.read_bytes(), str(path))
+    except OSError as error:
+        raise RequestError(f"{path} could not be read: {error.strerror}") from error
+
+
+def _standard_input() -> str:
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source} is not UTF-8 text (byte {error.start})") from error
+
+
+def _tokens_of(text: str, model: str) -> int:
+    from snapstream.engine.settings import load_tokenizer
+    from snapstream.models import resolve_checkpoint
+
+    with quiet():
+        return len(load_tokenizer(str(resolve_checkpoint(model))).encode(text))
+
+
+def _what_was_kept(use: CacheUse, *, full: bool) -> str:
+    from snapstream.engine.memory import gigabytes
+
+    if full:
+        return f"prompt of {use.prompt_tokens} tokens: all kept in a full cache, {gigabytes(use.bytes_full)} by now"
+    held = f"cache of {use.limit} entries takes {gigabytes(use.bytes_held)}"
+    if not use.dropped:
+        return f"prompt of {use.prompt_tokens} tokens: all kept; {held}"
+    return (
+        f"prompt of {use.prompt_tokens} tokens: kept {use.sink} first + {use.pinned} voted + {use.recent} recent, "
+        f"dropped {use.dropped}; {held}, a full one would take {gigabytes(use.bytes_full)} by now"
+    )

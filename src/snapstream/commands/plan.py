@@ -1,0 +1,113 @@
+"""``snapstream plan``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from snapstream.commands.options import (
+    Budget,
+    Chunk,
+    Dtype,
+    Json,
+    MaxLength,
+    Model,
+    ModelArgument,
+    Policy,
+    chosen_model,
+    longest_of,
+    max_length,
+    parse_budget,
+    quiet,
+)
+from snapstream.config import EngineConfig
+from snapstream.errors import ConfigurationError
+
+
+def plan(
+    model: ModelArgument = None,
+    model_option: Model = None,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 4,
+    sessions: Annotated[int, typer.Option(help="Conversations that may keep their cache between turns.")] = 0,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; need not be there. Graphs on CUDA hold what they work with.")
+    ] = "auto",
+    memory: Annotated[
+        float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
+    ] = None,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(help="GiB for caches alone, such as all devices have left; prints how many slots fit."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
+    from snapstream.engine.memory import gigabytes, plan_engine
+    from snapstream.engine.settings import set_up
+
+    for option, given in (("memory", memory), ("cache-memory", cache_memory)):
+        if given is not None and not 0 < given < 2**40:
+            raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
+    name, length = chosen_model(model, model_option), max_length(max_model_len)
+    config = EngineConfig(
+        max_model_len=length, slots=slots, sessions=sessions, prefill_chunk=prefill_chunk, dtype=dtype, device=device
+    )
+    with quiet():
+        setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
+    planned = plan_engine(setup, None if memory is None else int(memory * 2**30))
+    ours, full = planned.ours, planned.full
+    room = None if cache_memory is None else int(cache_memory * 2**30)
+    if as_json:
+        fields = asdict(ours) | {"total": ours.total, "steady": ours.steady}
+        fields |= {"full_slots": full.slots, "total_full": full.total, "steady_full": full.steady}
+        fields |= {"slots_that_fit": planned.slots_that_fit, "slots_that_fit_full": planned.slots_that_fit_full}
+        if room is not None:
+            fields |= {"slots_in_caches": ours.slots_in(room), "slots_in_caches_full": full.slots_in(room)}
+        print(json.dumps(fields))
+    else:
+        kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
+        table = Table(
+            title=f"{setup.spec.architecture}, {slots} slots, up to {ours.max_model_len} tokens, {kind}",
+            title_justify="left",
+        )
+        for column in ("", f"cache of {ours.cache_entries}", f"full cache of {ours.max_model_len}", "ratio"):
+            table.add_column(column, justify="left" if not column else "right")
+        kept = ["weights", "slots", "staging", "sessions", "metadata"]
+        rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace"]
+        for row in [*rows, "total"]:
+            mine, theirs = getattr(ours, row), getattr(full, row)
+            if mine or row != "sessions":
+                ratio = "" if mine == theirs else f"{theirs / mine:.2f}x less"
+                table.add_row(_ROWS[row], gigabytes(mine), gigabytes(theirs), ratio)
+        fitting = []
+        if memory is not None:
+            fitting.append((f"slots in {memory:g} GiB", planned.slots_that_fit or 0, planned.slots_that_fit_full or 0))
+        if room is not None:
+            counts = ours.slots_in(room), full.slots_in(room)
+            fitting.append((f"slots in {cache_memory:g} GiB of caches", *counts))
+        for label, many, few in fitting:
+            table.add_row(label, str(many), str(few), f"{many / few:.2f}x as many" if many and few else "")
+        Console().print(table)
+    planned.check()
+
+
+_ROWS = {
+    "weights": "weights",
+    "slots": "caches of all slots",
+    "staging": "staging of a prompt",
+    "sessions": "sessions",
+    "metadata": "metadata",
+    "steady": "= steady state",
+    "workspace": "workspace (prefill)",
+    "total": "= peak",
+}

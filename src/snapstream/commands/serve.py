@@ -1,0 +1,193 @@
+"""``snapstream serve``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from snapstream.assets import EXAMPLE, is_shipped
+from snapstream.commands.options import (
+    CACHE,
+    ENGINE,
+    MODEL,
+    Budget,
+    Chunk,
+    Compiled,
+    Device,
+    Dtype,
+    MaxLength,
+    Model,
+    ModelArgument,
+    Policy,
+    chosen_model,
+    longest_of,
+    max_length,
+    parse_budget,
+    quiet,
+)
+from snapstream.config import EngineConfig
+from snapstream.errors import ConfigurationError, missing_extra
+from snapstream.serving.logs import LogFormat, configure
+from snapstream.serving.settings import Example, ServerSettings
+
+logger = logging.getLogger(__name__)
+
+
+NETWORK, LIMITS = "Network", "Limits"
+
+
+def serve(
+    model: ModelArgument = None,
+    model_option: Model = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A Jinja chat template, for a model that has none or another one.", rich_help_panel=MODEL),
+    ] = None,
+    max_model_len: MaxLength = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    slots: Annotated[int, typer.Option(help="Sequences decoded at a time.", rich_help_panel=CACHE)] = 8,
+    sessions: Annotated[
+        int, typer.Option(help="Conversations that may keep their cache between turns.", rich_help_panel=CACHE)
+    ] = 8,
+    session_ttl: Annotated[
+        float, typer.Option(help="Seconds a session is kept after its last turn.", rich_help_panel=CACHE)
+    ] = 600,
+    prefill_chunk: Chunk = 512,
+    decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
+    memory_fraction: Annotated[
+        float, typer.Option(help="Share of the device's free memory to plan with.", rich_help_panel=ENGINE)
+    ] = 0.9,
+    compiled: Compiled = True,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.", rich_help_panel=NETWORK)
+    ] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call the model. Default: the directory's name, or the hub id.", rich_help_panel=NETWORK
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must send; may be given again. Or SNAPSTREAM_API_KEY: keys by commas.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Web origin that browsers may call from; may be given again.", rich_help_panel=NETWORK),
+    ] = None,
+    log_format: Annotated[
+        str, typer.Option(help="text, or json: one object per line.", rich_help_panel=NETWORK)
+    ] = "text",
+    max_queue: Annotated[
+        int, typer.Option(help="Sequences that may wait; more are answered 429.", rich_help_panel=LIMITS)
+    ] = 256,
+    max_choices: Annotated[
+        int, typer.Option(help="Most sequences of one request: prompts times n.", rich_help_panel=LIMITS)
+    ] = 128,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, max=4096, help="Longest request body, in MiB.", rich_help_panel=LIMITS)
+    ] = 16,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds a request may take, waiting included.", rich_help_panel=LIMITS)
+    ] = 600,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
+    ] = 30,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs the extra "serve"."""
+    style = _log_format(log_format)
+    name, length = chosen_model(model, model_option), max_length(max_model_len)
+    settings = ServerSettings(
+        model_name=served_model_name or (Path(name).resolve().name if Path(name).exists() else name),
+        api_keys=tuple(api_key or _keys_of_environment()),
+        cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=int(max_body * 2**20),
+        max_queue=max_queue,
+        max_choices=max_choices,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        session_ttl=session_ttl,
+        example=Example(**json.loads(EXAMPLE.read_text())) if is_shipped(name) else None,
+    )
+    config = EngineConfig(
+        max_model_len=length,
+        slots=slots,
+        sessions=sessions,
+        prefill_chunk=prefill_chunk,
+        decode_steps=decode_steps,
+        dtype=dtype,
+        device=device,
+        enforce_eager=not compiled,
+        memory_fraction=memory_fraction,
+    )
+    parsed = parse_budget(budget, policy, longest_of(name, length))
+    template = _read_template(chat_template)
+    try:
+        from snapstream.serving import server
+    except ImportError as error:
+        raise missing_extra(f"the server needs {error.name}", "serve") from error
+    configure(style)
+    with _listening(host, port) as listener:
+        from snapstream.engine import LLM
+
+        logger.info("loading %s%s", name, "; compiling takes a minute, --eager starts at once" if compiled else "")
+        if not settings.api_keys:
+            logger.info("no API key is needed to use this server")
+        with quiet():
+            llm = LLM(name, budget=parsed, config=config, report_plan=lambda plan: logger.info("%s", plan.summary()))
+        if template is not None:
+            llm.chat_template = template
+        if not server.serve(llm, settings, listener):
+            raise typer.Exit(1)
+
+
+def _keys_of_environment() -> list[str]:
+    """Keys by commas; a variable that is there but empty is refused, as it would open the server."""
+    value = os.environ.get("SNAPSTREAM_API_KEY")
+    return [] if value is None else [key.strip() for key in value.split(",")]
+
+
+def _log_format(name: str) -> LogFormat:
+    for allowed in get_args(LogFormat):
+        if name == allowed:
+            return allowed  # type: ignore[no-any-return]
+    raise ConfigurationError(f"log format is {name!r}; allowed: {', '.join(get_args(LogFormat))}")
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the chat template {path} could not be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Take the address before the model is loaded: whether it is free is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+        yield listener

@@ -1,0 +1,43 @@
+"""How numbers of tokens and of cache entries are written: ``512``, ``4k``, and ``1/4`` of something."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from snapstream.errors import ConfigurationError
+
+_SCALES = {"k": 2**10, "m": 2**20}
+
+
+def parse_tokens(text: str | int, what: str) -> int:
+    """A number of tokens or entries from ``512`` or ``4k``; ``k`` is 1024, ``m`` is 1024 times that.
+
+    Raises:
+        ConfigurationError: Not a positive number; the message begins with ``what``.
+    """
+    written = str(text).strip().lower().replace("_", "")
+    scale = _SCALES.get(written[-1:], 1)
+    digits = written[:-1] if scale > 1 else written
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) == 0:
+        raise ConfigurationError(f"{what}: {text!r} is not a number of tokens; give 512, 4k, ...")
+    return int(digits) * scale
+
+
+def parse_share(text: str, what: str) -> Fraction:
+    """A share from ``1/4``.
+
+    Raises:
+        ConfigurationError: Not a share between 0 and 1; the message begins with ``what``.
+    """
+    try:
+        share = Fraction(text.replace(" ", ""))
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share < 1:
+        raise ConfigurationError(f"{what}: {text!r} is not a share between 0 and 1, such as 1/4")
+    return share
+
+
+def is_share(text: str) -> bool:
+    """Whether this is meant as a share of something."""
+    return "/" in text
