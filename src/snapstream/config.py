@@ -17,8 +17,8 @@ Preset = Literal["full", "streaming", "sage-kv", "snapstream", "random"]
 
 MIN_CAPACITY = 16
 WINDOW = 32
-"""Voters of a cache of 128 entries or more. Every host keeps at least so many queries, whatever its own policy needs,
-so that a request may ask for any cache that is no larger than the host's."""
+"""Voters of a cache of 128 entries or more. Every host keeps at least this number of queries, whatever its own policy
+needs, so that a request may ask for any cache that is no larger than the host's."""
 _FRACTIONS = (
     "temperature",
     "top_p",

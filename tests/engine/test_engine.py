@@ -315,7 +315,7 @@ def test_memory_is_refused_before_loading_and_the_advice_fits(checkpoint, monkey
         patched.setattr("snapstream.engine.engine.load_model", lambda *_: pytest.fail("loaded"))
         with pytest.raises(MemoryPlanError, match="it would fit with") as error:
             make(checkpoint, slots=300, report_plan=plans.append)
-    assert plans[0].total > 5_000_000
+    assert plans[0].ours.total > 5_000_000
     advice = dict(re.findall(r"(slots|budget)=(\d+)", str(error.value)))
     assert set(advice) == {"slots", "budget"}
     make(checkpoint, slots=int(advice["slots"]))

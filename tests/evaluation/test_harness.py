@@ -252,7 +252,7 @@ def test_a_special_token_stops_the_text(checkpoint, full, peer, tmp_path):
         ({"num_beams": 4}, "no beam search"),
         ({"length_penalty": 2.0}, "unknown length_penalty; allowed: until, max_gen_toks"),
         ({"top_p": 3.0}, "top_p is 3.0"),
-        ({"max_gen_toks": 0}, "max_tokens is 0"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
     ],
 )
 def test_generation_settings_that_cannot_be_served_are_refused(full, settings, message):

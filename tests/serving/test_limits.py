@@ -75,7 +75,7 @@ def test_every_answer_has_a_name(server, caplog):
         reply = post(server, prompt="w5", max_tokens=2, headers={"X-Request-Id": "my-request.1"})
         assert reply.headers["x-request-id"] == "my-request.1"
         assert reply.json()["id"] == "cmpl-my-request.1"
-        made = post(server, prompt="w5", max_tokens=0, headers={"X-Request-Id": "no good!"})
+        made = post(server, prompt="w5", max_tokens=-1, headers={"X-Request-Id": "no good!"})
         assert len(made.headers["x-request-id"]) == 32
         assert made.json()["error"]["request_id"] == made.headers["x-request-id"]
         for path in ("/nothing", "/v1/cache", "/"):

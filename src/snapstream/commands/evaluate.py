@@ -85,7 +85,7 @@ def evaluate(
         typer.Option(
             "--output",
             "-o",
-            help="Directory for results.jsonl, report.md and report.html; a run that was stopped goes on from there.",
+            help="Directory for results.jsonl, report.md and report.html; a run that was stopped continues from there.",
         ),
     ] = Path("eval-results"),
     chat: Annotated[
@@ -228,9 +228,8 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
                         lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
                     )
             except (SnapStreamError, KeyboardInterrupt) as error:
-                told = (
-                    f"{len(file.records) - before} new answers are kept in {path}; the same command goes on from there"
-                )
+                new = len(file.records) - before
+                told = f"{new} new answers are kept in {path}; the same command continues from there"
                 if isinstance(error, KeyboardInterrupt):
                     messages.print(f"stopped: {told}", highlight=False)
                     raise

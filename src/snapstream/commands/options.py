@@ -140,7 +140,7 @@ def longest_of(model: str, wanted: int | None) -> Callable[[], int]:
 
 
 def say_what_a_shipped_model_is(model: str) -> None:
-    """Nobody should take a shipped model's answers for what the method does to a real one."""
+    """A shipped model's answers must not pass for what the method does to a real one."""
     if is_shipped(model):
         messages.print(
             "This is a small model that ships with SnapStream. It answers questions about notes in generated texts, as "

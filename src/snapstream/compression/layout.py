@@ -32,7 +32,7 @@ class PromptPlan:
         base: First entry of the ring.
         count: Entries in use, ``min(length, limit)``.
         limit: End of the ring, so the most entries ever in use.
-        first_voter: First token whose query is known and may vote; above 0 where the prompt goes on from a cache.
+        first_voter: First token whose query is known and may vote; above 0 where the prompt continues from a cache.
     """
 
     length: int

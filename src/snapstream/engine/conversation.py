@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SavedSequence:
-    """A compressed sequence that a next turn goes on from.
+    """A compressed sequence that a next turn continues from.
 
     Keys are rotated, so entries can be put anywhere: the next turn reads them as the beginning of its prompt, oldest
     first, and at its end all of it is compressed as any prompt is. ``E`` is the number of entries.

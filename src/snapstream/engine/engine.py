@@ -105,7 +105,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._last_uses: list[SlotUse | None] = [None] * config.slots
         self._names = (f"request-{number}" for number in itertools.count())
-        # Outputs that nobody has taken yet, and requests whose outputs nobody will.
+        # Outputs that were not taken yet, and requests whose outputs will not be.
         self._undelivered: list[RequestOutput] = []
         self._unwanted: set[str] = set()
         # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
@@ -177,7 +177,7 @@ class Engine:
             self._discard_unwanted()
 
     def reset(self) -> None:
-        """End all requests without a word and free all slots, whatever state an error has left things in."""
+        """End all requests, without outputs, and free all slots, whatever state an error has left things in."""
         self._requests.clear()
         self._undelivered.clear()
         self._unwanted.clear()
@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that wait or run, or have ended without a word so far."""
+        """Requests that wait or run, or whose last output has not been taken."""
         return [*self._requests, *(output.request_id for output in self._undelivered)]
 
     @property
@@ -428,10 +428,10 @@ class Engine:
         return output_of(request, new_text, saved, self.plan.bytes_per_token)
 
     def _save(self, request: Request) -> SavedSequence:
-        """Take out of its slot what a next turn may go on from: whole tokens, and nothing decoded past the end.
+        """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
 
         How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
-        as it can: the same conversation always goes on from the same cache.
+        as it can: the same conversation always continues from the same cache.
         """
         plan, slot = request.plan, request.slot
         assert plan is not None

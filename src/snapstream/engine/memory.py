@@ -89,8 +89,9 @@ class EnginePlan:
         """One line for people, with full caches beside."""
         plan, full = self.ours, self.full
         compared = plan.cache_entries < plan.max_model_len
+        caches = "1 cache" if plan.slot_count == 1 else f"{plan.slot_count} caches"
         return (
-            f"memory: weights {gigabytes(plan.weights)}, {plan.slot_count} cache{'s' * (plan.slot_count > 1)} of {plan.cache_entries} entries "
+            f"memory: weights {gigabytes(plan.weights)}, {caches} of {plan.cache_entries} entries "
             f"{gigabytes(plan.slots)}"
             + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
             + f", staging {gigabytes(plan.staging)}, "

@@ -328,6 +328,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             raise RequestError(f"generation settings: unknown {', '.join(unknown)}; allowed: {allowed}")
         if given.get("top_k") == -1:  # another way to say all tokens
             given["top_k"] = 0
+        if not max_tokens:
+            raise RequestError("generation settings: max_gen_toks is 0; give at least 1")
         # Special tokens are no part of the text, where a stop string would be looked for.
         special = self.tokenizer.get_added_vocab()
         ends = {special[stop] for stop in until if stop in special} | {self.tokenizer.eos_token_id}

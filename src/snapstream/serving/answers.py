@@ -33,7 +33,7 @@ class SessionUse(BaseModel):
     """What became of a session in this request."""
 
     id: str
-    kept: bool = Field(description="Whether the next turn can go on from here.")
+    kept: bool = Field(description="Whether the next turn can continue from here.")
     reused_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
     read_tokens: int = Field(description="Tokens that were read.")
     reason: str | None = Field(None, description="Why nothing was reused.")

@@ -1,6 +1,6 @@
 """The engine's own thread, and what the event loop sees of it.
 
-The engine runs in one thread that nobody else touches. The event loop sends it commands through a queue, which it
+The engine runs in one thread, which alone touches it. The event loop sends it commands through a queue, which it
 reads between two steps, and gets the outputs of each step back in one call. What a client has not fetched yet is merged
 into one piece per sequence, so a slow reader costs no more than its own text.
 """
@@ -419,7 +419,7 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+        except BaseException as error:  # whatever it is, this thread will answer no more
             logger.critical("the engine has failed for good", exc_info=error)
             self._tell(self._engine_failed, error, None)
         with self._closing:

@@ -114,7 +114,7 @@ def _printable(text: str, length: int) -> str:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an exception; one that nobody expected is logged and answered 500."""
+    """The answer to an exception; an unexpected one is logged and answered 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

@@ -88,7 +88,7 @@ class AccessMiddleware:
 
 
 class ErrorMiddleware:
-    """Answers what went wrong where nobody expected it, so that this answer goes through what is around it, too.
+    """Answers unexpected errors, so that this answer goes through what is around it, too.
 
     Args:
         app: What answers.

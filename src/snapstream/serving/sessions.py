@@ -1,4 +1,4 @@
-"""Conversations that keep their compressed cache between turns: by name, for a while, and not more than so many."""
+"""Conversations that keep their compressed cache between turns: by name, for a while, and up to a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapstream.engine import SavedSequence
 from snapstream.serving.prompts import Prompt
 
 Key = tuple[str, str]
-"""Who it belongs to, and what they call it: nobody can reach another key's sessions."""
+"""Who it belongs to, and what they call it: one key cannot reach another's sessions."""
 
 
 class SessionBusyError(Exception):
@@ -58,7 +58,7 @@ class Session:
 class SessionStore:
     """Keeps at most ``limit`` sessions; the one not used for the longest time goes first.
 
-    A session that a turn goes on from counts, too: its cache is needed until the turn has ended.
+    A session that a turn continues from counts, too: its cache is needed until the turn has ended.
 
     Args:
         limit: Sessions; each holds at most one compressed cache.
@@ -88,7 +88,7 @@ class SessionStore:
         """End a turn. Without a new ``session``, what there was before stays, and the turn can be tried again.
 
         Returns:
-            Whether there is something to go on from.
+            Whether there is something to continue from.
         """
         before = self._running.pop(key)
         after = before if session is None else (session, self.clock())

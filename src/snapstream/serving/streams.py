@@ -1,4 +1,4 @@
-"""Answers that end when the client goes: nobody generates for a closed connection."""
+"""Answers that end when the client goes: nothing is generated for a closed connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One turn of a session: what it goes on from, and what it leaves for the next."""
+"""One turn of a session: what it continues from, and what it leaves for the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Turn:
     """A session's part in one request; :meth:`end` must be called.
 
     Attributes:
-        past: The cache to go on from, once :meth:`go_on` has found that it fits.
+        past: The cache to continue from, once :meth:`go_on` has found that it fits.
     """
 
     def __init__(self, store: SessionStore, key: Key) -> None:

@@ -45,7 +45,7 @@ def multikey(rng: random.Random, room: int, count: Count, depth: float | None) -
 
 
 def notes(rng: random.Random, room: int, count: Count, depth: float | None, number: int) -> TaskText:
-    """A text with so many notes, each asked for by a question of its own.
+    """A text with notes, each asked for by a question of its own.
 
     Raises:
         TooShortError: They do not fit, or are more than there are words for.

@@ -358,7 +358,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             self.count.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: row ``i`` goes on from what row ``beam_idx[i]`` held. In place, for compiled graphs."""
+        """Follow the beams: row ``i`` continues from what row ``beam_idx[i]`` held. In place, for compiled graphs."""
         self._settle()
         if self.is_initialized:
             rows = beam_idx.to(self.device)

@@ -42,7 +42,7 @@ async function problem(response) {
   return `${message} [request ${response.headers.get("X-Request-Id") ?? "unknown"}]`;
 }
 
-// Nobody can type a header in a browser: say where the key goes, and go there.
+// A browser has no place to type a header: say where the key goes, and go there.
 function askForKey() {
   $("settings").open = true;
   if (!$("key").value) $("key").focus();
