@@ -247,7 +247,7 @@ def bench_prefill(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resu
     rows = results["prefill"] = []
     print("| chunk | ours / transformers (time) | compression, share of prefill |\n|---|---|---|")
     for chunk in (512,):
-        prefill = Prefill(model, backend, budget, max_model_len=length, chunk=chunk, eager=False)
+        prefill = Prefill(model, backend, budget, padded=length, chunk=chunk, eager=False)
         prefill.warm_up()
         shares: list[float] = []
 
@@ -256,7 +256,7 @@ def bench_prefill(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resu
             for at in range(0, length, chunk):
                 logits = prefill.run_chunk(tokens[at : at + chunk], at)
             read = time.perf_counter()
-            prefill.finish(length, budget, logits)
+            prefill.finish(tokens, budget, logits)
             end = time.perf_counter()
             shares.append((end - read) / (end - start))
 

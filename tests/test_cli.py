@@ -217,7 +217,7 @@ def test_habits_of_generate(text_file):
     assert (answer["cache"]["limit"], answer["cache"]["prompt_tokens"]) == (tokens // 4, tokens)
     assert "answers questions about notes in generated texts" in " ".join(done.stderr.split())
     whole = run("generate", "-p", "Recall", "--max-tokens", 3)
-    assert "prompt of 1 tokens: all kept in a full cache, 4.5 KiB by now" in " ".join(whole.stderr.split())
+    assert "prompt of 1 tokens: all kept in a full cache, 6.0 KiB by now" in " ".join(whole.stderr.split())
     large = run("generate", "Recall", "--budget", "1m", "--max-tokens", 1)
     assert "is more than max_model_len=16384 tokens: every cache is a full one" in " ".join(large.stderr.split())
 

@@ -1,17 +1,22 @@
 """Errors and interrupts at random places: what finishes is right, what cannot says so, and the engine goes on."""
 
+import contextlib
 import gc
+import os
 import random
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 
+import snapstream
 from snapstream import CacheBudget, RequestError, SamplingParams
 from tests.checkpoints import prompt
 from tests.engine.test_engine import greedy, make
 
+PACKAGE = os.path.dirname(snapstream.__file__) + os.sep
 END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("w7", "w31"))
 JOBS = [
     (prompt(10, 1), greedy(30)),
@@ -41,8 +46,8 @@ class Raise:
 
     def _call(self, frame, event, argument):
         # Between the last lines of step() no signal is ever handled, as nothing is called there.
-        inside = "/snapstream/" in frame.f_code.co_filename and frame.f_code.co_name not in ("step", "_step_for")
-        return self._line if inside else None
+        code = frame.f_code
+        return self._line if code.co_filename.startswith(PACKAGE) and code.co_name != "step" else None
 
     def _line(self, frame, event, argument):
         if event == "line":
@@ -135,6 +140,40 @@ def test_errors_at_random_lines_of_a_step(llm, alone, error):
         assert llm.generate(*JOBS[number])[0].token_ids == alone[number].token_ids
     assert finished > 60  # the test is of some use
     assert broken > 5
+
+
+def test_interrupts_at_random_lines_of_any_call(llm, alone):
+    """Also while a request is being added, discarded or forgotten; then the next one is right, and open streams are."""
+    rng = random.Random(7)
+    fired = 0
+    for trial in range(150):
+        numbers = rng.sample(range(len(JOBS)), 2)
+        stream = llm.stream(*JOBS[numbers[0]])
+        begun = [next(stream)]
+        name = llm.add_request(*JOBS[numbers[1]])
+        tokens, params = JOBS[numbers[1]]
+        calls = [
+            (partial(llm.generate, [tokens] * 2, params), 4000),
+            (partial(next, llm.stream(tokens, params)), 1200),
+            (partial(llm.add_request, tokens, params, f"added-{trial}"), 80),
+            (partial(llm.abort, name), 60),
+            (partial(llm.discard, [name]), 60),
+            (llm.reset, 40),
+        ]
+        call, lines = rng.choice(calls)
+        try:
+            with Raise(KeyboardInterrupt(), rng.randrange(1, lines)) as shot:
+                call()
+        except KeyboardInterrupt:
+            fired += 1
+            assert shot.lines == shot.left
+        number = rng.randrange(len(JOBS))
+        assert llm.generate(*JOBS[number])[0].token_ids == alone[number].token_ids
+        with contextlib.suppress(RequestError):  # forgotten, after a reset
+            assert_right_or_error([*begun, *stream][-1], alone[numbers[0]])
+        until_idle(llm, [])
+        assert_idle(llm)
+    assert fired > 40
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers that send signals")

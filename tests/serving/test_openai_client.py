@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from snapstream import SamplingParams
 from tests.checkpoints import prompt
@@ -251,6 +253,44 @@ def test_echo_with_logprobs(create, checkpoint, most):
     assert [token for piece in pieces for token in piece.tokens] == got.tokens
     assert [at for piece in pieces for at in piece.text_offset] == got.text_offset
     assert create("text", prompt=WORDS, max_tokens=0).choices[0].text == ""
+    several = create("text", **(body | {"n": 3})).choices
+    assert [choice.logprobs for choice in several] == [got] * 3
+
+
+def test_offsets_of_an_echo_are_those_of_the_text(create, server, monkeypatch):
+    """Tokens that the tokenizer adds have no place in it; token ids are echoed as they decode."""
+    tokenizer = server.llm.tokenizer
+    monkeypatch.setattr(tokenizer, "_tokenizer", with_beginning(tokenizer.backend_tokenizer))
+    body = {"max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 0, "extra_body": FOREVER}
+    choice = create("text", prompt="w5 w6 w77", **body).choices[0]
+    got = choice.logprobs
+    assert got.tokens[:4] == ["<s>", "w5", "w6", "w77"]
+    assert got.text_offset[:4] == [0, 0, 3, 6]
+    assert [choice.text[at:].startswith(word) for at, word in zip(got.text_offset, got.tokens, strict=True)][1:4] == [
+        True,
+        True,
+        True,
+    ]
+    assert got.text_offset[4] == len("w5 w6 w77")
+    ids = create("text", prompt=[1, 5, 6], **body).choices[0]
+    assert ids.text.startswith("<s>w5w6")
+    assert ids.logprobs.text_offset[:3] == [0, 3, 5]
+
+
+def with_beginning(tokenizer):
+    """The same, which begins every text with <s>."""
+    made = Tokenizer.from_str(tokenizer.to_str())
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def test_a_prompt_is_scored_once_for_all_answers(server, monkeypatch):
+    read = []
+    chunk = server.llm.prefill.run_chunk
+    monkeypatch.setattr(server.llm.prefill, "run_chunk", lambda *a, **k: (read.append(1), chunk(*a, **k))[1])
+    body = {"prompt": WORDS, "n": 4, "max_tokens": 0, "echo": True, "logprobs": 1}
+    assert len(httpx.post(server.url + "/v1/completions", json=body).json()["choices"]) == 4
+    assert len(read) == 5  # chunks of 32 of 150 tokens
 
 
 def test_min_tokens(create, alone):
@@ -264,8 +304,18 @@ def test_min_tokens(create, alone):
         reply = create("text", prompt=WORDS, max_tokens=40, temperature=0, logprobs=0, extra_body=extra).choices[0]
         assert len(reply.logprobs.tokens) >= least
         assert not {f"w{token}" for token in stops} & set(reply.logprobs.tokens[:least])
-        reply = create("text", prompt=WORDS, max_tokens=40, temperature=0, stop=stop, extra_body={"min_tokens": least})
-        assert len(reply.choices[0].text) > 9  # where it would have ended
+        # The same tokens with the stops forbidden by a bias until they may come, and then without it.
+        forbidden = {token: -100.0 for token in stops}
+        begin = alone(WORDS, max_tokens=least, ignore_eos=True, logit_bias=forbidden).token_ids
+        rest = alone(WORDS, max_tokens=40, ignore_eos=True, forced=begin, stop_token_ids=tuple(stops))
+        assert reply.text == rest.text
+        assert reply.finish_reason == rest.finish_reason
+        extra = FOREVER | {"min_tokens": least}
+        reply = create("text", prompt=WORDS, max_tokens=40, temperature=0, stop=stop, extra_body=extra).choices[0]
+        whole = alone(WORDS, max_tokens=40, ignore_eos=True)
+        early = alone(WORDS, max_tokens=least, ignore_eos=True).text
+        at = whole.text.find(stop, len(early))
+        assert reply.text == (whole.text if at < 0 else whole.text[:at])
     none = create("text", prompt=WORDS, max_tokens=40, temperature=0, stop=stop, extra_body=FOREVER).choices[0]
     assert none.text == free.text[: free.text.index(stop)]
 
@@ -355,6 +405,13 @@ def test_models_and_what_clients_send_along(create, server):
             "'kv_buget' is not a field of this request; did you mean 'kv_bud",
         ),
         ({"prompt": "w5", "extra_body": {"qqq": 40}}, "'qqq' is not a field of this request"),
+        ({"prompt": "w5", "extra_body": {"max_completion_tokens": 4}}, "is not a field of this request; did you mean"),
+        ({"prompt": "w5", "extra_body": {"messages": []}}, "'messages' is not a field of this request; it belongs to"),
+        ({"messages": MESSAGES, "extra_body": {"echo": True}, "kind": "chat"}, "it belongs to /v1/completions"),
+        (
+            {"prompt": [[5] * 1900] * 100, "echo": True, "logprobs": 20},
+            "echo with logprobs would report 3990000 numbers; at most 1048576 in one request",
+        ),
         ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text is only continued at its end"),
         ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; give n"),
         ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),

@@ -268,6 +268,9 @@ def test_settings_that_the_server_would_refuse(page):
         page.get_by_label(label).fill(before)
     assert not sent
     assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+    page.get_by_label("Temperature").fill("0.25")
+    page.get_by_role("button", name="Send").click()
+    page.locator("#figures", has_text="generated").wait_for()
 
 
 def test_a_long_message_says_that_its_end_is_shown(page):
@@ -317,6 +320,9 @@ def test_a_key_is_asked_for(browser, task_llm):
         page.keyboard.type("sesam")
         page.keyboard.press("Tab")
         page.get_by_role("alert").filter(has_text="does not know this API key").wait_for()
+        page.get_by_label("Message").focus()
+        page.wait_for_timeout(2500)  # it is asked again meanwhile
+        assert page.evaluate("document.activeElement.id") == "input"
         page.get_by_label("API key").fill("sesame")
         page.get_by_label("API key").press("Tab")
         page.get_by_text("task-model: up to").wait_for()

@@ -80,9 +80,9 @@ def chat(
     history = list(begin)
     while (line := _ask(llm.slots()[0] if len(history) > len(begin) else None, bool(pending))) is not None:
         command, _, rest = line.strip().partition(" ")
-        if command == "/quit":
+        if line.strip() == "/quit":
             return
-        if command == "/new":
+        if line.strip() == "/new":
             history, pending = list(begin), []
         elif command == "/file":
             try:
@@ -90,7 +90,7 @@ def chat(
             except RequestError as error:
                 _complain(error)
         elif command.startswith("/") and command[1:].isalpha():
-            messages.print(f"There is no {command}. {HELP}", highlight=False)
+            messages.print(f"There is no {line.strip()}. {HELP}", highlight=False)
         elif line.strip():
             history.append({"role": "user", "content": "\n".join([*pending, line])})
             answer = _answer(llm, history, params)

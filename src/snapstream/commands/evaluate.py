@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from snapstream.assets import TASK_MODEL
-from snapstream.commands.options import chosen_model, messages
+from snapstream.commands.options import ENGINE, Chunk, Compiled, Device, Dtype, chosen_model, messages
 from snapstream.config import EngineConfig
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from snapstream.evaluation.hosts import Host
     from snapstream.evaluation.records import RecordFile
 
-LAB, ENGINE, ENDPOINT = "What is asked", "Built-in engine", "Endpoint"
+LAB, ENDPOINT = "What is asked", "Endpoint"
 
 
 def evaluate(
@@ -92,15 +92,10 @@ def evaluate(
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at a time.", rich_help_panel=ENGINE)] = 16,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens per launch.", rich_help_panel=ENGINE)] = 512,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=ENGINE)] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)] = "auto",
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--eager", help="Compile the graphs: starts later, decodes faster.", rich_help_panel=ENGINE
-        ),
-    ] = False,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    compiled: Compiled = False,
     telemetry: Annotated[
         bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
     ] = True,

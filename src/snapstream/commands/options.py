@@ -29,8 +29,8 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         "-b",
-        help="Cache of a sequence: entries (512, 4k); a share (1/4) of the prompt, or of the longest sequence where "
-        "there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
+        help="Cache of a sequence: entries (512, 4k); a share (1/4) of the prompt's text, or of the longest sequence "
+        "where there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
         rich_help_panel=CACHE,
     ),
 ]

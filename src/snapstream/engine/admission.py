@@ -34,7 +34,7 @@ class Admission:
         self.tokenizer, self.spec, self.budget, self.config = tokenizer, spec, budget, config
         self.max_model_len = max_model_len
         self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
-        self._special_tokens = special_tokens(tokenizer)
+        self.special_tokens = special_tokens(tokenizer)
 
     def admit(
         self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: SavedSequence | None, keep: bool
@@ -74,7 +74,7 @@ class Admission:
             stop_ids=frozenset(stop_ids),
             max_tokens=min(params.max_tokens, room),
             detokenizer=Detokenizer(
-                self.tokenizer, self._special_tokens, tokens[-CONTEXT:], skip_special=params.skip_special_tokens
+                self.tokenizer, self.special_tokens, tokens[-CONTEXT:], skip_special=params.skip_special_tokens
             ),
             past=past,
             keep=keep,

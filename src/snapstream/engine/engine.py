@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Engine:
         self.scheduler = Scheduler(config.slots)
         self._requests: dict[str, Request] = {}
         self._last_uses: list[SlotUse | None] = [None] * config.slots
-        self._names = (f"request-{number}" for number in itertools.count())
+        self._numbers = itertools.count()
         # Outputs that were not taken yet, and requests whose outputs will not be.
         self._undelivered: list[RequestOutput] = []
         self._unwanted: set[str] = set()
@@ -145,10 +145,10 @@ class Engine:
         """
         self._mend()
         name = self._new_name() if request_id is None else request_id
-        if name in self._requests:
+        if self._is_known(name):
             raise RequestError(f"request id {name!r} is in use")
         request = self._admission.admit(name, prompt, params, past=past, keep=keep)
-        with self._change():
+        with _Change(self):
             self._requests[name] = request
             self.scheduler.add(request, first=first)
         return name
@@ -164,7 +164,7 @@ class Engine:
         self._mend()
         request = self._requests.get(request_id)
         if request is not None:
-            with self._change():
+            with _Change(self):
                 request.finish_reason = "abort"
                 self._undelivered.append(self._output(request))
                 self._finish(request)
@@ -173,15 +173,22 @@ class Engine:
     def discard(self, request_ids: Sequence[str]) -> None:
         """Abort what still runs of these requests, and return no more output of them."""
         self._unwanted.update(request_ids)
-        if not self._changing:  # else whoever goes on with the engine does it: a step may be running right now
+        # The garbage collector closes streams anywhere, also in the middle of a step: then its end does the rest.
+        if not self._changing:
             self._discard_unwanted()
 
     def reset(self) -> None:
         """End all requests, without outputs, and free all slots, whatever state an error has left things in."""
+        self._changing = True
         self._requests.clear()
         self._undelivered.clear()
         self._unwanted.clear()
         self._forget_running()
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._admission.special_tokens
 
     @property
     def busy(self) -> bool:
@@ -242,26 +249,6 @@ class Engine:
 
     # -- staying consistent -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Around everything that changes requests, slots or the device.
-
-        What breaks off in between leaves :attr:`_changing` set. It is mended at once if that is possible, and in any
-        case before the next change.
-        """
-        self._mend()
-        self._changing = True
-        try:
-            yield
-        except BaseException as error:
-            self._broken_by = type(error).__name__
-            try:
-                self._mend()
-            except Exception as another:  # the first one is what the caller has to know
-                logger.error("the engine could not be mended after %s", self._broken_by, exc_info=another)
-            raise
-        self._changing = False
-
     def _mend(self) -> None:
         """If a change was broken off, end all that ran with an error, and forget it; what waits is as it was.
 
@@ -279,6 +266,8 @@ class Engine:
             request.error = (
                 f"the engine was interrupted ({self._broken_by or 'unknown'}) while this request was running; ask again"
             )
+            if request.slot is not None:
+                self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
             self._undelivered.append(self._output(request))
             told.add(name)
         self._forget_running(waiting)
@@ -293,23 +282,35 @@ class Engine:
         self.prefill.forget()
         for slot in range(self.config.slots):
             self.decode.release(slot)
-        self._changing = False
+        self._changing, self._broken_by = False, ""
         self._discard_unwanted()
 
     def _discard_unwanted(self) -> None:
-        for name in list(self._unwanted):
-            self.abort(name)
-            self._undelivered = [output for output in self._undelivered if output.request_id != name]
-            self._unwanted.discard(name)
+        if not self._unwanted:
+            return
+        with _Change(self):
+            while self._unwanted:  # more may come while this runs
+                name = next(iter(self._unwanted))
+                request = self._requests.get(name)
+                if request is not None:
+                    request.finish_reason = "abort"
+                    self._finish(request)
+                self._undelivered = [output for output in self._undelivered if output.request_id != name]
+                self._unwanted.discard(name)
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._requests or any(output.request_id == name for output in self._undelivered)
 
     def _new_name(self) -> str:
-        return next(name for name in self._names if name not in self._requests)
+        while self._is_known(name := f"request-{next(self._numbers)}"):
+            pass
+        return name
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
         """Do one step's work; the outputs are put where :meth:`step` takes them from."""
-        with self._change():
+        with _Change(self):
             prefilling = self.scheduler.next_prefill()
             touched: dict[str, Request] = {}
             if prefilling is not None and self._prefill_chunk(prefilling):
@@ -335,9 +336,9 @@ class Engine:
     def _read_chunk(self, request: Request) -> bool:
         start, length, past = request.prefilled, len(request.prompt), request.past
         scored = request.params.prompt_logprobs
-        reread = start > 0 or past is not None or scored is not None
-        logits = None if reread else self.prefill.held_logits(request.prompt)
-        if logits is not None:  # the request before had the same prompt
+        held = self.prefill.held(request.prompt, scored) if start == 0 and past is None else None
+        if held is not None:  # the request before had the same prompt
+            logits, request.prompt_logprobs = held
             request.prefilled = length
         else:
             if start == 0 and past is not None:
@@ -347,12 +348,12 @@ class Engine:
             logits = self.prefill.run_chunk(tokens, entries + start, request.before - entries)
             request.prefilled += len(tokens)
             if scored is not None:
-                request.prompt_logprobs += [None] if start == 0 else []
                 following = request.prompt[start + 1 : request.prefilled + 1]
-                request.prompt_logprobs += self.prefill.score(following, scored)
+                more = self.prefill.score(following, scored)
+                request.prompt_logprobs = (*(request.prompt_logprobs or (None,)), *more)
         if request.prefilled < length:
             return False
-        sequence = self.prefill.finish(request.prompt, request.budget, logits, past)
+        sequence = self.prefill.finish(request.prompt, request.budget, logits, past, (scored, request.prompt_logprobs))
         request.plan = sequence.plan
         request.shares = kept_shares(sequence)
         if request.keep:
@@ -447,6 +448,33 @@ class Engine:
             tokens=[*(request.past.tokens if request.past else ()), *request.prompt, *request.tokens[:tokens]],
             answer="".join(request.produced.pieces)[: request.ends[tokens - 1]] if tokens else "",
         )
+
+
+class _Change:
+    """Around everything that changes requests, slots or the device.
+
+    What breaks off in between leaves the engine marked as changing. It is mended at once if that is possible, and in
+    any case before the next change. A generator would be less code, but may be closed at any later moment.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __enter__(self) -> None:
+        self.engine._mend()
+        self.engine._changing = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.engine._changing = False
+            return
+        self.engine._broken_by = kind.__name__
+        try:
+            self.engine._mend()
+        except Exception as another:  # the first one is what the caller has to know
+            logger.error("the engine could not be mended after %s", kind.__name__, exc_info=another)
 
 
 def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:

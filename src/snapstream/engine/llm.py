@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,15 +12,6 @@ from snapstream.engine.admission import Prompt
 from snapstream.engine.engine import Engine
 from snapstream.engine.output import RequestOutput
 from snapstream.errors import RequestError
-
-_NOT_VARIABLES = frozenset(
-    (
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
-)
-"""What ``apply_chat_template`` takes besides variables of the template."""
 
 
 class LLM(Engine):
@@ -126,7 +118,9 @@ class LLM(Engine):
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead")
         variables = dict(chat_template_kwargs or {})
-        taken = sorted(set(variables) & _NOT_VARIABLES)
+        # What the function takes for itself is not the template's.
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        taken = sorted(set(variables) & own)
         if taken:
             raise RequestError(
                 f"chat_template_kwargs: {', '.join(taken)} cannot be set here; give variables of the model's template"

@@ -116,7 +116,7 @@ class Produced:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RequestOutput:
     """A request's output so far.
 
@@ -143,7 +143,7 @@ class RequestOutput:
     finish_reason: FinishReason | None
     error: str | None
     cache: CacheUse | None
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     saved: SavedSequence | None
     _produced: Produced
     _pieces: int

@@ -28,6 +28,9 @@ from snapstream.models import DecoderModel
 SCORED_ROWS = 32
 """Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
 
+Scores = tuple[int | None, tuple[TokenLogprobs | None, ...]]
+"""How many likely tokens are reported beside each of a prompt's, and the log-probabilities; ``None``: not scored."""
+
 
 @dataclass(frozen=True)
 class CompressedSequence:
@@ -98,8 +101,8 @@ class Prefill:
         self.used = torch.zeros((), dtype=torch.int64, device=device)
         self.layers = torch.arange(spec.layers, device=device)
         self.plan = plan_tensors([plan_prompt(1, budget)], device)
-        # The prompt that the staging cache holds in full, with its logits: requests for the same one share it.
-        self._held: tuple[list[int], Tensor] | None = None
+        # The prompt that the staging cache holds in full, with what it said: requests for the same one share it.
+        self._held: tuple[list[int], Tensor, Scores] | None = None
         # Hidden states of the chunk read last, until another graph runs.
         self._hidden: Tensor | None = None
         chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
@@ -160,7 +163,9 @@ class Prefill:
         """
         assert self._hidden is not None
         scored = []
-        for start in range(0, len(tokens), SCORED_ROWS):  # all logits of a chunk would take more than the model's chunk
+        for start in range(
+            0, len(tokens), SCORED_ROWS
+        ):  # logits of a whole chunk would take more memory than the rest of its work
             some = list(tokens[start : start + SCORED_ROWS])
             logprobs = self.model.logits(self._hidden[start : start + len(some)]).log_softmax(-1)
             chosen = logprobs.gather(1, torch.tensor(some, device=self.device)[:, None])[:, 0].tolist()
@@ -175,13 +180,31 @@ class Prefill:
         """Trust nothing that has been read."""
         self._held = None
 
-    def held_logits(self, prompt: list[int]) -> Tensor | None:
-        """Logits of the last token of ``prompt`` if it is the one that was read last: it need not be read again."""
-        return self._held[1] if self._held is not None and self._held[0] == prompt else None
+    def held(self, prompt: list[int], scored: int | None) -> tuple[Tensor, tuple[TokenLogprobs | None, ...]] | None:
+        """What ``prompt`` said, if it is the one that was read last: it need not be read again.
+
+        Args:
+            prompt: Its tokens.
+            scored: Most likely tokens that are wanted beside each of the prompt's; ``None`` if they are not scored.
+
+        Returns:
+            Logits of its last token, and the prompt's log-probabilities.
+        """
+        if self._held is None or self._held[0] != prompt:
+            return None
+        _, logits, (most, scores) = self._held
+        if scored is None:
+            return logits, ()
+        return (logits, scores) if most == scored else None
 
     @torch.inference_mode()
     def finish(
-        self, prompt: list[int], budget: CacheBudget, logits: Tensor, past: SavedSequence | None = None
+        self,
+        prompt: list[int],
+        budget: CacheBudget,
+        logits: Tensor,
+        past: SavedSequence | None = None,
+        scores: Scores = (None, ()),
     ) -> CompressedSequence:
         """Compress the prompt that has been read.
 
@@ -190,8 +213,9 @@ class Prefill:
             budget: The request's; at most the engine's. A policy of its own is computed outside the static graphs.
             logits: What the last chunk returned.
             past: The cache it began with. Only tokens read after it vote: the queries of those before are gone.
+            scores: The prompt's log-probabilities, for the next request with the same prompt.
         """
-        self._held = (prompt, logits) if past is None else None
+        self._held = (prompt, logits, scores) if past is None else None
         before = 0 if past is None else past.entries
         length = before + len(prompt)
         plan = plan_prompt(length, budget, before)

@@ -24,7 +24,7 @@ class Phase(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """State of a request.
 
@@ -52,7 +52,7 @@ class Request:
     handed_out: int = 0
     ends: list[int] = field(default_factory=list)
     early_text: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     kept: KeptTokens | None = None
     shares: tuple[float, ...] = ()
     positions: Sequence[Tensor] = ()

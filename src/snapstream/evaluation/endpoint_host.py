@@ -111,7 +111,7 @@ class EndpointHost:
         extra: dict[str, Any] = {}
         entries = job.variant.entries(job.length)
         if job.variant.policy == "snapstream":
-            # The plugin reads vllm_xargs, the built-in server the plain field; each ignores the other.
+            # The plugin reads vllm_xargs, the built-in server the plain field.
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
         # The beginning of an answer cannot be put into the assistant's turn over this interface.
         prompt = job.sample.prompt + ("" if self.prompts.chat else job.sample.lead)

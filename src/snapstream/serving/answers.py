@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from snapstream.engine import CacheUse, RequestOutput, TokenLogprobs
+from snapstream.serving.prompts import Prompt
 
 LOWEST_LOGPROB = -9999.0
 """What minus infinity becomes: JSON has no word for it."""
@@ -99,11 +100,12 @@ class LogprobWriter:
 
     Args:
         text_of: Text of a token.
-        prompt: The prompt's tokens.
+        prompt: The prompt.
+        silent: Tokens that the output's text leaves out.
     """
 
-    def __init__(self, text_of: Callable[[int], str], prompt: Sequence[int]) -> None:
-        self._text_of, self._prompt = text_of, prompt
+    def __init__(self, text_of: Callable[[int], str], prompt: Prompt, silent: Set[int]) -> None:
+        self._text_of, self._prompt, self._silent = text_of, prompt, silent
         self._offset, self._written, self._prompt_written = 0, 0, False
 
     def chat(self, output: RequestOutput) -> dict[str, Any]:
@@ -115,20 +117,21 @@ class LogprobWriter:
         parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if not self._prompt_written and output.prompt_logprobs is not None:
             self._prompt_written = True
-            first, rest = self._prompt[0], output.prompt_logprobs[1:]
-            self._add(parts, first, None)
-            for scored in rest:
-                assert scored is not None
-                self._add(parts, scored.token_id, scored)
+            for at, (token, scored) in enumerate(zip(self._prompt.tokens, output.prompt_logprobs, strict=True)):
+                self._add(parts, token, scored)
+                if self._prompt.offsets:  # in the client's own text, where special tokens do not stand
+                    parts["text_offset"][-1] = self._prompt.offsets[at]
+            if self._prompt.text is not None:
+                self._offset = len(self._prompt.text)
         for one in self._new(output):
-            self._add(parts, one.token_id, one)
+            self._add(parts, one.token_id, one, silent=one.token_id in self._silent)
         return parts
 
-    def _add(self, parts: dict[str, Any], token: int, scored: TokenLogprobs | None) -> None:
+    def _add(self, parts: dict[str, Any], token: int, scored: TokenLogprobs | None, *, silent: bool = False) -> None:
         text = self._text_of(token)
         parts["tokens"].append(text)
         parts["text_offset"].append(self._offset)
-        self._offset += len(text)
+        self._offset += 0 if silent else len(text)
         if scored is None:  # nothing comes before it that could make it likely
             parts["token_logprobs"].append(None)
             parts["top_logprobs"].append(None)

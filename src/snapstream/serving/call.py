@@ -20,6 +20,8 @@ from snapstream.serving.protocol import ChatRequest, Generate
 from snapstream.serving.streams import Emit
 from snapstream.serving.turns import Turn
 
+dumps = partial(json.dumps, allow_nan=False)
+
 
 class Call:
     """A request for completions: :meth:`begin`, :meth:`start`, then :meth:`collect` or :meth:`stream`; :meth:`close`.
@@ -64,7 +66,9 @@ class Call:
             jobs += [Job(tokens, self._params(index), past, keep, self.asked) for index in range(self.number)]
         reused = 0 if turn is None else turn.reused
         self.log["prompt_tokens"] = reused + sum(len(job.tokens) for job in jobs[:: self.number])
-        self.writers = [LogprobWriter(self.parts.reader.token_text, job.tokens) for job in jobs]
+        text_of = self.parts.reader.token_text
+        silent = self.parts.llm.special_tokens if self.body.skip_special_tokens is not False else frozenset()
+        self.writers = [LogprobWriter(text_of, self._prompt_of(index), silent) for index in range(len(jobs))]
         self.batch = await self.parts.driver.submit(jobs)
         self.log["sequences"] = [generation.name for generation in self.batch.generations]
 
@@ -103,26 +107,32 @@ class Call:
             choice = {"index": index, **delta, "logprobs": None, "finish_reason": None} | more
             return self._frame(kind, [choice]) | silent
 
-        for index in range(len(self.batch.generations)):
+        indices = range(len(self.batch.generations))
+        write = self.parts.reader.write
+        echoes = await write(lambda: [self._echo(index) for index in indices])
+        for index in indices:
             if self.is_chat:
                 await emit(piece(index, "", delta={"role": "assistant", "content": ""}))
-            elif self._echo(index) and self.logprobs is None:
-                await emit(piece(index, self._echo(index)))
-        unseen = set(range(len(self.batch.generations))) if self.logprobs is not None else set()
+            elif echoes[index] and self.logprobs is None:
+                await emit(piece(index, echoes[index]))
+                echoes[index] = ""
         async for index, new_text, output in self.batch.changes():
             self._check(output)
-            # With log-probabilities, an echo waits for those of the prompt, which are known only now.
-            text = self._echo(index) + new_text if index in unseen else new_text
-            unseen.discard(index)
+            # With log-probabilities, an echo waits for those of the prompt, which are known only now. They may be many.
+            is_long = bool(echoes[index])
+            text, echoes[index] = echoes[index] + new_text, ""
             if not (text or output.finished or self.logprobs is not None):
                 continue
             if not output.finished or (self.is_chat and text):
-                await emit(piece(index, text, logprobs=self._logprobs(index, output)))
+                scored = partial(self._logprobs, index, output)
+                event = piece(index, text, logprobs=await write(scored) if is_long else scored())
+                await emit(await write(partial(dumps, event)) if is_long else event)
             if output.finished:
-                last = await self.parts.reader.write(partial(self._rest_of_choice, index, output))
+                last = await write(partial(self._rest_of_choice, index, output))
                 # What ends a chat stream has no content of its own.
                 last |= {"delta": {}} if self.is_chat else {}
-                await emit(piece(index, text, **last) | self._session())
+                whole = piece(index, text, **last) | self._session()
+                await emit(await write(partial(dumps, whole)))
         if with_usage:
             await emit(self._frame(kind, []) | {"usage": self._usage()})
 
@@ -171,10 +181,13 @@ class Call:
         answer = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
         return answer | {"usage": self._usage()} | self._session()
 
+    def _prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.number]
+
     def _echo(self, index: int) -> str:
         if not getattr(self.body, "echo", False):
             return ""
-        prompt = self.prompts[index // self.number]
+        prompt = self._prompt_of(index)
         return prompt.text if prompt.text is not None else str(self.parts.llm.tokenizer.decode(list(prompt.tokens)))
 
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:

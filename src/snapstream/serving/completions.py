@@ -17,6 +17,9 @@ from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
 from snapstream.serving.streams import DisconnectedError, EventStream, until_disconnect
 
+MAX_SCORES = 2**20
+"""Log-probabilities of prompts that one request may ask for; each takes about a hundred bytes until it is sent."""
+
 
 class Completions:
     """Answers completions and chat completions.
@@ -36,14 +39,20 @@ class Completions:
             raise ApiError(400, message, param="session_id")
         one = is_one(body.prompt)
         given: list[Any] = [body.prompt] if one else list(body.prompt)
-        reader, offsets = self._parts.reader, body.session_id is not None
+        scored = bool(body.echo) and body.logprobs is not None
+        reader, offsets = self._parts.reader, body.session_id is not None or scored
         self._check_choices(body, len(given) * (body.n or 1))
 
         async def read() -> list[Prompt]:
-            return [
+            prompts = [
                 await reader.text(prompt, offsets=offsets) if isinstance(prompt, str) else reader.tokens(prompt)
                 for prompt in given
             ]
+            numbers = sum(len(prompt.tokens) for prompt in prompts) * (1 + (body.logprobs or 0))
+            if scored and numbers > MAX_SCORES:
+                message = f"echo with logprobs would report {numbers} numbers; at most {MAX_SCORES} in one request"
+                raise ApiError(400, message, param="logprobs")
+            return prompts
 
         limit = 16 if body.max_tokens is None else body.max_tokens
         return await self._answer(body, request, read, max_tokens=limit, logprobs=body.logprobs)

@@ -90,7 +90,7 @@ class Generation:
         output: The newest output.
         created: When it was asked for; all times are of :func:`time.monotonic`.
         started: When its prompt began to be read.
-        first_token: When its first token was there.
+        first_token: When its prompt had been read and its first token was there, if one was asked for.
         ended: When it ended.
     """
 
@@ -332,7 +332,7 @@ class EngineDriver:
             if output.request_id not in self._live:
                 continue
             generation = self._live[output.request_id][1]
-            first = bool(output.token_count) and generation.first_token is None
+            first = output.cache is not None and generation.first_token is None  # its prompt has been read
             if first:
                 generation.started = generation.started or now
                 generation.first_token = time.monotonic()

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from snapstream.errors import RequestError
 from snapstream.serving.driver import EngineError, QueueFullError, UnavailableError
-from snapstream.serving.protocol import refusal
+from snapstream.serving.protocol import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _first_problem(error: RequestValidationError) -> ApiError:
     place = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
-    if problem["type"] == "extra_forbidden":
-        return ApiError(400, refusal(place[-1]), param=place[-1])
+    if problem["type"] == REFUSED:
+        return ApiError(400, problem["ctx"]["reason"], param=problem["ctx"]["field"])
     name = place[0] if place else None
     return ApiError(400, f"{name or 'the body'}: {problem['msg'].removeprefix('Value error, ')}", param=name)

@@ -94,7 +94,8 @@ class ServerMetrics:
         """See :class:`~snapstream.serving.driver.Listener`."""
         assert generation.first_token is not None
         assert generation.started is not None
-        self._first.observe(generation.first_token - generation.created)
+        if generation.output is not None and generation.output.token_count:
+            self._first.observe(generation.first_token - generation.created)
         self._queue.observe(max(generation.started - generation.created, 0))
         self._prefill.observe(generation.first_token - generation.started)
         cache = generation.output.cache if generation.output is not None else None

@@ -7,10 +7,12 @@ error must not pass for a setting. Fields that change nothing here are accepted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
 
@@ -26,17 +28,14 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _only_text(kind: Any) -> Any:
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"a part of type {kind[:40]!r} is not supported: {TEXT_ONLY}")
-    return kind
-
-
 def _few_biases(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         raise ValueError(f"{len(biases)} tokens; at most {MAX_BIASES}")
     return biases
 
+
+REFUSED = "refused_field"
+"""Type of the validation error of a field that is not supported or not known."""
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -62,8 +61,10 @@ class Body(BaseModel):
                 kept[name] = value
             elif not (value is None or name in UNUSED or value in NEUTRAL.get(name, ())):
                 unknown.append(name)
-        # One that is refused is enough: a body may have a million of them, and each would make an error of its own.
-        return kept | {name: data[name] for name in unknown[:1]}
+        if unknown:  # one is enough: a body may have a million of them, and each would make an error of its own
+            name = str(unknown[0]).encode("utf-8", "replace").decode()
+            raise PydanticCustomError(REFUSED, "{reason}", {"field": name, "reason": refusal(cls, name)})
+        return kept
 
 
 class StreamOptions(Body):
@@ -164,8 +165,16 @@ class CompletionRequest(Generate):
 class TextPart(Body):
     """A part of a message."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"a part of type {_encodable(kind[:40])!r} is not supported: {TEXT_ONLY}")
+        return data
 
 
 class Message(Body):
@@ -228,17 +237,26 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-FIELDS = frozenset(
-    name
-    for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message, StreamOptions)
-    for name in kind.model_fields
-)
-"""Names of all fields of all requests."""
+_ROUTES: Mapping[type[Body], str] = {
+    CompletionRequest: "/v1/completions",
+    ChatRequest: "/v1/chat/completions",
+    TokenizeRequest: "/tokenize",
+    DetokenizeRequest: "/detokenize",
+}
 
 
-def refusal(name: str) -> str:
-    """Why a field is refused: it is not supported, or there is no such one; then, which name comes nearest."""
-    if name in UNSUPPORTED:
+def refusal(kind: type[Body], name: str) -> str:
+    """Why a request has no such field, and what to do instead.
+
+    Args:
+        kind: The request.
+        name: The field.
+    """
+    if name in UNSUPPORTED and issubclass(kind, Generate):
         return UNSUPPORTED[name]
-    near = get_close_matches(name, sorted(FIELDS), 1) if len(name) < 64 else []
-    return f"{name!r} is not a field of this request" + (f"; did you mean {near[0]!r}?" if near else "")
+    reason = f"{name[:64]!r} is not a field of this request"
+    near = get_close_matches(name, sorted(kind.model_fields), 1) if len(name) < 64 else []
+    if near:
+        return f"{reason}; did you mean {near[0]!r}?"
+    elsewhere = [route for other, route in _ROUTES.items() if name in other.model_fields]
+    return f"{reason}; it belongs to {' and '.join(elsewhere)}" if elsewhere else reason

@@ -14,6 +14,7 @@ let running = null;
 let timer = 0;
 let watching = false;
 let again = false;
+let askedFor = null; // the key with which the server was asked when it last wanted another
 
 function newSession() {
   return `page-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
@@ -44,8 +45,12 @@ async function problem(response) {
 
 // A browser has no place to type a header: say where the key goes, and go there.
 function askForKey() {
-  $("settings").open = true;
-  if (!$("key").value) $("key").focus();
+  if (askedFor !== $("key").value) {
+    // Once for each key: the server is asked again and again, and the focus is the user's.
+    askedFor = $("key").value;
+    $("settings").open = true;
+    $("key").focus();
+  }
   say($("server"), "An API key is needed");
   return $("key").value ? "The server does not know this API key: see Settings." : "This server needs an API key: enter it in Settings.";
 }
