@@ -35,6 +35,7 @@ ENVIRONMENTS = {
     "openvino": ".venv-openvino",
     "vllm": ".venv-vllm",
     "llama.cpp": ".venv-llamacpp",
+    "llama.cpp, plain attention": ".venv-llamacpp",
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
 SECTIONS = ("prefill", "decode")
@@ -159,7 +160,7 @@ def decode(model: str, rounds: int) -> dict[str, Any]:
     for batch in (1, 4):
         kinds: list[tuple[str, int | None]] = [("snapstream", None), ("snapstream", BUDGET)]
         kinds += [("openvino", None), ("openvino", BUDGET), ("vllm", None)]
-        kinds += [("llama.cpp", None)] if batch == 1 else []
+        kinds += [("llama.cpp, plain attention", None)] if batch == 1 else []
         engines = [Engine(name, model, CONTEXT + ROOM, batch, budget) for name, budget in kinds]
         speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
         for engine in engines:

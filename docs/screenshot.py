@@ -34,7 +34,7 @@ def main() -> None:
         page.goto(url)
         page.get_by_role("button", name="Insert example").click()
         page.get_by_role("button", name="Send").click()
-        page.get_by_text("broad vase.").wait_for()
+        page.locator(".message.assistant", has_text="broad vase.").wait_for()
         threads = [threading.Thread(target=ask, args=(size,)) for size in (9000, 2000)]
         for thread in threads:
             thread.start()

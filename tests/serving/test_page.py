@@ -56,6 +56,11 @@ def ask(page, text, tokens=None, temperature=None):
     page.get_by_label("Message").press("Enter")
 
 
+def answer(page, text):
+    """What the model said; the text that was asked about may say it too."""
+    return page.locator(".message.assistant .body", has_text=text)
+
+
 def slow_steps(server, monkeypatch):
     """Gives a person, or a test, the time to press a button."""
     step = server.llm.step
@@ -81,8 +86,7 @@ def never_ending(page):
 def test_ask_about_the_example(page, server):
     page.get_by_role("button", name="Insert example").click()
     page.get_by_role("button", name="Send").click()
-    log = page.get_by_role("log")
-    log.get_by_text("broad vase.").wait_for()
+    answer(page, "broad vase.").wait_for()
     page.get_by_text("2,996 tokens of prompt, 4 generated").wait_for()
     slot = page.locator(".slot", has=page.get_by_text("as it was left")).first
     slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 380 pinned, 128 in the ring").wait_for()
@@ -190,7 +194,7 @@ def test_a_session(page, server):
     page.get_by_label("Keep the compressed cache").check()
     page.get_by_role("button", name="Insert example").click()
     page.get_by_role("button", name="Send").click()
-    page.get_by_role("log").get_by_text("broad vase.").wait_for()
+    answer(page, "broad vase.").wait_for()
     page.get_by_text("1 kept conversation takes").wait_for()
     ask(page, "Recall the note for swallow:")
     page.get_by_text("went on from the cache, read only 5").wait_for()
