@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from process import serve
+
 TOKENS = 4000
 """Tokens that a sequence may decode; more than are ever measured."""
 CHUNK = 2048
@@ -272,11 +274,7 @@ ENGINES = {
 
 def main() -> None:
     engine, model, length, batch, budget = json.loads(sys.argv[1])
-    worker = ENGINES[engine](model, length, batch, budget)
-    print("ANSWER true", flush=True)
-    for line in sys.stdin:
-        what, arguments = json.loads(line)
-        print("ANSWER", json.dumps(getattr(worker, what)(*arguments)), flush=True)
+    serve(ENGINES[engine](model, length, batch, budget))
 
 
 if __name__ == "__main__":

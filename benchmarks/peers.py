@@ -28,6 +28,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from model import CONFIG
+from process import Process
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {
@@ -45,45 +46,17 @@ def python(engine: str) -> str:
     return str(ROOT / ENVIRONMENTS[engine] / "bin" / "python")
 
 
-class Engine:
-    """An engine in a process of its own."""
+class Engine(Process):
+    """An engine of peer_worker.py."""
 
     def __init__(self, name: str, model: str, length: int, batch: int, budget: int | None = None) -> None:
-        self.name = name if budget is None else f"{name}, cache of {budget}"
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "HF_HUB_OFFLINE": "1",
-        }
-        worker = [python(name), str(ROOT / "benchmarks" / "peer_worker.py")]
-        self.process = subprocess.Popen(
-            [*worker, json.dumps([name, model, length, batch, budget])],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        worker = ROOT / "benchmarks" / "peer_worker.py"
+        super().__init__(
+            name if budget is None else f"{name}, cache of {budget}",
+            [python(name), worker, json.dumps([name, model, length, batch, budget])],
+            settings | {"HF_HUB_OFFLINE": "1"},
         )
-        self._answer()
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise SystemExit(f"{self.name}: the engine died")
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
 
 
 def make_models(directory: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from model import CONFIG
+from process import Process, serve
 
 SECTIONS = ("pool", "decode", "prefill")
 BUDGET = 4096
@@ -32,44 +32,20 @@ POOL_BUDGET, POOL_TOKENS, POOL_BLOCK_SIZE = 320, 100, 32
 POOLS = ((160, 20), (640, 60))  # blocks, prompts
 
 
-class Engine:
-    """vLLM in a process of its own, driven by lines of JSON."""
+class Engine(Process):
+    """vLLM in a process of its own."""
 
     def __init__(self, name: str, model: str, budget: int | None, **settings: Any) -> None:
-        self.name = name
-        environment = os.environ | {
+        environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "3"),
             "HF_HUB_OFFLINE": "1",
+            "SNAPSTREAM_BUDGET": "" if budget is None else str(budget),
         }
-        environment.pop("SNAPSTREAM_BUDGET", None)
-        if budget is not None:
-            environment["SNAPSTREAM_BUDGET"] = str(budget)
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", json.dumps({"model": model, **settings})],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        super().__init__(
+            name, [sys.executable, __file__, "--serve", json.dumps({"model": model, **settings})], environment
         )
-        self.ask("ready")
-
-    def ask(self, what: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([what, arguments]) + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise SystemExit(f"{self.name}: the engine died")
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
 
 
 class Server:
@@ -82,9 +58,6 @@ class Server:
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.number = 0
-
-    def ready(self) -> str:
-        return "yes"
 
     def _add(self, length: int, tokens: int, seed: int) -> None:
         from vllm import SamplingParams
@@ -139,13 +112,6 @@ class Server:
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return time.perf_counter() - start
-
-
-def serve(settings: dict[str, Any]) -> None:
-    server = Server(settings)
-    for line in sys.stdin:
-        what, arguments = json.loads(line)
-        print("ANSWER", json.dumps(getattr(server, what)(**arguments)), flush=True)
 
 
 def show(values: list[float], digits: int = 2) -> str:
@@ -235,7 +201,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(json.loads(arguments.serve))
+        serve(Server(json.loads(arguments.serve)))
         return
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,0 +1,61 @@
+"""An engine in a process and an environment of its own, driven by lines of JSON: both ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Process:
+    """This end: starts the other one and asks it things.
+
+    Args:
+        name: For messages.
+        command: What to run; it ends in :func:`serve`.
+        environment: Variables to set for it.
+    """
+
+    def __init__(self, name: str, command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._answer()
+
+    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the engine."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, arguments, named]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise SystemExit(f"{self.name}: the engine died")
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def serve(engine: Any) -> None:
+    """The other end: say that the engine is there, then answer until nothing more is asked."""
+    print("ANSWER true", flush=True)
+    for line in sys.stdin:
+        what, arguments, named = json.loads(line)
+        print("ANSWER", json.dumps(getattr(engine, what)(*arguments, **named)), flush=True)
