@@ -5,8 +5,13 @@ import contextlib
 from snapstream.config import CacheBudget
 
 BUDGET = CacheBudget(sink=4, recent=64, top_k=60, window=32)
-# Stock vLLM computes MLA on a CPU as transformers does only without its own rotary kernel.
-MLA = {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+# Stock vLLM computes MLA on a CPU as transformers does only without its own rotary kernel. Where there is AMX, it would
+# take a backend that knows no float32.
+MLA = {
+    "block_size": 16,
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    "attention_backend": "CPU_MLA",
+}
 
 
 @contextlib.contextmanager
