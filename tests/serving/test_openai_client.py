@@ -412,6 +412,7 @@ def test_models_and_what_clients_send_along(create, server):
             {"prompt": [[5] * 1900] * 100, "echo": True, "logprobs": 20},
             "echo with logprobs would report 3990000 numbers; at most 1048576 in one request",
         ),
+        ({"prompt": [5] * 1900, "n": 100, "echo": True, "logprobs": 20}, "would report 3990000 numbers"),
         ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text is only continued at its end"),
         ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; give n"),
         ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),

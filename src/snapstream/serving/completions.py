@@ -18,7 +18,7 @@ from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
 from snapstream.serving.streams import DisconnectedError, EventStream, until_disconnect
 
 MAX_SCORES = 2**20
-"""Log-probabilities of prompts that one request may ask for; each takes about a hundred bytes until it is sent."""
+"""Log-probabilities of prompts that one request may ask for; each takes a hundred bytes or so until it is sent."""
 
 
 class Completions:
@@ -48,7 +48,7 @@ class Completions:
                 await reader.text(prompt, offsets=offsets) if isinstance(prompt, str) else reader.tokens(prompt)
                 for prompt in given
             ]
-            numbers = sum(len(prompt.tokens) for prompt in prompts) * (1 + (body.logprobs or 0))
+            numbers = sum(len(prompt.tokens) for prompt in prompts) * (1 + (body.logprobs or 0)) * (body.n or 1)
             if scored and numbers > MAX_SCORES:
                 message = f"echo with logprobs would report {numbers} numbers; at most {MAX_SCORES} in one request"
                 raise ApiError(400, message, param="logprobs")
