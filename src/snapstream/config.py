@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from snapstream.errors import ConfigurationError, RequestError
 
@@ -281,7 +281,7 @@ class SamplingParams:
         logit_bias: Added to the logits of these tokens, by token id; between -100 and 100.
         logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
         prompt_logprobs: The same of the prompt's tokens. They come from prefill, which sees the whole prompt, so they
-            do not depend on the cache budget. The prompt is read for this request alone.
+            do not depend on the cache budget.
         stop: Strings that end the output; they are not part of it.
         stop_token_ids: Tokens that end the output, besides the model's own.
         ignore_eos: Go on past the model's end-of-sequence token.
@@ -443,12 +443,12 @@ class EngineConfig:
             )
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_count_or_none(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    return value is None or (_is_integer(value) and value >= 0)
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 import typer
 from rich.console import Console
 
-from snapstream.assets import SHIPPED, is_shipped
+from snapstream.assets import SHIPPED, TASK_MODEL, is_shipped
 from snapstream.config import CacheBudget, Preset
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
@@ -84,7 +84,7 @@ def chosen_model(argument: str | None, option: str | None = None) -> str:
     """
     if argument is not None and option is not None and argument != option:
         raise ConfigurationError(f"two models were given, {argument!r} and --model {option!r}; leave one out")
-    return argument or option or next(iter(SHIPPED))
+    return argument or option or TASK_MODEL.name
 
 
 def max_length(text: str | None) -> int | None:

@@ -259,8 +259,9 @@ class Engine:
         told = {output.request_id for output in self._undelivered if output.finished}
         untouched = [r for r in self.scheduler.waiting if r.finish_reason is None and r.request_id in self._requests]
         waiting = [request for request in untouched if request.request_id not in told]
+        settled = told | {request.request_id for request in waiting}
         for name, request in self._requests.items():
-            if request in waiting or name in told:
+            if name in settled:
                 continue
             request.finish_reason = "error"
             request.error = (
@@ -269,7 +270,6 @@ class Engine:
             if request.slot is not None:
                 self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
             self._undelivered.append(self._output(request))
-            told.add(name)
         self._forget_running(waiting)
 
     def _forget_running(self, waiting: Sequence[Request] = ()) -> None:

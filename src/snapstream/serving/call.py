@@ -89,11 +89,11 @@ class Call:
     async def collect(self) -> bytes:
         """The whole answer, as JSON."""
         assert self.batch is not None
-        texts = [self._echo(index) for index in range(len(self.batch.generations))]
+        texts = await self._echoes()
         async for index, text, output in self.batch.changes():
             texts[index] += text
             self._check(output)
-        return await self.parts.reader.write(lambda: json.dumps(self._whole(texts), allow_nan=False).encode())
+        return await self.parts.reader.write(lambda: dumps(self._whole(texts)).encode())
 
     async def stream(self, emit: Emit) -> None:
         """Send the answer as it grows."""
@@ -107,10 +107,14 @@ class Call:
             choice = {"index": index, **delta, "logprobs": None, "finish_reason": None} | more
             return self._frame(kind, [choice]) | silent
 
-        indices = range(len(self.batch.generations))
-        write = self.parts.reader.write
-        echoes = await write(lambda: [self._echo(index) for index in indices])
-        for index in indices:
+        def last_event(index: int, text: str, output: RequestOutput) -> str:
+            last = self._rest_of_choice(index, output)
+            # What ends a chat stream has no content of its own.
+            last |= {"delta": {}} if self.is_chat else {}
+            return dumps(piece(index, text, **last) | self._session())
+
+        write, echoes = self.parts.reader.write, await self._echoes()
+        for index in range(len(echoes)):
             if self.is_chat:
                 await emit(piece(index, "", delta={"role": "assistant", "content": ""}))
             elif echoes[index] and self.logprobs is None:
@@ -128,11 +132,7 @@ class Call:
                 event = piece(index, text, logprobs=await write(scored) if is_long else scored())
                 await emit(await write(partial(dumps, event)) if is_long else event)
             if output.finished:
-                last = await write(partial(self._rest_of_choice, index, output))
-                # What ends a chat stream has no content of its own.
-                last |= {"delta": {}} if self.is_chat else {}
-                whole = piece(index, text, **last) | self._session()
-                await emit(await write(partial(dumps, whole)))
+                await emit(await write(partial(last_event, index, text, output)))
         if with_usage:
             await emit(self._frame(kind, []) | {"usage": self._usage()})
 
@@ -184,10 +184,15 @@ class Call:
     def _prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.number]
 
-    def _echo(self, index: int) -> str:
+    async def _echoes(self) -> list[str]:
+        """What each answer begins with: its prompt, or nothing. Token ids may be many, and are decoded in a thread."""
+        assert self.batch is not None
         if not getattr(self.body, "echo", False):
-            return ""
-        prompt = self._prompt_of(index)
+            return [""] * len(self.batch.generations)
+        texts = await self.parts.reader.write(lambda: [self._text_of(prompt) for prompt in self.prompts])
+        return [text for text in texts for _ in range(self.number)]
+
+    def _text_of(self, prompt: Prompt) -> str:
         return prompt.text if prompt.text is not None else str(self.parts.llm.tokenizer.decode(list(prompt.tokens)))
 
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
