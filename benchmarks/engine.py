@@ -95,9 +95,9 @@ def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context:
 
 
 def set_position(decode: Decode, budget: CacheBudget, context: int) -> None:
-    from snapstream.compression import plan_prompt
+    from snapstream.compression import lay_out
 
-    plan = plan_prompt(context, budget)
+    plan = lay_out(context, budget)
     decode.active.fill_(True)
     decode.token.fill_(1)
     decode.position.fill_(context)
@@ -308,11 +308,11 @@ def memory_child(checkpoint: str, entries: int) -> None:
     )
     prompts = [torch.randint(0, 4096, (MEMORY_PROMPT,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
-        llm.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
-    while len(llm.scheduler.running) < 4:
-        llm.step()
-    llm.step()
-    plan = llm.plan
+        llm.engine.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
+    while len(llm.engine.scheduler.running) < 4:
+        llm.engine.step()
+    llm.engine.step()
+    plan = llm.engine.plan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = {"weights": plan.weights, "slots": plan.slots, "staging": plan.staging, "metadata": plan.metadata}
     print(json.dumps(row | {"steady": held() - before, "peak": peak - before}))

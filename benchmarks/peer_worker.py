@@ -91,10 +91,10 @@ class SnapStream(Worker):
     def add(self, prompt: list[int], number: int) -> None:
         from snapstream import SamplingParams
 
-        self.names.append(self.llm.add_request(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
+        self.names.append(self.llm.engine.add_request(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
 
     def step(self) -> None:
-        self.outputs.update((output.request_id, output) for output in self.llm.step())
+        self.outputs.update((output.request_id, output) for output in self.llm.engine.step())
 
     def made(self) -> list[int]:
         return [self.outputs[name].token_count if name in self.outputs else 0 for name in self.names]
@@ -103,7 +103,7 @@ class SnapStream(Worker):
         return list(self.outputs[self.names[0]].token_ids[:count])
 
     def clear(self) -> bool:
-        self.llm.reset()
+        self.llm.engine.reset()
         self.names, self.outputs = [], {}
         return True
 

@@ -17,6 +17,10 @@ class RequestError(SnapStreamError, ValueError):
     """One request that cannot be served; others are not affected."""
 
 
+class CacheFileError(SnapStreamError):
+    """A saved cache that cannot be read, is damaged, or belongs to another model."""
+
+
 class MemoryPlanError(SnapStreamError):
     """The engine as configured does not fit the memory of the device."""
 

@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from snapstream.compression import (
     compress,
+    lay_out,
+    layout_tensors,
     next_slot,
     observation_votes,
-    plan_prompt,
-    plan_tensors,
     pool_votes,
     select_entries,
 )
@@ -47,12 +47,12 @@ def random_prompt(length, padded, heads, kv_heads, seed):
 def test_compress_equals_oracle(budget, length, padding, heads, seed):
     H, N = heads
     queries, keys, values = random_prompt(length, length + padding, H, N, seed)
-    plan = plan_prompt(length, budget)
+    layout = lay_out(length, budget)
     out = compress(
         window_of(queries, length, budget.window)[None],
         keys[None],
         values[None],
-        plan_tensors([plan]),
+        layout_tensors([layout]),
         budget,
         scale=D**-0.5,
     )
@@ -61,31 +61,31 @@ def test_compress_equals_oracle(budget, length, padding, heads, seed):
         group = queries[n * H // N : (n + 1) * H // N]
         kept = naive_compress(group, keys[n, :length], budget).tokens()
         positions = out.positions[0, n]
-        if positions[: plan.count].tolist() != kept:  # only a tie in exact arithmetic may be broken otherwise
+        if positions[: layout.count].tolist() != kept:  # only a tie in exact arithmetic may be broken otherwise
             scores = naive_votes(group, keys[n, :length], budget)
-            odd = set(positions[: plan.count].tolist()) ^ set(kept)
+            odd = set(positions[: layout.count].tolist()) ^ set(kept)
             assert all(abs(scores[a] - scores[b]) < 1e-6 for a in odd for b in odd)
-        assert positions[plan.count :].eq(-1).all()
-        index = positions[: plan.count]
-        torch.testing.assert_close(out.keys[0, n, : plan.count], keys[n, index])
-        torch.testing.assert_close(out.values[0, n, : plan.count], values[n, index])
+        assert positions[layout.count :].eq(-1).all()
+        index = positions[: layout.count]
+        torch.testing.assert_close(out.keys[0, n, : layout.count], keys[n, index])
+        torch.testing.assert_close(out.values[0, n, : layout.count], values[n, index])
 
 
 @settings(deadline=None, max_examples=60)
 @given(budgets(), st.integers(1, 70), st.integers(0, 99), st.sampled_from([1, 7, 16, 4096]))
 def test_votes_equal_oracle(budget, length, seed, key_chunk):
     queries, keys, _ = random_prompt(length, length + 5, 4, 2, seed)
-    plan = plan_tensors([plan_prompt(length, budget)])
+    layout = layout_tensors([lay_out(length, budget)])
     votes = observation_votes(
         window_of(queries, length, budget.window)[None],
         keys[None],
-        plan,
+        layout,
         sink=budget.sink,
         scale=D**-0.5,
         normalize=budget.normalize,
         key_chunk=key_chunk,
     )
-    scores = pool_votes(votes, plan, sink=budget.sink, pooling=budget.pooling, kernel=budget.kernel)
+    scores = pool_votes(votes, layout, sink=budget.sink, pooling=budget.pooling, kernel=budget.kernel)
     for n in range(2):
         expected = naive_votes(queries[2 * n : 2 * n + 2], keys[n, :length], budget)
         for p in range(length + 5):
@@ -98,21 +98,21 @@ def test_batch_equals_alone(budget, lengths, seed):
     padded = max(lengths) + 3
     prompts = [random_prompt(n, padded, 4, 2, seed + i) for i, n in enumerate(lengths)]
     windows = [window_of(p[0], n, budget.window) for p, n in zip(prompts, lengths, strict=True)]
-    plans = [plan_prompt(n, budget) for n in lengths]
+    layouts = [lay_out(n, budget) for n in lengths]
     together = compress(
         torch.stack(windows),
         torch.stack([p[1] for p in prompts]),
         torch.stack([p[2] for p in prompts]),
-        plan_tensors(plans),
+        layout_tensors(layouts),
         budget,
         scale=D**-0.5,
     )
-    for i, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
+    for i, (prompt, layout) in enumerate(zip(prompts, layouts, strict=True)):
         alone = compress(
-            windows[i][None], prompt[1][None], prompt[2][None], plan_tensors([plan]), budget, scale=D**-0.5
+            windows[i][None], prompt[1][None], prompt[2][None], layout_tensors([layout]), budget, scale=D**-0.5
         )
         assert together.positions[i].tolist() == alone.positions[0].tolist()
-        torch.testing.assert_close(together.keys[i, :, : plan.count], alone.keys[0, :, : plan.count])
+        torch.testing.assert_close(together.keys[i, :, : layout.count], alone.keys[0, :, : layout.count])
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(0, 99))
@@ -123,24 +123,26 @@ def test_equal_scores_go_to_the_earlier_token(levels, seed):
     table = torch.full((1, 1, length), -1.0)
     for p, score in scores.items():
         table[0, 0, p] = score
-    plan = plan_prompt(length, budget)
-    chosen = select_entries(table, plan_tensors([plan]), sink=2, top_k=9, capacity=budget.capacity)
+    layout = lay_out(length, budget)
+    chosen = select_entries(table, layout_tensors([layout]), sink=2, top_k=9, capacity=budget.capacity)
     sink, pinned, recent = naive_select(scores, length, budget)
-    assert chosen[0, 0, : plan.count].tolist() == [*sink, *pinned, *recent]
+    assert chosen[0, 0, : layout.count].tolist() == [*sink, *pinned, *recent]
 
 
 @settings(deadline=None, max_examples=40)
 @given(budgets(), st.integers(1, 60), st.integers(1, 90), st.integers(0, 99))
 def test_attention_over_the_ring_equals_naive_concatenation(budget, length, decoded, seed):
     queries, keys, values = random_prompt(length, length + 4, 1, 1, seed)
-    plan = plan_prompt(length, budget)
-    tensors = plan_tensors([plan])
+    layout = lay_out(length, budget)
+    tensors = layout_tensors([layout])
     out = compress(
         window_of(queries, length, budget.window)[None], keys[None], values[None], tensors, budget, scale=D**-0.5
     )
     cache_k, cache_v = out.keys[0, 0].clone(), out.values[0, 0].clone()
     scores = (
-        dict.fromkeys(out.positions[0, 0, budget.sink : plan.base].tolist(), 1.0) if plan.count > budget.sink else {}
+        dict.fromkeys(out.positions[0, 0, budget.sink : layout.base].tolist(), 1.0)
+        if layout.count > budget.sink
+        else {}
     )
     naive = naive_compress(None, keys[0, :length], budget, scores)
     all_keys, all_values = list(keys[0, :length]), list(values[0, :length])
@@ -154,7 +156,7 @@ def test_attention_over_the_ring_equals_naive_concatenation(budget, length, deco
         all_keys.append(key)
         all_values.append(value)
         naive.append(length + step)
-        valid = min(int(count), plan.limit)
+        valid = min(int(count), layout.limit)
         got = naive_attention(query, cache_k[:valid], cache_v[:valid])
         kept = naive.tokens()
         want = naive_attention(
@@ -168,17 +170,17 @@ def test_attention_over_the_ring_equals_naive_concatenation(budget, length, deco
 def test_every_policy(policy, length):
     budget = CacheBudget.preset(policy, 32 if policy != "full" else 256)
     queries, keys, values = random_prompt(length, 210, 4, 2, 0)
-    plan = plan_prompt(length, budget)
+    layout = lay_out(length, budget)
     out = compress(
         window_of(queries, length, budget.window)[None],
         keys[None],
         values[None],
-        plan_tensors([plan]),
+        layout_tensors([layout]),
         budget,
         scale=D**-0.5,
     )
     for n in range(2):
-        kept = out.positions[0, n, : plan.count].tolist()
+        kept = out.positions[0, n, : layout.count].tolist()
         assert kept == sorted(set(kept))
         assert kept[-1] == length - 1
         assert kept[: budget.sink] == list(range(min(budget.sink, length)))
@@ -191,7 +193,7 @@ def test_every_policy(policy, length):
             window_of(queries, length, 32)[None],
             keys[None],
             values[None],
-            plan_tensors([plan]),
+            layout_tensors([layout]),
             budget,
             scale=D**-0.5,
             layer=1,
@@ -203,16 +205,16 @@ def test_smaller_budget_of_one_request_in_the_same_graph():
     budget = CacheBudget.of(64)
     small = budget.resized(48)
     queries, keys, values = random_prompt(150, 160, 4, 2, 3)
-    plan = plan_prompt(150, small)
+    layout = lay_out(150, small)
     out = compress(
         window_of(queries, 150, budget.window)[None],
         keys[None],
         values[None],
-        plan_tensors([plan]),
+        layout_tensors([layout]),
         budget,
         scale=D**-0.5,
     )
-    assert plan.limit == 48
+    assert layout.limit == 48
     for n in range(2):
         expected = naive_compress(queries[2 * n : 2 * n + 2], keys[n, :150], small).tokens()
         assert out.positions[0, n, :48].tolist() == expected
@@ -237,7 +239,7 @@ def test_memory_of_the_votes_is_bounded():
     queries = torch.randn(1, H, W, head_dim).bfloat16()
     given = {keys.untyped_storage().data_ptr(), queries.untyped_storage().data_ptr()}
     with Recorder():
-        compress(queries, keys, keys, plan_tensors([plan_prompt(length, budget)]), budget, scale=head_dim**-0.5)
+        compress(queries, keys, keys, layout_tensors([lay_out(length, budget)]), budget, scale=head_dim**-0.5)
     assert 0 < largest <= max(4 * H * W * KEY_CHUNK, 8 * N * length)
     assert largest < keys.nbytes / 4
 
@@ -249,7 +251,7 @@ def test_half_precision_votes_are_summed_in_float32():
     keys = torch.zeros(1, 1, length, D, dtype=torch.bfloat16)
     queries = torch.zeros(1, 1, window, D, dtype=torch.bfloat16)
     votes = observation_votes(
-        queries, keys, plan_tensors([plan_prompt(length, budget)]), sink=0, scale=1.0, normalize="candidates"
+        queries, keys, layout_tensors([lay_out(length, budget)]), sink=0, scale=1.0, normalize="candidates"
     )
     assert votes.dtype == torch.float32
     torch.testing.assert_close(votes.sum(), torch.tensor(float(window)), rtol=1e-5, atol=0)

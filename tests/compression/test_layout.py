@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstream.compression import next_slot, plan_prompt, plan_tensors
+from snapstream.compression import lay_out, layout_tensors, next_slot
 from snapstream.config import CacheBudget
 from tests.reference import naive_compress
 
@@ -30,11 +30,11 @@ def test_ring_holds_what_the_naive_cache_holds(budget, length, decoded):
     """Any length below, at and above every boundary; decodes that wrap the ring several times."""
     scores = {p: float((p * 37) % 11) for p in range(budget.sink, length - budget.recent)}
     naive = naive_compress(None, torch.zeros(length, 1), budget, scores)
-    plan = plan_prompt(length, budget)
-    assert plan.count == len(naive.tokens())
-    assert plan.count == min(length, plan.limit)
+    layout = lay_out(length, budget)
+    assert layout.count == len(naive.tokens())
+    assert layout.count == min(length, layout.limit)
     entries = {i: token for i, token in enumerate(naive.tokens())}
-    base, count, limit = plan.base, plan.count, plan.limit
+    base, count, limit = layout.base, layout.count, layout.limit
     pinned_before = {i: entries[i] for i in range(min(base, count))}
     for position in range(length, length + decoded):
         slot = int(next_slot(torch.tensor([count]), torch.tensor([base]), torch.tensor([limit])))
@@ -50,23 +50,23 @@ def test_ring_holds_what_the_naive_cache_holds(budget, length, decoded):
 @pytest.mark.parametrize("ring", ["elastic", "paper"])
 def test_nothing_is_lost_before_capacity_only_if_elastic(ring):
     budget = CacheBudget(sink=4, recent=16, top_k=12, window=8, ring=ring)
-    plan = plan_prompt(10, budget)
-    assert plan.limit == (32 if ring == "elastic" else 20)
+    layout = lay_out(10, budget)
+    assert layout.limit == (32 if ring == "elastic" else 20)
 
 
 def test_boundaries_by_hand():
     budget = CacheBudget(sink=4, recent=16, top_k=12, window=8)
-    assert astuple(plan_prompt(1, budget))[2:5] == (4, 1, 32)
-    assert astuple(plan_prompt(20, budget))[2:5] == (4, 20, 32)
-    assert astuple(plan_prompt(21, budget))[2:5] == (5, 21, 32)
-    assert astuple(plan_prompt(32, budget))[2:5] == (16, 32, 32)
-    assert astuple(plan_prompt(33, budget))[2:5] == (16, 32, 32)
-    assert plan_prompt(33, budget).dropped == 1
+    assert astuple(lay_out(1, budget))[2:5] == (4, 1, 32)
+    assert astuple(lay_out(20, budget))[2:5] == (4, 20, 32)
+    assert astuple(lay_out(21, budget))[2:5] == (5, 21, 32)
+    assert astuple(lay_out(32, budget))[2:5] == (16, 32, 32)
+    assert astuple(lay_out(33, budget))[2:5] == (16, 32, 32)
+    assert lay_out(33, budget).dropped == 1
 
 
 def test_plan_tensors_stack():
     budget = CacheBudget.of(64)
-    plans = [plan_prompt(n, budget) for n in (1, 64, 500)]
-    stacked = plan_tensors(plans)
+    layouts = [lay_out(n, budget) for n in (1, 64, 500)]
+    stacked = layout_tensors(layouts)
     assert stacked.count.tolist() == [1, 64, 64]
     assert stacked.length.dtype == torch.int64

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream import CacheBudget, RequestError, SamplingParams
-from snapstream.compression import entry_of, next_slot, plan_prompt, surviving_tokens
+from snapstream.compression import entry_of, lay_out, next_slot, surviving_tokens
 from snapstream.engine.output import KEPT_PARTS
 from tests.checkpoints import prompt
 from tests.conversation import NaiveConversation
@@ -17,9 +17,9 @@ NO_SPECIAL = dict.fromkeys(range(3), -100.0)  # special tokens are no text, so a
 
 
 def run(llm, tokens, params, **kwargs):
-    name = llm.add_request(tokens, params, **kwargs)
+    name = llm.engine.add_request(tokens, params, **kwargs)
     while True:
-        for output in llm.step():
+        for output in llm.engine.step():
             if output.request_id == name and output.finished:
                 assert output.error is None
                 return output
@@ -50,7 +50,7 @@ def check_turns(checkpoint, seed):
         saved, pending = output.saved, expected[-1:]
         assert len(saved.tokens) == naive.length
         assert [[head.tolist() for head in layer] for layer in saved.positions] == naive.positions()
-        assert saved.bytes <= llm.plan.sessions
+        assert saved.nbytes <= llm.engine.plan.sessions
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -83,10 +83,10 @@ def test_a_turn_does_not_depend_on_who_else_runs_or_on_chunks(checkpoint):
     def talk(llm, company):
         saved, answers, pending = None, [], []
         for turn in range(3):
-            others = [llm.add_request(prompt(40 + i, seed=50 + i), greedy(7 + i)) for i in range(company)]
+            others = [llm.engine.add_request(prompt(40 + i, seed=50 + i), greedy(7 + i)) for i in range(company)]
             output = run(llm, pending + prompt(45, seed=turn), greedy(23), past=saved, keep=True)
             for name in others:
-                llm.abort(name)
+                llm.engine.abort(name)
             saved, pending = output.saved, list(output.token_ids[-1:])
             answers.append((output.token_ids, [layer.tolist() for layer in saved.positions]))
         return answers
@@ -144,12 +144,12 @@ def test_the_saved_answer_is_whole_tokens(checkpoint, stop):
 
 def test_what_a_slot_holds(checkpoint):
     llm = make(checkpoint, sessions=1, slots=2)
-    assert llm.slots() == [None, None]
-    name = llm.add_request(prompt(100), greedy(60, telemetry=True), keep=True)
+    assert llm.engine.slots() == [None, None]
+    name = llm.engine.add_request(prompt(100), greedy(60, telemetry=True), keep=True)
     output = None
     while not (output and output.finished):
-        output = next((o for o in llm.step() if o.request_id == name), output)
-        use = llm.slots()[0]
+        output = next((o for o in llm.engine.step() if o.request_id == name), output)
+        use = llm.engine.slots()[0]
         if use is None:
             continue
         assert use.request_id == name
@@ -161,30 +161,30 @@ def test_what_a_slot_holds(checkpoint):
         kept = [p for layer in output.cache.kept.positions for head in layer for p in head]
         parts = [sum(p * KEPT_PARTS // 100 == part for p in kept) for part in range(KEPT_PARTS)]
         sizes = [sum(p * KEPT_PARTS // 100 == part for p in range(100)) for part in range(KEPT_PARTS)]
-        copies = llm.spec.layers * llm.spec.kv_heads
+        copies = llm.engine.spec.layers * llm.engine.spec.kv_heads
         assert use.kept == pytest.approx([n / (size * copies) for n, size in zip(parts, sizes, strict=True)])
-    assert not llm.slots()[0].busy  # and still says what it held last
-    assert llm.slots()[1] is None
-    llm.add_request(prompt(5), greedy(9))
-    llm.step()
-    assert llm.slots()[0].busy
-    assert llm.slots()[0].kept == (1.0,) * KEPT_PARTS
-    assert llm.slots()[0].held == 5 + llm.slots()[0].generated - 1
+    assert not llm.engine.slots()[0].busy  # and still says what it held last
+    assert llm.engine.slots()[1] is None
+    llm.engine.add_request(prompt(5), greedy(9))
+    llm.engine.step()
+    assert llm.engine.slots()[0].busy
+    assert llm.engine.slots()[0].kept == (1.0,) * KEPT_PARTS
+    assert llm.engine.slots()[0].held == 5 + llm.engine.slots()[0].generated - 1
 
 
 def test_errors(checkpoint):
     llm = make(checkpoint)
     with pytest.raises(RequestError, match="sessions=1 or more"):
-        llm.add_request(prompt(5), keep=True)
+        llm.engine.add_request(prompt(5), keep=True)
     llm = make(checkpoint, sessions=1)
     first = run(llm, prompt(200), greedy(20), keep=True)
     with pytest.raises(RequestError, match=r"40 tokens after 219 of earlier turns.*at most 36 fit"):
-        llm.add_request(prompt(40), past=first.saved)
-    aborted = llm.add_request(prompt(5), greedy(50), keep=True)
-    llm.step()
-    llm.abort(aborted)
-    assert [o.saved for o in llm.step()] == [None]
-    assert not llm.busy
+        llm.engine.add_request(prompt(40), past=first.saved)
+    aborted = llm.engine.add_request(prompt(5), greedy(50), keep=True)
+    llm.engine.step()
+    llm.engine.abort(aborted)
+    assert [o.saved for o in llm.engine.step()] == [None]
+    assert not llm.engine.busy
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -195,12 +195,12 @@ def test_surviving_tokens_equal_a_ring_that_is_written(seed):
             sink=rng.randrange(5), recent=rng.randrange(8, 20), top_k=rng.randrange(8, 20), window=1,
             ring=rng.choice(["elastic", "paper"]),
         )  # fmt: skip
-        plan = plan_prompt(rng.randrange(1, 60), budget)
-        written = plan.count + rng.randrange(60)
-        count = rng.randrange(plan.count, written + 1)
-        cache = {entry: entry for entry in range(plan.count)}
-        for index in range(plan.count, written):
-            slot = int(next_slot(torch.tensor(index), torch.tensor(plan.base), torch.tensor(plan.limit)))
-            assert slot == entry_of(plan, index)
+        layout = lay_out(rng.randrange(1, 60), budget)
+        written = layout.count + rng.randrange(60)
+        count = rng.randrange(layout.count, written + 1)
+        cache = {entry: entry for entry in range(layout.count)}
+        for index in range(layout.count, written):
+            slot = int(next_slot(torch.tensor(index), torch.tensor(layout.base), torch.tensor(layout.limit)))
+            assert slot == entry_of(layout, index)
             cache[slot] = index
-        assert surviving_tokens(plan, count, written) == sorted(i for i in cache.values() if i < count)
+        assert surviving_tokens(layout, count, written) == sorted(i for i in cache.values() if i < count)

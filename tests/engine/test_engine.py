@@ -163,46 +163,46 @@ def test_requests_come_and_go(checkpoint):
     for name, (tokens, amount) in jobs.items():
         want[name] = llm.generate(tokens, greedy(amount))[0].token_ids
     waiting, aborted, finished = list(jobs), set(), {}
-    while waiting or llm.busy:
+    while waiting or llm.engine.busy:
         if waiting and rng.random() < 0.5:
             name = waiting.pop()
-            llm.add_request(jobs[name][0], greedy(jobs[name][1]), request_id=name)
-        if rng.random() < 0.1 and llm._requests:
-            name = rng.choice(list(llm._requests))
-            llm.abort(name)
+            llm.engine.add_request(jobs[name][0], greedy(jobs[name][1]), request_id=name)
+        if rng.random() < 0.1 and llm.engine._requests:
+            name = rng.choice(list(llm.engine._requests))
+            llm.engine.abort(name)
             aborted.add(name)
-        for output in llm.step():
+        for output in llm.engine.step():
             assert (output.request_id in aborted) == (output.finish_reason == "abort")
             if output.finished and output.finish_reason != "abort":
                 finished[output.request_id] = output.token_ids
     assert aborted
     assert set(finished) == set(jobs) - aborted
     assert finished == {name: want[name] for name in finished}
-    assert llm.scheduler.running == []
-    assert not llm.decode.active.any()
-    assert llm._requests == {}
+    assert llm.engine.scheduler.running == []
+    assert not llm.engine.executor.decode.active.any()
+    assert llm.engine._requests == {}
 
 
 def test_a_long_prompt_stalls_decoding_by_one_chunk(checkpoint):
     llm = make(checkpoint, decode_steps=2)
-    llm.add_request(prompt(5), greedy(60), request_id="short")
-    llm.step()
-    llm.add_request(prompt(200), greedy(5), request_id="long")
+    llm.engine.add_request(prompt(5), greedy(60), request_id="short")
+    llm.engine.step()
+    llm.engine.add_request(prompt(200), greedy(5), request_id="long")
     seen = 1
-    while llm.prefill_progress("long")[0] < 200:
-        outputs = {o.request_id: o for o in llm.step()}
+    while llm.engine.prefill_progress("long")[0] < 200:
+        outputs = {o.request_id: o for o in llm.engine.step()}
         assert len(outputs["short"].token_ids) >= seen + 2  # a launch after every chunk
         seen = len(outputs["short"].token_ids)
-    assert llm.prefill_progress("long") == (200, 200)
+    assert llm.engine.prefill_progress("long") == (200, 200)
 
 
 def test_first_come_first_served(checkpoint):
     llm = make(checkpoint, slots=1)
     for i in range(4):
-        llm.add_request(prompt(40, i), greedy(5), request_id=str(i))
+        llm.engine.add_request(prompt(40, i), greedy(5), request_id=str(i))
     order = []
-    while llm.busy:
-        order += [o.request_id for o in llm.step() if o.finished]
+    while llm.engine.busy:
+        order += [o.request_id for o in llm.engine.step() if o.finished]
     assert order == ["0", "1", "2", "3"]
 
 
@@ -244,9 +244,9 @@ def test_closing_a_stream_frees_its_slot(checkpoint):
     llm = make(checkpoint)
     stream = llm.stream(prompt(50), greedy(100))
     next(stream)
-    assert llm.scheduler.running
+    assert llm.engine.scheduler.running
     stream.close()
-    assert not llm.busy
+    assert not llm.engine.busy
 
 
 def test_max_model_len_ends_a_sequence(checkpoint):
@@ -257,7 +257,7 @@ def test_max_model_len_ends_a_sequence(checkpoint):
 def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
     llm = make(checkpoint)
     want = llm.generate(prompt(70), greedy(30))[0].token_ids
-    llm.add_request(prompt(70), greedy(30), request_id="good")
+    llm.engine.add_request(prompt(70), greedy(30), request_id="good")
     for bad, message in [
         ([], "no tokens"),
         ("", "no tokens"),
@@ -269,26 +269,26 @@ def test_bad_requests_are_refused_and_hurt_nobody(checkpoint):
         ("\udce9", "not valid text"),
     ]:
         with pytest.raises(RequestError, match=message):
-            llm.add_request(bad)
-        llm.step()
+            llm.engine.add_request(bad)
+        llm.engine.step()
     for params, message in [
         ({"kv_budget": 1000}, "a cache has 48 entries here"),
         ({"kv_budget": 5}, "at least"),
         ({"logprobs": 21}, "at most 20"),
     ]:
         with pytest.raises(RequestError, match=message):
-            llm.add_request(prompt(5), SamplingParams(**params))
+            llm.engine.add_request(prompt(5), SamplingParams(**params))
     with pytest.raises(RequestError, match="in use"):
-        llm.add_request(prompt(5), request_id="good")
+        llm.engine.add_request(prompt(5), request_id="good")
     with pytest.raises(RequestError, match=r"params is .*; give SamplingParams"):
         llm.generate(prompt(5), {"max_tokens": 3})
     with pytest.raises(RequestError, match="2 prompts but 1 sampling"):
         llm.generate([prompt(5), prompt(6)], [SamplingParams()])
     with pytest.raises(RequestError):  # the good half of a failed call does not stay behind
         llm.generate([prompt(5), []])
-    finished = [o for _ in range(60) for o in llm.step() if o.finished]
+    finished = [o for _ in range(60) for o in llm.engine.step() if o.finished]
     assert [o.token_ids for o in finished] == [want]
-    assert not llm.busy
+    assert not llm.engine.busy
 
 
 def test_bad_settings(checkpoint):
@@ -359,24 +359,24 @@ def test_two_streams_at_once_and_a_foreign_abort(checkpoint):
     assert pieces == want
     stream = llm.stream(prompt(50), greedy(50))
     next(stream)
-    llm.abort(next(iter(llm._requests)))
+    llm.engine.abort(next(iter(llm.engine._requests)))
     assert [o.finish_reason for o in stream] == ["abort"]
-    assert llm._undelivered == []
+    assert llm.engine._undelivered == []
 
 
 def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
     llm = make(checkpoint)
     want = llm.generate(prompt(70), greedy(30))[0].token_ids
-    llm.add_request(prompt(70), greedy(30), request_id="good")
-    llm.add_request(prompt(60), greedy(30), request_id="bad")
+    llm.engine.add_request(prompt(70), greedy(30), request_id="good")
+    llm.engine.add_request(prompt(60), greedy(30), request_id="bad")
 
     def fail(token):
         raise OverflowError("cannot decode")
 
-    llm._requests["bad"].detokenizer.add = fail
+    llm.engine._requests["bad"].detokenizer.add = fail
     finished = {}
-    while llm.busy:
-        finished.update((o.request_id, o) for o in llm.step() if o.finished)
+    while llm.engine.busy:
+        finished.update((o.request_id, o) for o in llm.engine.step() if o.finished)
     assert finished["good"].token_ids == want
     assert finished["bad"].finish_reason == "error"
     assert finished["bad"].error == "OverflowError: cannot decode"
@@ -401,7 +401,7 @@ def test_prompts_as_arrays(checkpoint):
 
 def test_a_budget_too_large_for_short_sequences_is_a_full_cache(checkpoint):
     llm = make(checkpoint, CacheBudget.of(4096), max_model_len=32)
-    assert llm.budget.capacity == 32
+    assert llm.engine.budget.capacity == 32
     assert llm.generate(prompt(20), greedy(12))[0].cache.dropped == 0
 
 

@@ -85,9 +85,11 @@ def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
     """Five budgets, one prefill; another prompt between makes it two, and so does an equal one after that."""
     llm = make(checkpoint)
     chunks = []
-    read = llm.prefill.run_chunk
+    read = llm.engine.executor.prefill.run_chunk
     monkeypatch.setattr(
-        llm.prefill, "run_chunk", lambda tokens, start, ahead=0: (chunks.append(start), read(tokens, start))[1]
+        llm.engine.executor.prefill,
+        "run_chunk",
+        lambda tokens, start, ahead=0: (chunks.append(start), read(tokens, start))[1],
     )
     params = [greedy(20, kv_budget=budget) for budget in OTHERS]
     got = llm.generate([prompt(140)] * 5, params)
@@ -101,9 +103,9 @@ def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
 def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
     llm = make(checkpoint)
     want = llm.generate(prompt(140), greedy(20))[0].token_ids
-    name = llm.add_request(prompt(120, seed=3), greedy(20))
-    llm.step()  # one chunk of another prompt now lies over the first
-    llm.abort(name)
+    name = llm.engine.add_request(prompt(120, seed=3), greedy(20))
+    llm.engine.step()  # one chunk of another prompt now lies over the first
+    llm.engine.abort(name)
     assert llm.generate(prompt(140), greedy(20))[0].token_ids == want
 
 
@@ -153,4 +155,4 @@ def test_what_cannot_be_served_is_refused(checkpoint):
     ]:
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt(40), SamplingParams(**params))
-    assert not llm.busy
+    assert not llm.engine.busy

@@ -83,20 +83,20 @@ def assert_right_or_error(output, want):
 
 
 def assert_idle(llm):
-    assert not llm.busy
-    assert not llm.scheduler.running
-    assert not llm.scheduler.waiting
-    assert llm.request_ids == []
-    assert not llm.decode.active.any()
-    assert (llm.decode.forced == -1).all()
+    assert not llm.engine.busy
+    assert not llm.engine.scheduler.running
+    assert not llm.engine.scheduler.waiting
+    assert llm.engine.request_ids == []
+    assert not llm.engine.executor.decode.active.any()
+    assert (llm.engine.executor.decode.forced == -1).all()
 
 
 def until_idle(llm, outputs):
     """Step through what is left; a request that nobody hears of again would make this loop fail."""
     for _ in range(400):
-        if not llm.busy:
+        if not llm.engine.busy:
             return
-        outputs += llm.step()
+        outputs += llm.engine.step()
     raise AssertionError("the engine does not come to an end")
 
 
@@ -113,20 +113,20 @@ def test_errors_at_random_lines_of_a_step(llm, alone, error):
         for _ in range(400):
             if todo and rng.random() < 0.4:
                 name = todo.pop()
-                llm.add_request(*JOBS[jobs[name]], name)
+                llm.engine.add_request(*JOBS[jobs[name]], name)
             if rng.random() < 0.03:
-                llm.abort(rng.choice(list(jobs)))
+                llm.engine.abort(rng.choice(list(jobs)))
             aim = shots and rng.random() < 0.2
             with Raise(error("injected"), rng.randrange(1, lines + 1) if aim else 10**9) as shot:
                 try:
-                    outputs += llm.step()
+                    outputs += llm.engine.step()
                 except error:
                     broken += 1
             if aim:
                 shots -= 1
             else:
                 lines = max(shot.lines, 50)
-            if not todo and not llm.busy:
+            if not todo and not llm.engine.busy:
                 break
         until_idle(llm, outputs)
         ends = {output.request_id: output for output in outputs if output.finished}
@@ -150,15 +150,15 @@ def test_interrupts_at_random_lines_of_any_call(llm, alone):
         numbers = rng.sample(range(len(JOBS)), 2)
         stream = llm.stream(*JOBS[numbers[0]])
         begun = [next(stream)]
-        name = llm.add_request(*JOBS[numbers[1]])
+        name = llm.engine.add_request(*JOBS[numbers[1]])
         tokens, params = JOBS[numbers[1]]
         calls = [
             (partial(llm.generate, [tokens] * 2, params), 4000),
             (partial(next, llm.stream(tokens, params)), 1200),
-            (partial(llm.add_request, tokens, params, f"added-{trial}"), 80),
-            (partial(llm.abort, name), 60),
-            (partial(llm.discard, [name]), 60),
-            (llm.reset, 40),
+            (partial(llm.engine.add_request, tokens, params, f"added-{trial}"), 80),
+            (partial(llm.engine.abort, name), 60),
+            (partial(llm.engine.discard, [name]), 60),
+            (llm.engine.reset, 40),
         ]
         call, lines = rng.choice(calls)
         try:
@@ -206,8 +206,8 @@ def test_real_signals_while_streams_are_open(llm, alone, again):
                     assert "".join(output.new_text for output in outputs) == alone[number].text
                     whole += 1
             assert llm.generate(*JOBS[numbers[0]])[0].token_ids == alone[numbers[0]].token_ids
-            while llm.busy:  # interrupts in the cleaning up may leave outputs that nobody waits for
-                llm.step()
+            while llm.engine.busy:  # interrupts in the cleaning up may leave outputs that nobody waits for
+                llm.engine.step()
             assert_idle(llm)
     finally:
         disarm()
@@ -229,14 +229,14 @@ def disarm():
 def test_what_waits_survives_an_interrupt(checkpoint, alone, monkeypatch):
     llm = make(checkpoint, sessions=2, slots=2)
     for number in range(4):
-        llm.add_request(*JOBS[number], str(number))
-    while len(llm.scheduler.running) < 2:
-        llm.step()
+        llm.engine.add_request(*JOBS[number], str(number))
+    while len(llm.engine.scheduler.running) < 2:
+        llm.engine.step()
     outputs = []
     with monkeypatch.context() as patch:
-        patch.setattr(llm.decode, "launch", interrupt)
+        patch.setattr(llm.engine.executor.decode, "launch", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            llm.step()
+            llm.engine.step()
     until_idle(llm, outputs)
     ends = {output.request_id: output for output in outputs if output.finished}
     assert "interrupted (KeyboardInterrupt)" in ends["0"].error
@@ -254,9 +254,9 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
     """Nor a reset: they were the next request's first tokens."""
     llm = make(checkpoint, slots=1)
     want = llm.generate(prompt(50), greedy(20))[0].token_ids
-    for clean_up in (lambda: None, llm.reset):
+    for clean_up in (lambda: None, llm.engine.reset):
         with monkeypatch.context() as patch:
-            patch.setattr(llm.decode, "greedy_graph", interrupt)
+            patch.setattr(llm.engine.executor.decode, "greedy_graph", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompt(50), greedy(20, forced=tuple(prompt(9, seed=3))))
         clean_up()
@@ -269,7 +269,7 @@ def test_an_interrupt_between_reading_and_decoding(checkpoint, alone, monkeypatc
     llm = make(checkpoint, sessions=2, slots=2)
     stream = llm.stream(*JOBS[1])
     next(stream)
-    part = llm.decode if place == "insert" else llm.prefill
+    part = llm.engine.executor.decode if place == "insert" else llm.engine.executor.prefill
     with monkeypatch.context() as patch:
         patch.setattr(part, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -289,7 +289,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(checkpoint, monkeypatc
     holder = [stream]
     holder.append(holder)
     del stream
-    launch = llm.decode.launch
+    launch = llm.engine.executor.decode.launch
 
     def collecting(*arguments, **named):
         if holder:
@@ -297,7 +297,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(checkpoint, monkeypatc
             gc.collect()
         return launch(*arguments, **named)
 
-    monkeypatch.setattr(llm.decode, "launch", collecting)
+    monkeypatch.setattr(llm.engine.executor.decode, "launch", collecting)
     assert llm.generate(prompt(90), greedy(30))[0].token_ids == want
     assert_idle(llm)
 
@@ -306,7 +306,7 @@ def test_a_stream_whose_request_was_forgotten_says_so(checkpoint):
     llm = make(checkpoint)
     stream = llm.stream(prompt(60), greedy(40))
     next(stream)
-    llm.reset()
+    llm.engine.reset()
     with pytest.raises(RequestError, match="forgotten"):
         next(stream)
 

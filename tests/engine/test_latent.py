@@ -64,13 +64,13 @@ def test_output_depends_on_nothing_else(deepseek, attention):
 
 def test_one_latent_is_stored_per_token(deepseek):
     llm = make(deepseek, sessions=1)
-    assert llm.decode.values is llm.decode.keys
-    assert llm.prefill.values is llm.prefill.keys
-    held = sum(keys.nbytes for keys in llm.decode.keys)
-    assert held == llm.plan.slots == 3 * BUDGET.capacity * llm.plan.bytes_per_token
+    assert llm.engine.executor.decode.values is llm.engine.executor.decode.keys
+    assert llm.engine.executor.prefill.values is llm.engine.executor.prefill.keys
+    held = sum(keys.nbytes for keys in llm.engine.executor.decode.keys)
+    assert held == llm.engine.plan.slots == 3 * BUDGET.capacity * llm.engine.plan.bytes_per_token
     output = run(llm, prompt(130), greedy(10, telemetry=True), keep=True)
     assert output.saved.values is output.saved.keys
-    assert output.saved.bytes <= llm.plan.sessions
+    assert output.saved.nbytes <= llm.engine.plan.sessions
     assert [len(layer) for layer in output.cache.kept.positions] == [1, 1]  # one choice for all heads
 
 

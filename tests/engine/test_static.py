@@ -54,12 +54,14 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
         compiled = llm.generate(prompts, each)
         saved = None
         for turn, length in enumerate((60, 3, 33)):
-            name = llm.add_request(prompt(length, seed=turn), params[0], past=saved, keep=True)
-            saved = next(o for o in iter(lambda: llm.step()[-1], None) if o.finished and o.request_id == name).saved
-        llm.add_request(prompt(150), params[0], request_id="gone")
+            name = llm.engine.add_request(prompt(length, seed=turn), params[0], past=saved, keep=True)
+            saved = next(
+                o for o in iter(lambda: llm.engine.step()[-1], None) if o.finished and o.request_id == name
+            ).saved
+        llm.engine.add_request(prompt(150), params[0], request_id="gone")
         for _ in range(4):
-            llm.step()
-        llm.abort("gone")
+            llm.engine.step()
+        llm.engine.abort("gone")
     assert graphs_compiled() == warm
     # The same from other graphs, other chunks and in other company.
     eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=32, slots=2, decode_steps=5)

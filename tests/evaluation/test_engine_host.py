@@ -71,7 +71,7 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
         assert record.output == llm.tokenizer.decode(out.token_ids[len(forced) :], skip_special_tokens=True)
         assert record.prompt_tokens == len(tokens)
         if record.policy not in ("full", "truncated"):
-            assert record.budget == llm.budget.as_dict() | {"capacity": entries}
+            assert record.budget == llm.engine.budget.as_dict() | {"capacity": entries}
             assert record.entries == entries
         assert all(0 < mass <= 1.00001 for mass in record.mass)
         assert record.policy not in ("full", "truncated") or record.mass == pytest.approx([1.0] * len(record.mass))

@@ -150,7 +150,7 @@ def test_a_continuation_is_scored_from_the_compressed_cache(checkpoint, full):
     """All but its first token, which comes from prefill: that has seen the whole prompt."""
     model, context = make(checkpoint, **SMALL), prompt(150)
     budget = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
-    assert model.llm.budget == budget
+    assert model.llm.engine.budget == budget
     continuations = [prompt(steps, seed=steps) for steps in (1, 2, 40)]
     got = [value for value, _ in score(model, *((context, c) for c in continuations))]
     want = [compressed_score(checkpoint, context, c, budget) for c in continuations]
@@ -162,9 +162,11 @@ def test_a_continuation_is_scored_from_the_compressed_cache(checkpoint, full):
 
 def test_equal_contexts_are_read_once(checkpoint, monkeypatch):
     model, starts = make(checkpoint, **SMALL), []
-    read = model.llm.prefill.run_chunk
+    read = model.llm.engine.executor.prefill.run_chunk
     monkeypatch.setattr(
-        model.llm.prefill, "run_chunk", lambda tokens, start, ahead=0: (starts.append(start), read(tokens, start))[1]
+        model.llm.engine.executor.prefill,
+        "run_chunk",
+        lambda tokens, start, ahead=0: (starts.append(start), read(tokens, start))[1],
     )
     first, second = prompt(70, seed=1), prompt(70, seed=2)
     score(model, *((context, [choice]) for choice in range(3, 12) for context in (first, second)))
@@ -191,7 +193,7 @@ def test_rolling_loglikelihood_is_that_of_the_whole_text(checkpoint, peer, full,
 def test_generated_text_is_the_engines(checkpoint):
     """Greedy and sampled, with and without stop strings, at their places."""
     model = make(checkpoint, **SMALL)
-    llm = LLM(str(checkpoint), budget=model.llm.budget, max_model_len=256, enforce_eager=True, device="cpu")
+    llm = LLM(str(checkpoint), budget=model.llm.engine.budget, max_model_len=256, enforce_eager=True, device="cpu")
     prompts = [prompt(length, seed=length) for length in (5, 150, 40, 90, 11, 12, 13)]
     stop = llm.generate(prompts[1], SamplingParams(max_tokens=20)).pop().text[6:8]
     cases = [
@@ -224,7 +226,7 @@ def test_a_long_prompt_loses_its_first_tokens(checkpoint, caplog):
     assert caplog.text.count("is cut to its last 40") == 1
     with pytest.raises(RequestError, match="max_gen_toks is 64, which leaves no room"):
         generate(model, (text(prompt(5)), {"max_gen_toks": 64}))
-    assert not model.llm.busy
+    assert not model.llm.engine.busy
 
 
 def test_a_special_token_stops_the_text(checkpoint, full, peer, tmp_path):
@@ -279,7 +281,7 @@ def test_answers_reach_lm_evals_cache_one_by_one(full, monkeypatch):
     assert kept == want | {("loglikelihood_rolling", json.dumps([text(prompt(9))])): whole[0]}
 
     kept.clear()
-    step, left = full.llm.step, iter(range(8))
+    step, left = full.llm.engine.step, iter(range(8))
 
     def breaking():
         next(left)
@@ -291,7 +293,7 @@ def test_answers_reach_lm_evals_cache_one_by_one(full, monkeypatch):
     monkeypatch.setattr(full.llm, "step", step)
     assert 0 < len(kept) < len(asked)
     assert kept.items() <= want.items()
-    assert not full.llm.busy
+    assert not full.llm.engine.busy
     assert generate(full, *asked) == texts
 
 
@@ -299,7 +301,7 @@ def test_a_request_that_fails_is_an_error(full, monkeypatch):
     def fail(*_):
         raise OSError("no such thing")
 
-    monkeypatch.setattr(full.llm.prefill, "run_chunk", fail)
+    monkeypatch.setattr(full.llm.engine.executor.prefill, "run_chunk", fail)
     with pytest.raises(RequestError, match="a generate_until request failed: OSError: no such thing"):
         generate(full, (text(prompt(33, seed=8)), {"max_gen_toks": 3}))
 
@@ -362,7 +364,7 @@ def chat(checkpoint, tmp_path_factory):
 
 def test_a_chat_template_is_applied_once(chat, tasks, monkeypatch):
     model, prompts = make(chat), []
-    add = model.llm.add_request
+    add = model.llm.engine.add_request
     monkeypatch.setattr(
         model.llm, "add_request", lambda tokens, params: (prompts.append(tokens), add(tokens, params))[1]
     )
@@ -423,19 +425,19 @@ def test_model_args_may_be_text(checkpoint, monkeypatch):
     line = f"pretrained={checkpoint},budget=64,policy=streaming,sink=2,max_length=128,slots=2,compiled=False"
     added = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
     model = SnapStreamLM.create_from_arg_string(line, added)
-    assert model.llm.budget == CacheBudget(sink=2, recent=62, top_k=0, window=1)
-    assert (model.llm.config.slots, model.max_length, model.llm.device.type) == (2, 128, "cpu")
+    assert model.llm.engine.budget == CacheBudget(sink=2, recent=62, top_k=0, window=1)
+    assert (model.llm.engine.config.slots, model.max_length, model.llm.engine.device.type) == (2, 128, "cpu")
     assert model.max_gen_toks == 256
     quoted = {"pretrained": str(checkpoint), "budget": "48", "kernel": "5", "max_gen_toks": "9", "prefill_chunk": 16.0}
     model = SnapStreamLM.create_from_arg_obj(quoted, {"batch_size": "8"})
-    assert (model.llm.budget.kernel, model.max_gen_toks, model.llm.config.prefill_chunk) == (5, 9, 16)
-    assert model.llm.config.slots == 8
+    assert (model.llm.engine.budget.kernel, model.max_gen_toks, model.llm.engine.config.prefill_chunk) == (5, 9, 16)
+    assert model.llm.engine.config.slots == 8
     for size, most, slots in [("auto", None, 4), ("auto:4", 6, 6), (None, None, 4), (5, 9, 5)]:
         model = make(checkpoint, slots=None, batch_size=size, max_batch_size=most, budget="none", policy="full")
-        assert model.llm.config.slots == slots
-        assert model.llm.budget.capacity == 256
+        assert model.llm.engine.config.slots == slots
+        assert model.llm.engine.budget.capacity == 256
     whole = make(checkpoint, sink=2, recent=20, top_k=26, window=8)
-    assert whole.llm.budget == CacheBudget(sink=2, recent=20, top_k=26, window=8)
+    assert whole.llm.engine.budget == CacheBudget(sink=2, recent=20, top_k=26, window=8)
 
 
 def test_registering_leaves_what_is_there(monkeypatch):

@@ -29,7 +29,7 @@ def running(llm, **settings):
         thread.join(60)
         listener.close()
         assert not thread.is_alive()
-        llm.reset()
+        llm.engine.reset()
 
 
 def wait_until(condition, seconds=30.0):
@@ -41,7 +41,9 @@ def wait_until(condition, seconds=30.0):
 
 def idle(server):
     """Nothing waits or runs, for the event loop and for the engine."""
-    return server.driver.unfinished == 0 and not server.llm.busy and not any(server.llm.scheduler.decoding)
+    return (
+        server.driver.unfinished == 0 and not server.llm.engine.busy and not any(server.llm.engine.scheduler.decoding)
+    )
 
 
 def post(server, path="/v1/completions", timeout=30.0, headers=None, **body):

@@ -41,7 +41,7 @@ class Gate:
     """Lets the engine take one step at a time."""
 
     def __init__(self, llm, monkeypatch):
-        self.steps, self._open, self._step = 0, threading.Semaphore(0), llm.step
+        self.steps, self._open, self._step = 0, threading.Semaphore(0), llm.engine.step
         self._free = self.closed = False
         monkeypatch.setattr(llm, "step", self.step)
 
@@ -165,7 +165,7 @@ def test_a_client_that_goes_frees_its_slot_within_one_step(server, monkeypatch, 
     connection.close()
     wait_until(lambda: not server.driver._commands.empty())  # it has been noticed; the engine is in the next step
     gate.let(1)
-    wait_until(lambda: not any(server.llm.scheduler.decoding))
+    wait_until(lambda: not any(server.llm.engine.scheduler.decoding))
     gate.open()
     wait_until(lambda: idle(server))
     assert gate.steps <= 10  # and the one that reports it
@@ -178,7 +178,7 @@ def test_a_client_that_goes_in_the_queue_or_in_mid_prefill(server, monkeypatch):
     waiting = [raw_request(server, prompt=WORDS, max_tokens=5, **FOREVER) for _ in range(5)]
     wait_until(lambda: server.driver.unfinished == 6)
     gate.let(3)
-    assert server.llm.reading is not None
+    assert server.llm.engine.reading is not None
     for connection in (*waiting, reading):
         connection.close()
     gate.open()
@@ -198,7 +198,7 @@ def test_a_stream_dropped_while_another_prompt_is_read(server, monkeypatch):
     thread.start()
     wait_until(lambda: server.driver.unfinished == 2)
     gate.let(5)
-    assert server.llm.reading is not None
+    assert server.llm.engine.reading is not None
     dropped.close()
     gate.open()
     thread.join(30)
@@ -308,7 +308,7 @@ def test_a_crash_in_one_request_is_its_own(server, monkeypatch, place, stream):
 @pytest.mark.parametrize("part", ["decode", "prefill"])
 def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatch, part):
     expected = works(server)
-    launch = server.llm.decode.launch
+    launch = server.llm.engine.executor.decode.launch
     fails = [True]
 
     def failing(*args, **kwargs):
@@ -318,9 +318,9 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
         return launch(*args, **kwargs)
 
     if part == "decode":
-        monkeypatch.setattr(server.llm.decode, "launch", failing)
+        monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     else:
-        original = server.llm.scheduler.next_prefill
+        original = server.llm.engine.scheduler.next_prefill
 
         def next_prefill():
             if fails:
@@ -328,7 +328,7 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
                 raise RuntimeError("on purpose")
             return original()
 
-        monkeypatch.setattr(server.llm.scheduler, "next_prefill", next_prefill)
+        monkeypatch.setattr(server.llm.engine.scheduler, "next_prefill", next_prefill)
     reply = post(server, prompt=WORDS, max_tokens=200, **FOREVER)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "engine_error"
@@ -340,14 +340,14 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     """It was not in the engine yet, so it has not failed; and nothing is left running that nobody waits for."""
     expected = works(server)
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.decode.launch, [True]
+    launch, fails = server.llm.engine.executor.decode.launch, [True]
 
     def failing(*args, **kwargs):
         if fails and fails.pop():
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     first = background(server, prompt="w5", max_tokens=20, **FOREVER)
     wait_until(lambda: gate.closed)
     second = background(server, prompt=WORDS, max_tokens=20, **FOREVER)
@@ -356,19 +356,19 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     assert first().status_code == 500
     assert second().json()["choices"][0]["text"] == expected
     wait_until(lambda: idle(server))
-    assert not server.llm.request_ids
+    assert not server.llm.engine.request_ids
 
 
 def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypatch):
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.decode.launch, []
+    launch, fails = server.llm.engine.executor.decode.launch, []
 
     def failing(*args, **kwargs):
         if fails and fails.pop():
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     other = background(server, prompt="w5", max_tokens=500, **FOREVER)
     gate.let(2)
     gone = raw_request(server, prompt="w6", max_tokens=500, **FOREVER)
@@ -393,7 +393,7 @@ def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
 
     with running(llm) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.decode, "launch", failing)
+            patched.setattr(llm.engine.executor.decode, "launch", failing)
             patched.setattr(llm, "reset", failing)
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
@@ -409,7 +409,7 @@ def test_requests_that_all_fail_in_prefill_end_the_server(llm, monkeypatch):
 
     with running(llm) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.prefill, "run_chunk", failing)
+            patched.setattr(llm.engine.executor.prefill, "run_chunk", failing)
             for index in range(3):
                 assert post(server, prompt=f"w{index + 5}", max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
@@ -440,7 +440,7 @@ def test_an_engine_that_fails_for_good_ends_the_server(llm, monkeypatch):
         raise RuntimeError("on purpose")
 
     with running(llm) as server:
-        monkeypatch.setattr(llm.decode, "launch", failing)
+        monkeypatch.setattr(llm.engine.executor.decode, "launch", failing)
         for _ in range(3):
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
         server.thread.join(20)

@@ -237,7 +237,7 @@ def test_what_operators_see(server):
     assert metric(server, "snapstream_time_per_output_token_seconds_count") == 1
     assert metric(server, "snapstream_slots_busy") == 0
     assert metric(server, "snapstream_slots") == 3
-    plan = server.llm.plan
+    plan = server.llm.engine.plan
     assert metric(server, "snapstream_memory_planned_bytes") == plan.total
     state = httpx.get(server.url + "/v1/cache").json()
     assert state["capacity"] == 48

@@ -115,7 +115,7 @@ def test_chat_stream_with_usage(create, alone):
 
 def test_chat_goes_on_to_the_end_of_the_model_by_default(create, server):
     reply = create("chat", messages=[{"role": "user", "content": "w5"}], temperature=0, extra_body=FOREVER)
-    assert reply.usage.total_tokens == server.llm.max_model_len
+    assert reply.usage.total_tokens == server.llm.engine.max_model_len
     assert reply.choices[0].finish_reason == "length"
 
 
@@ -286,8 +286,10 @@ def with_beginning(tokenizer):
 
 def test_a_prompt_is_scored_once_for_all_answers(server, monkeypatch):
     read = []
-    chunk = server.llm.prefill.run_chunk
-    monkeypatch.setattr(server.llm.prefill, "run_chunk", lambda *a, **k: (read.append(1), chunk(*a, **k))[1])
+    chunk = server.llm.engine.executor.prefill.run_chunk
+    monkeypatch.setattr(
+        server.llm.engine.executor.prefill, "run_chunk", lambda *a, **k: (read.append(1), chunk(*a, **k))[1]
+    )
     body = {"prompt": WORDS, "n": 4, "max_tokens": 0, "echo": True, "logprobs": 1}
     assert len(httpx.post(server.url + "/v1/completions", json=body).json()["choices"]) == 4
     assert len(read) == 5  # chunks of 32 of 150 tokens
@@ -321,7 +323,7 @@ def test_min_tokens(create, alone):
 
 
 def test_special_tokens_in_the_text(create, server):
-    end = server.llm.spec.eos_token_ids[0]
+    end = server.llm.engine.spec.eos_token_ids[0]
     forcing = {"logit_bias": {str(end): 100}, "extra_body": FOREVER | {"skip_special_tokens": False}}
     assert create("text", prompt="w5", max_tokens=2, **forcing).choices[0].text == "</s></s>"
     forcing["extra_body"] = FOREVER

@@ -63,7 +63,7 @@ def answer(page, text):
 
 def slow_steps(server, monkeypatch):
     """Gives a person, or a test, the time to press a button."""
-    step = server.llm.step
+    step = server.llm.engine.step
     monkeypatch.setattr(server.llm, "step", lambda: (time.sleep(0.02), step())[1])
 
 
@@ -174,7 +174,7 @@ def test_an_error_is_shown_and_the_message_comes_back(page):
 
 
 def test_an_error_in_mid_stream_is_shown(page, server, monkeypatch):
-    launch, calls = server.llm.decode.launch, []
+    launch, calls = server.llm.engine.executor.decode.launch, []
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -182,7 +182,7 @@ def test_an_error_in_mid_stream_is_shown(page, server, monkeypatch):
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     never_ending(page)
     ask(page, "The guard visited the flag.", tokens=500)
     page.get_by_role("alert").wait_for()

@@ -58,7 +58,7 @@ def test_a_next_turn_reads_only_what_is_new(server):
     assert positions[-1] == cache["prompt_tokens"] - 1
     assert metric(server, "snapstream_reused_tokens_total") == known
     assert metric(server, "snapstream_sessions") == 1
-    assert 0 < metric(server, "snapstream_session_bytes") <= server.llm.plan.sessions
+    assert 0 < metric(server, "snapstream_session_bytes") <= server.llm.engine.plan.sessions
 
 
 def test_the_shipped_model_answers_over_a_session(task_llm, example):

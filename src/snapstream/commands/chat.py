@@ -78,7 +78,7 @@ def chat(
     messages.print(HELP, highlight=False, style="dim")
     begin = [] if system is None else [{"role": "system", "content": system}]
     history = list(begin)
-    while (line := _ask(llm.slots()[0] if len(history) > len(begin) else None, bool(pending))) is not None:
+    while (line := _ask(llm.engine.slots()[0] if len(history) > len(begin) else None, bool(pending))) is not None:
         command, _, rest = line.strip().partition(" ")
         if line.strip() == "/quit":
             return

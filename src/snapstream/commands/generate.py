@@ -89,7 +89,7 @@ def generate(
                 config=config,
                 report_plan=lambda plan: messages.print(plan.summary(), highlight=False),
             )
-        request = llm.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
+        request = llm.engine.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
         output = None
         progress = Progress(
             TextColumn("reading the prompt"),
@@ -100,18 +100,18 @@ def generate(
             transient=True,
         )
         with progress:
-            task = progress.add_task("", total=llm.prefill_progress(request)[1])
+            task = progress.add_task("", total=llm.engine.prefill_progress(request)[1])
             while output is None:
-                outputs = llm.step()
+                outputs = llm.engine.step()
                 output = outputs[0] if outputs else None
                 if output is None or not output.finished:
-                    progress.update(task, completed=llm.prefill_progress(request)[0])
+                    progress.update(task, completed=llm.engine.prefill_progress(request)[0])
         while True:
             if not as_json:
                 print(output.new_text, end="", flush=True)
             if output.finished:
                 break
-            output = llm.step()[0]
+            output = llm.engine.step()[0]
     if output.error is not None:
         raise RequestError(f"generation failed: {output.error}")
     use = output.cache

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from snapstream.assets import SHIPPED, TASK_MODEL, is_shipped
-from snapstream.config import CacheBudget, Preset
+from snapstream.config import CacheBudget, policy_names
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
@@ -103,8 +103,8 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
     Raises:
         ConfigurationError: They do not fit together.
     """
-    if policy not in get_args(Preset):
-        raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(get_args(Preset))}")
+    if policy not in policy_names():
+        raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(policy_names())}")
     if budget is None:
         if policy not in ("snapstream", "full"):
             raise ConfigurationError(f"policy {policy} needs a --budget")
@@ -123,7 +123,7 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
                 f"budget: {budget!r} is neither a number of entries (512, 4k; at least 16), nor a share (1/4), nor a "
                 "JSON object"
             ) from None
-    return CacheBudget.preset(cast(Preset, policy), entries)
+    return CacheBudget.preset(policy, entries)
 
 
 def longest_of(model: str, wanted: int | None) -> Callable[[], int]:

@@ -1,34 +1,32 @@
-"""The method, as pure functions on plain tensors: layout of a compressed cache, votes, compression.
+"""The method, as pure functions on plain tensors: layout of a compressed cache, votes, choice.
 
 Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query tokens, ``L`` prompt length (padded),
 ``H`` query heads, ``N`` KV heads, ``G = H / N``, ``D`` head size, ``C`` cache entries, ``S`` sinks, ``R`` recent,
 ``K`` top-K, ``W`` observation window.
 """
 
-from snapstream.compression.compress import CompressedKV, choose_entries, compress, select_entries
+from snapstream.compression.compress import choose_entries, select_entries
 from snapstream.compression.layout import (
-    PlanTensors,
-    PromptPlan,
+    Layout,
+    LayoutTensors,
     entry_of,
+    lay_out,
+    layout_tensors,
     next_slot,
-    plan_prompt,
-    plan_tensors,
     surviving_tokens,
 )
 from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
 
 __all__ = [
-    "CompressedKV",
-    "PlanTensors",
-    "PromptPlan",
+    "Layout",
+    "LayoutTensors",
     "choose_entries",
-    "compress",
     "entry_of",
     "kept_attention",
+    "lay_out",
+    "layout_tensors",
     "next_slot",
     "observation_votes",
-    "plan_prompt",
-    "plan_tensors",
     "pool_votes",
     "random_votes",
     "select_entries",

@@ -14,7 +14,7 @@ prefix ``[0, min(count, limit))``. Recent tokens are stored in order, so the rin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from snapstream.config import CacheBudget
 
 
 @dataclass(frozen=True)
-class PromptPlan:
+class Layout:
     """The layout of one sequence when its prefill ends.
 
     Attributes:
@@ -47,10 +47,14 @@ class PromptPlan:
         """Prompt tokens that compression leaves out."""
         return self.length - self.count
 
+    def turned_to(self, count: int) -> Layout:
+        """The layout when ``count`` entries are stored oldest first: what was pinned, then the ring from its start."""
+        return replace(self, count=count, length=max(self.length, count))
+
 
 @dataclass(frozen=True)
-class PlanTensors:
-    """:class:`PromptPlan` for ``B`` sequences, as int64 tensors of shape ``[B]``."""
+class LayoutTensors:
+    """:class:`Layout` for ``B`` sequences, as int64 tensors of shape ``[B]``."""
 
     length: Tensor
     candidate_end: Tensor
@@ -59,24 +63,19 @@ class PlanTensors:
     limit: Tensor
     first_voter: Tensor
 
-    def copy_(self, other: PlanTensors) -> None:
-        """Overwrite the numbers in place, as a static graph needs it."""
-        for mine in fields(self):
-            getattr(self, mine.name).copy_(getattr(other, mine.name))
 
-
-def plan_prompt(length: int, budget: CacheBudget, first_voter: int = 0) -> PromptPlan:
+def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
     pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
     base = budget.sink + pinned
     limit = budget.capacity if budget.ring == "elastic" else base + budget.recent
-    return PromptPlan(length, max(length - budget.recent, 0), base, min(length, limit), limit, first_voter)
+    return Layout(length, max(length - budget.recent, 0), base, min(length, limit), limit, first_voter)
 
 
-def plan_tensors(plans: Sequence[PromptPlan], device: torch.device | str = "cpu") -> PlanTensors:
-    """Stack plans of several sequences into tensors of shape ``[B]``."""
-    columns = zip(*map(astuple, plans), strict=True)
-    return PlanTensors(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
+def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu") -> LayoutTensors:
+    """Stack layouts of several sequences into tensors of shape ``[B]``."""
+    columns = zip(*map(astuple, layouts), strict=True)
+    return LayoutTensors(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
 
 
 def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
@@ -88,21 +87,21 @@ def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
     return torch.where(count < limit, count, base + (count - base) % (limit - base).clamp(min=1))
 
 
-def surviving_tokens(plan: PromptPlan, count: int, written: int) -> list[int]:
+def surviving_tokens(layout: Layout, count: int, written: int) -> list[int]:
     """Which of the first ``count`` tokens stored are still in the cache after ``written`` were, oldest first.
 
     Args:
-        plan: The sequence's layout.
+        layout: The sequence's layout.
         count: Tokens to look at; what was stored after them is to be forgotten.
         written: Tokens stored in all, ``count`` or more. Where exactly is not known, a higher number is safe.
 
     Returns:
         Their indices in the order of storing; :func:`entry_of` says where each one is.
     """
-    oldest = max(plan.base, written - (plan.limit - plan.base))
-    return [*range(min(plan.base, count)), *range(oldest, count)]
+    oldest = max(layout.base, written - (layout.limit - layout.base))
+    return [*range(min(layout.base, count)), *range(oldest, count)]
 
 
-def entry_of(plan: PromptPlan, index: int) -> int:
+def entry_of(layout: Layout, index: int) -> int:
     """Entry of the token that was stored ``index``-th; :func:`next_slot` in plain numbers."""
-    return index if index < plan.limit else plan.base + (index - plan.base) % max(plan.limit - plan.base, 1)
+    return index if index < layout.limit else layout.base + (index - layout.base) % max(layout.limit - layout.base, 1)

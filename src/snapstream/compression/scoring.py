@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.compression.layout import PlanTensors
+from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
 
 KEY_CHUNK = 4096
@@ -21,7 +21,7 @@ KEY_CHUNK = 4096
 def observation_votes(
     queries: Tensor,
     keys: Tensor,
-    plan: PlanTensors,
+    layout: LayoutTensors,
     *,
     sink: int,
     scale: float,
@@ -34,7 +34,7 @@ def observation_votes(
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
             ``length - 1``. Rows of tokens before ``first_voter`` (in a prompt shorter than ``W``: padding) do not vote.
         keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; entries at ``length`` and beyond are ignored.
-        plan: Layout of each sequence.
+        layout: Layout of each sequence.
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
@@ -44,12 +44,12 @@ def observation_votes(
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for what is no candidate.
     """
     members = None if normalize == "all" else sink
-    sums = _window_attention(queries, keys, plan, scale=scale, candidates_from=members, key_chunk=key_chunk)
+    sums = _window_attention(queries, keys, layout, scale=scale, candidates_from=members, key_chunk=key_chunk)
     position = torch.arange(keys.shape[2], device=keys.device)
-    return sums.masked_fill(~_candidates(position, plan, sink)[:, None], 0.0)
+    return sums.masked_fill(~candidates(position, layout, sink)[:, None], 0.0)
 
 
-def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanTensors, *, scale: float) -> Tensor:
+def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
     """How much of the observation window's attention went to tokens that were kept.
 
     A measure of quality, not part of the method: what decoding loses is at least what the window would have lost.
@@ -58,22 +58,22 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, plan: PlanT
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``, as for :func:`observation_votes`.
         keys: Rotated keys of the padded prompt, ``[B, N, L, D]``.
         positions: Positions that were kept, ``[B, N, P]``, int64; -1 for none.
-        plan: Layout of each sequence.
+        layout: Layout of each sequence.
         scale: Factor on the logits.
 
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
-    sums = _window_attention(queries, keys, plan, scale=scale)
+    sums = _window_attention(queries, keys, layout, scale=scale)
     kept = sums.gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
-    voters = (plan.length - plan.first_voter).clamp(max=queries.shape[2])
+    voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
 
 
 def _window_attention(
     queries: Tensor,
     keys: Tensor,
-    plan: PlanTensors,
+    layout: LayoutTensors,
     *,
     scale: float,
     candidates_from: int | None = None,
@@ -84,7 +84,7 @@ def _window_attention(
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
         keys: ``[B, N, L, D]``.
-        plan: Layout of each sequence.
+        layout: Layout of each sequence.
         scale: Factor on the logits.
         candidates_from: Sinks, if the softmax runs over the candidates alone; ``None``: over the causal prompt.
         key_chunk: Keys scored at a time.
@@ -96,8 +96,8 @@ def _window_attention(
     N, L = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(B, N, H // N * W, D)
     rows = torch.arange(W, device=keys.device)
-    query_position = plan.length[:, None] - W + rows  # [B, W]
-    voter = (query_position >= plan.first_voter[:, None])[:, None, None, :, None]
+    query_position = layout.length[:, None] - W + rows  # [B, W]
+    voter = (query_position >= layout.first_voter[:, None])[:, None, None, :, None]
 
     def logits(start: int) -> tuple[Tensor, Tensor]:
         """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
@@ -109,7 +109,7 @@ def _window_attention(
         if candidates_from is None:
             member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
         else:
-            member = _candidates(position, plan, candidates_from)[:, None]
+            member = candidates(position, layout, candidates_from)[:, None]
         return values, member[:, None, None]
 
     starts = range(0, L, key_chunk)
@@ -128,46 +128,39 @@ def _window_attention(
     return torch.cat(chunks, -1)
 
 
-def random_votes(plan: PlanTensors, heads: int, length: int, *, sink: int, seed: Tensor) -> Tensor:
+def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:
     """Uniform votes for the ``random`` baseline, repeatable on any device.
 
     Args:
-        plan: Layout of each sequence.
         heads: KV heads (``N``), each with a choice of its own.
         length: Padded prompt length (``L``).
-        sink: Sinks (``S``).
         seed: int64 scalar; give each layer another one.
 
     Returns:
-        Votes ``[B, N, L]``, float32 in (0, 1); 0 for what is no candidate.
+        Votes ``[1, N, L]``, float32 in (0, 1).
     """
-    device = plan.length.device
-    position = torch.arange(length, device=device)
-    head = torch.arange(heads, device=device)[:, None]
-    uniform = counter_uniform(seed + head * 1_000_003, position)
-    return torch.where(_candidates(position, plan, sink)[:, None], uniform, 0.0)
+    position = torch.arange(length, device=seed.device)
+    head = torch.arange(heads, device=seed.device)[:, None]
+    return counter_uniform(seed + head * 1_000_003, position)[None]
 
 
-def pool_votes(votes: Tensor, plan: PlanTensors, *, sink: int, pooling: Pooling, kernel: int) -> Tensor:
-    """Smooth votes along the sequence and mark what is no candidate.
+def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
+    """Smooth votes along the sequence.
 
     Stride 1, same length, zeros beyond the ends of the candidate range; the average always divides by ``kernel``.
 
     Args:
         votes: ``[B, N, L]``, 0 outside the candidates.
-        plan: Layout of each sequence.
-        sink: Sinks (``S``).
         pooling: ``avg`` or ``max``.
-        kernel: Odd width.
+        kernel: Odd width; 1 changes nothing.
 
     Returns:
-        Scores ``[B, N, L]``; -1 for what is no candidate.
+        ``[B, N, L]``.
     """
-    if kernel > 1:
-        pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
-        votes = pool(votes, kernel, stride=1, padding=kernel // 2)
-    position = torch.arange(votes.shape[-1], device=votes.device)
-    return votes.masked_fill(~_candidates(position, plan, sink)[:, None], -1.0)
+    if kernel == 1:
+        return votes
+    pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+    return pool(votes, kernel, stride=1, padding=kernel // 2)
 
 
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
@@ -193,6 +186,6 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _candidates(position: Tensor, plan: PlanTensors, sink: int) -> Tensor:
+def candidates(position: Tensor, layout: LayoutTensors, sink: int) -> Tensor:
     """Whether each position of ``[P]`` may be evicted, ``[B, P]``."""
-    return (position >= sink) & (position < plan.candidate_end[:, None])
+    return (position >= sink) & (position < layout.candidate_end[:, None])

@@ -1,6 +1,6 @@
 """The built-in engine: static graphs, continuous batching, one device. Nothing about HTTP."""
 
-from snapstream.engine.conversation import SavedSequence
+from snapstream.cache import CompressedSequence
 from snapstream.engine.llm import LLM
 from snapstream.engine.memory import EnginePlan, MemoryPlan, plan_engine
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
@@ -8,10 +8,10 @@ from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogp
 __all__ = [
     "LLM",
     "CacheUse",
+    "CompressedSequence",
     "EnginePlan",
     "MemoryPlan",
     "RequestOutput",
-    "SavedSequence",
     "SlotUse",
     "TokenLogprobs",
     "plan_engine",

@@ -7,10 +7,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
 from snapstream.engine.request import Request
+from snapstream.engine.text import OutputText
 from snapstream.errors import RequestError
 from snapstream.models.spec import ModelSpec
 
@@ -37,7 +38,7 @@ class Admission:
         self.special_tokens = special_tokens(tokenizer)
 
     def admit(
-        self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: SavedSequence | None, keep: bool
+        self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: CompressedSequence | None, keep: bool
     ) -> Request:
         """Check a request; see :meth:`snapstream.engine.engine.Engine.add_request`.
 
@@ -50,6 +51,8 @@ class Admission:
         if (past is not None or keep) and not self.config.sessions:
             raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
         tokens = self.tokenize(prompt)
+        if past is not None:
+            self._check_past(past, tokens, params)
         room = self._room(len(tokens), 0 if past is None else len(past.tokens))
         for field in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, field) or 0
@@ -64,6 +67,7 @@ class Admission:
                 f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
                 f"max_model_len={self.max_model_len}"
             )
+        known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
         return Request(
             request_id=name,
@@ -71,14 +75,37 @@ class Admission:
             params=params,
             seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
             budget=self.budget.for_request(params.kv_budget),
-            stop_ids=frozenset(stop_ids),
             max_tokens=min(params.max_tokens, room),
-            detokenizer=Detokenizer(
-                self.tokenizer, self.special_tokens, tokens[-CONTEXT:], skip_special=params.skip_special_tokens
+            text=OutputText(
+                params,
+                frozenset(stop_ids),
+                Detokenizer(
+                    self.tokenizer, self.special_tokens, known[-CONTEXT:], skip_special=params.skip_special_tokens
+                ),
             ),
             past=past,
             keep=keep,
+            sequence=None if tokens else past,
         )
+
+    def _check_past(self, past: CompressedSequence, tokens: list[int], params: SamplingParams) -> None:
+        """See whether a cache can be gone on with: by reading ``tokens`` over it, or without any, as it is."""
+        if not past.positions:
+            raise RequestError("this cache does not say where its entries come from; make it with keep=True")
+        if tokens:
+            return
+        if past.logits is None:
+            raise RequestError(
+                "the prompt has no tokens, and this cache ends with an answer, which something has to follow; give at "
+                "least one token"
+            )
+        if past.layout.limit > self.budget.capacity:
+            raise RequestError(
+                f"this cache holds up to {past.layout.limit} entries, one of this engine {self.budget.capacity}; make "
+                "the engine with a budget of at least that"
+            )
+        if params.kv_budget is not None or params.telemetry:
+            raise RequestError("a cache that is decoded as it is keeps its budget; leave kv_budget and telemetry out")
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the engine reads it.
@@ -101,7 +128,7 @@ class Admission:
 
     def _room(self, tokens: int, before: int) -> int:
         """Tokens that an output may have after a prompt of ``tokens`` and earlier turns of ``before``."""
-        if not tokens:
+        if not tokens + before:
             raise RequestError("the prompt has no tokens; give at least one")
         room = self.max_model_len - before - tokens
         if room < 1:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.compression import PromptPlan, entry_of, next_slot
-from snapstream.engine.conversation import SavedSequence, pairs
-from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.prefill import CompressedSequence
+from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.compression import Layout, entry_of, next_slot
+from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.models import DecoderModel
+from snapstream.models.decoder import Block
 
 
 class Decode:
-    """Owns the slots: their caches ``[B, N, C, D]`` per layer and their state ``[B]``, on the device.
+    """Owns the slots: their caches, ``[B, N, C, D]`` per layer, and their state ``[B]``, on the device.
 
     The whole state of a sequence is ``(base, count, limit)`` and its position; see
-    :mod:`snapstream.compression.layout`.
+    :mod:`snapstream.compression.layout`. Slots that are not active are never written by a step: prefill fills them
+    layer by layer while others decode.
     """
 
     def __init__(
@@ -36,93 +37,101 @@ class Decode:
         eager: bool,
     ) -> None:
         spec = model.spec
-        parameter = model.embedding.weight
-        device = parameter.device
+        weight = model.embedding.weight
+        device = weight.device
         self.model, self.backend, self.slots = model, backend, slots
         self.scale = spec.scale
-
-        def caches() -> list[Tensor]:
-            shape = (slots, spec.kv_heads, capacity, spec.head_dim)
-            return [torch.zeros(shape, dtype=parameter.dtype, device=device) for _ in range(spec.layers)]
 
         def column() -> Tensor:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
-        self.keys = caches()
-        self.values = self.keys if spec.values_in_keys else caches()
+        self.layers = [spec.entry.empty(slots, capacity, dtype=weight.dtype, device=device) for _ in range(spec.layers)]
         self.token, self.position = column(), column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         # Tokens that the next steps of a launch must take, the next one first; -1 where the model is free.
         self.forced = torch.full((slots, steps), -1, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(slots, spec.vocab_size, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
-        self._rows = torch.arange(slots, device=device)[:, None]
-        self._heads = torch.arange(spec.kv_heads, device=device)[None]
-        self.greedy_graph = StaticGraph(self._greedy_step, device, compiled=not eager, captured=not eager)
-        self.sampling_graph = StaticGraph(self._sampling_step, device, compiled=not eager, captured=not eager)
+        self._layer = repeated(self._layer_of_step())
+        # All layers are one graph, which greedy and sampled steps share; what follows is small.
+        self.read_graph = StaticGraph(self._read_tokens, device, compiled=not eager, captured=not eager)
+        self.greedy_graph = StaticGraph(self._take_likeliest, device, compiled=not eager, captured=not eager)
+        self.sampling_graph = StaticGraph(self._take_sampled, device, compiled=not eager, captured=not eager)
 
     def warm_up(self, pool: Any = None) -> None:
-        """Compile both graphs; all slots are free before and after."""
-        self.greedy_graph.warm_up(pool)
-        self.sampling_graph.warm_up(pool)
+        """Compile all graphs; all slots are free before and after."""
+        for graph in (self.read_graph, self.greedy_graph, self.sampling_graph):
+            graph.warm_up(pool)
 
     @torch.inference_mode()
-    def insert(self, slot: int, sequence: CompressedSequence, token: int, sampling: SamplingState) -> None:
-        """Put a prefilled sequence into a free slot.
+    def start(self, slot: int, layout: Layout, position: int, token: int, sampling: SamplingState) -> None:
+        """Begin to decode a sequence whose cache is in its slot.
 
         Args:
             slot: Which.
-            sequence: What prefill produced.
-            token: Its first generated token, which the next step reads.
+            layout: Of the cache.
+            position: True position of the next token.
+            token: That token, which the next step reads.
             sampling: State whose row 0 is the request's.
         """
-        for mine, theirs in pairs(self.keys, self.values, sequence.keys, sequence.values):
-            mine[slot][:, : theirs.shape[1]].copy_(theirs)  # a request's budget may be smaller than the slot
         self.token[slot] = token
-        self.position[slot] = sequence.position
-        self.base[slot] = sequence.plan.base
-        self.count[slot] = sequence.plan.count
-        self.limit[slot] = sequence.plan.limit
+        self.position[slot] = position
+        self.base[slot] = layout.base
+        self.count[slot] = layout.count
+        self.limit[slot] = layout.limit
         self.sampling.copy_row(slot, sampling, 0)
         self.active[slot] = True
+
+    def slot(self, slot: int, entries: int) -> list[LayerCache]:
+        """The first entries of a slot's cache, layer by layer, in the slot's own memory."""
+        return [layer.row(slot, entries) for layer in self.layers]
+
+    @torch.inference_mode()
+    def put(self, slot: int, sequence: CompressedSequence) -> None:
+        """Copy a sequence's cache into a free slot."""
+        for mine, theirs in zip(self.layers, sequence.layers, strict=True):
+            mine.row(slot).put(theirs)
 
     @torch.inference_mode()
     def extract(
         self,
         slot: int,
         indices: Sequence[int],
-        plan: PromptPlan,
+        layout: Layout,
         *,
         positions: Sequence[Tensor],
         tokens: Sequence[int],
         answer: str,
-    ) -> SavedSequence:
+        logits: Tensor | None,
+    ) -> CompressedSequence:
         """Copy a sequence out of its slot, oldest entry first.
 
         Args:
             slot: Which.
             indices: Tokens to take, in the order they were stored in.
-            plan: The sequence's layout.
-            positions: Per layer, true positions of its prompt's entries, ``[N, C]``.
-            tokens: See :class:`SavedSequence`.
-            answer: See :class:`SavedSequence`.
+            layout: The sequence's layout.
+            positions: Per layer, true positions of its prompt's entries, ``[N, count]``.
+            tokens: See :class:`CompressedSequence`.
+            answer: See :class:`CompressedSequence`.
+            logits: See :class:`CompressedSequence`.
         """
         device = self.token.device
         stored = torch.tensor(indices, dtype=torch.int64, device=device)
-        entries = torch.tensor([entry_of(plan, index) for index in indices], dtype=torch.int64, device=device)
+        entries = torch.tensor([entry_of(layout, index) for index in indices], dtype=torch.int64, device=device)
         from_end = int(self.position[slot]) - int(self.count[slot])  # a decoded token's position less its index
-        of_prompt = stored < plan.count
+        of_prompt = stored < layout.count
 
         def true(prompt: Tensor) -> Tensor:
-            return torch.where(of_prompt, prompt[:, stored.clamp(max=plan.count - 1)], stored + from_end).int()
+            return torch.where(of_prompt, prompt[:, stored.clamp(max=layout.count - 1)], stored + from_end).int()
 
-        keys = [keys[slot].index_select(1, entries) for keys in self.keys]
-        return SavedSequence(
-            keys,
-            keys if self.values is self.keys else [values[slot].index_select(1, entries) for values in self.values],
-            [true(prompt) for prompt in positions],
-            tuple(tokens),
-            answer,
+        return CompressedSequence(
+            layers=[layer.take(slot, entries) for layer in self.layers],
+            positions=[true(prompt) for prompt in positions],
+            layout=layout.turned_to(len(indices)),
+            tokens=tuple(tokens),
+            logits=logits,
+            answer=answer,
         )
 
     @torch.inference_mode()
@@ -145,34 +154,54 @@ class Decode:
         """
         for slot, tokens in (forced or {}).items():
             self.forced[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        graph = self.greedy_graph if greedy else self.sampling_graph
-        return [Sampled(*(tensor.clone() for tensor in graph())) for _ in range(steps)]
+        take = self.greedy_graph if greedy else self.sampling_graph
+        results = []
+        for _ in range(steps):
+            self.read_graph()
+            results.append(Sampled(*(tensor.clone() for tensor in take())))
+        return results
 
-    def _greedy_step(self) -> Sampled:
-        tokens = impose(sample_greedy(self._logits()), self.forced[:, 0])
+    def _read_tokens(self) -> None:
+        """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""
+        x = self.model.embedding(self.token)
+        cosine, sine = self.model.rope(self.position)
+        entry = next_slot(self.count, self.base, self.limit)[:, None]
+        valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
+        for block, cache in zip(self.model.layers, self.layers, strict=True):
+            x = self._layer(block, cache.tensors, x, cosine, sine, entry, valid, self.active)
+        self.logits.copy_(self.model.logits(x))
+
+    def _layer_of_step(self) -> Callable[..., Tensor]:
+        """One layer of a step. All that differs from layer to layer is an argument, so it is compiled once."""
+        kind, backend, scale = type(self.layers[0]), self.backend, self.scale
+
+        def through_layer(
+            block: Block,
+            tensors: tuple[Tensor, ...],
+            x: Tensor,
+            cosine: Tensor,
+            sine: Tensor,
+            entry: Tensor,
+            valid: Tensor,
+            active: Tensor,
+        ) -> Tensor:
+            cache = kind(tensors)
+            query, key, value = block.project(x, cosine, sine)
+            cache.write(entry, key[:, None], value[:, None], active)
+            return block.complete(x, backend.decode(query, cache.keys, cache.values, valid, scale))
+
+        return through_layer
+
+    def _take_likeliest(self) -> Sampled:
+        tokens = impose(sample_greedy(self.logits), self.forced[:, 0])
         self._advance(tokens)
         nothing = self.sampling.temperature
         return Sampled(tokens, nothing, tokens, nothing)
 
-    def _sampling_step(self) -> Sampled:
-        logits = self._logits()
-        sampled = sample(logits, self.sampling, self.position + 1, self.active, self.forced[:, 0])
+    def _take_sampled(self) -> Sampled:
+        sampled = sample(self.logits, self.sampling, self.position + 1, self.active, self.forced[:, 0])
         self._advance(sampled.tokens)
         return sampled
-
-    def _logits(self) -> Tensor:
-        """Store each slot's token in its cache and attend to everything valid, the token included."""
-        slot = next_slot(self.count, self.base, self.limit)[:, None]
-        valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self.keys[layer].index_put_((self._rows, self._heads, slot), key)
-            if self.values is not self.keys:
-                self.values[layer].index_put_((self._rows, self._heads, slot), value)
-            return self.backend.decode(query, self.keys[layer], self.values[layer], valid, self.scale)
-
-        hidden = self.model(self.token, self.position, attend)
-        return self.model.logits(hidden)
 
     def _advance(self, tokens: Tensor) -> None:
         self.forced.copy_(torch.cat((self.forced[:, 1:], torch.full_like(self.forced[:, :1], -1)), 1))

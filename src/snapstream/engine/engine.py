@@ -9,21 +9,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from snapstream.assets import PLAIN_CHAT, is_shipped
-from snapstream.compression import surviving_tokens
+from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
-from snapstream.engine.conversation import SavedSequence
-from snapstream.engine.decode import Decode
-from snapstream.engine.graphs import graph_pool
+from snapstream.engine.executor import Executor
 from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
-from snapstream.engine.output import RequestOutput, SlotUse, TokenLogprobs
-from snapstream.engine.prefill import CompressedSequence, Prefill, kept_shares
+from snapstream.engine.output import RequestOutput, SlotUse
 from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
-from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
 from snapstream.errors import ConfigurationError, RequestError
@@ -80,27 +73,14 @@ class Engine:
         self.plan = plan.ours
         (report_plan or _print_plan)(plan)
         plan.check()
-        checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
-        self.tokenizer = load_tokenizer(str(checkpoint))
-        # Used instead of the tokenizer's own; the shipped models have none of their own.
-        self.chat_template = PLAIN_CHAT.read_text() if is_shipped(model) else None
+        self._checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
+        self.tokenizer = load_tokenizer(str(self._checkpoint))
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
-        self.sampling_defaults = load_sampling_defaults(str(checkpoint))
-        eager = setup.eager
-        loaded = load_model(checkpoint, spec, self.dtype, self.device)
-        self.prefill = Prefill(
-            loaded, setup.backend, self.budget, padded=self.plan.padded_len, chunk=config.prefill_chunk, eager=eager
-        )
-        self.decode = Decode(
-            loaded,
-            setup.backend,
-            capacity=self.budget.capacity,
-            slots=config.slots,
-            steps=config.decode_steps,
-            max_logprobs=config.max_logprobs,
-            eager=eager,
-        )
-        self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
+        self.sampling_defaults = load_sampling_defaults(str(self._checkpoint))
+        loaded = load_model(self._checkpoint, spec, self.dtype, self.device)
+        self.executor = Executor(setup, loaded, padded=self.plan.padded_len)
+        # What prompts that were read for several requests at once may take until these have a slot: what is left over.
+        self._spare = self.plan.slots if plan.available is None else max(0, plan.available - self.plan.total)
         self.scheduler = Scheduler(config.slots)
         self._requests: dict[str, Request] = {}
         self._last_uses: list[SlotUse | None] = [None] * config.slots
@@ -111,10 +91,6 @@ class Engine:
         # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
         self._changing = False
         self._broken_by = ""
-        if not eager:
-            pool = graph_pool(self.device)
-            self.prefill.warm_up(pool)
-            self.decode.warm_up(pool)
 
     def add_request(
         self,
@@ -122,7 +98,7 @@ class Engine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        past: SavedSequence | None = None,
+        past: CompressedSequence | None = None,
         keep: bool = False,
         first: bool = False,
     ) -> str:
@@ -144,7 +120,7 @@ class Engine:
             RequestError: Says what cannot be served; no other request is affected.
         """
         self._mend()
-        name = self._new_name() if request_id is None else request_id
+        name = self.new_name() if request_id is None else request_id
         if self._is_known(name):
             raise RequestError(f"request id {name!r} is in use")
         request = self._admission.admit(name, prompt, params, past=past, keep=keep)
@@ -196,7 +172,7 @@ class Engine:
         return self._changing or self.scheduler.busy or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
-        """Run at most one prefill chunk, then one decode launch.
+        """Read at most ``prefill_chunk`` tokens' worth of a prompt, then run one decode launch.
 
         A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
         on. After any other error, or an interrupt such as Ctrl-C, what the host knows may not be what the device has
@@ -209,16 +185,38 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    def step_for(self, names: Sequence[str]) -> list[RequestOutput]:
+        """Outputs of some requests, after a step if there were none; those of others stay for whoever waits for them.
+
+        Raises:
+            RequestError: All of them were ended by :meth:`reset` or :meth:`discard`.
+        """
+        wanted = set(names)
+        if not any(output.request_id in wanted for output in self._undelivered):
+            if not wanted.intersection(self._requests):
+                raise RequestError("the engine has forgotten this request: reset() or discard() was called meanwhile")
+            self._run_step()
+        mine = [output for output in self._undelivered if output.request_id in wanted]
+        self._undelivered = [output for output in self._undelivered if output.request_id not in wanted]
+        return mine
+
     def prefill_progress(self, request_id: str) -> tuple[int, int]:
-        """Prompt tokens of a running request that have been read, and how many there are.
+        """How much of a running request's prompt has been read, in tokens, and how many it has.
+
+        All tokens pass one layer after the other, so it is the share of the work that is done, times the length.
 
         Raises:
             RequestError: No such request.
         """
-        if request_id not in self._requests:
+        request = self._requests.get(request_id)
+        if request is None:
             raise RequestError(f"no request {request_id!r} is running")
-        request = self._requests[request_id]
-        return request.prefilled, len(request.prompt)
+        length = len(request.prompt)
+        if request.layout is not None or request.sequence is not None:
+            return length, length
+        reading = self.executor.reading
+        is_read = reading is not None and any(reader is request for reader, _ in self.executor.readers)
+        return (int(reading.share * length) if reading is not None and is_read else 0), length
 
     @property
     def request_ids(self) -> list[str]:
@@ -228,16 +226,15 @@ class Engine:
     @property
     def reading(self) -> str | None:
         """The request whose prompt is being read."""
-        request = self.scheduler.prefilling
-        return None if request is None else request.request_id
+        return self.executor.readers[0][0].request_id if self.executor.readers else None
 
     def slots(self) -> list[SlotUse | None]:
         """What each slot holds, or held last; ``None`` for one that was never used."""
-        running = self.scheduler.decoding
-        return [
-            last if one is None else slot_use(one, self.plan.bytes_per_token)
-            for one, last in zip(running, self._last_uses, strict=True)
-        ]
+        uses = list(self._last_uses)
+        for request in self.scheduler.running:
+            assert request.slot is not None
+            uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
+        return uses
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the engine reads it; may be called from any thread.
@@ -267,7 +264,7 @@ class Engine:
             request.error = (
                 f"the engine was interrupted ({self._broken_by or 'unknown'}) while this request was running; ask again"
             )
-            if request.slot is not None:
+            if request.slot is not None and request.layout is not None:
                 self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
             self._undelivered.append(self._output(request))
         self._forget_running(waiting)
@@ -279,9 +276,7 @@ class Engine:
             scheduler.add(request)
         self.scheduler = scheduler
         self._requests = {request.request_id: request for request in waiting}
-        self.prefill.forget()
-        for slot in range(self.config.slots):
-            self.decode.release(slot)
+        self.executor.clear()
         self._changing, self._broken_by = False, ""
         self._discard_unwanted()
 
@@ -301,7 +296,8 @@ class Engine:
     def _is_known(self, name: str) -> bool:
         return name in self._requests or any(output.request_id == name for output in self._undelivered)
 
-    def _new_name(self) -> str:
+    def new_name(self) -> str:
+        """A name that no request has."""
         while self._is_known(name := f"request-{next(self._numbers)}"):
             pass
         return name
@@ -311,99 +307,88 @@ class Engine:
     def _run_step(self) -> None:
         """Do one step's work; the outputs are put where :meth:`step` takes them from."""
         with _Change(self):
-            prefilling = self.scheduler.next_prefill()
-            touched: dict[str, Request] = {}
-            if prefilling is not None and self._prefill_chunk(prefilling):
-                touched[prefilling.request_id] = prefilling
+            touched = {request.request_id: request for request in self._read()}
             running = self.scheduler.running
-            if running:
-                self._decode_launch(running)
-                touched.update((request.request_id, request) for request in running)
+            going = [request for request in running if request.finish_reason is None]
+            if going:
+                for request, error in self.executor.launch(going):
+                    self._fail(request, error)
+            touched.update((request.request_id, request) for request in running)
             for request in touched.values():
                 self._undelivered.append(self._output(request))
                 if request.finish_reason is not None:
                     self._finish(request)
         self._discard_unwanted()
 
-    def _prefill_chunk(self, request: Request) -> bool:
-        """Read one chunk of a prompt; at its end compress it, draw its first token and start decoding."""
+    def _read(self) -> list[Request]:
+        """Give free slots to who is next, and read as much of a prompt as one chunk is through all layers.
+
+        Returns:
+            Requests that have ended, or whose first token is there.
+        """
+        touched = []
+        while (request := self.scheduler.next()) is not None:
+            if request.sequence is not None:  # read with another's, or continued as it is
+                self.scheduler.give_slot(request)
+                touched.append(request)
+                self._attempt(request, self._put_and_start)
+            elif self.executor.reading is None:
+                self.scheduler.give_slot(request)
+                self.executor.begin([request, *self._others_with_the_prompt_of(request)])
+            else:
+                break
+        if self.executor.reading is None:
+            return touched
         try:
-            return self._read_chunk(request)
+            read = self.executor.read(self.spec.layers)
+        except Exception as error:
+            for request, _ in self.executor.readers:
+                if request.slot is not None:  # the others wait, and will have a reading of their own
+                    self._fail(request, error)
+                    touched.append(request)
+            self.executor.reading, self.executor.readers = None, []
+            return touched
+        for request, failure in read:
+            if failure is not None:
+                self._fail(request, failure)
+                touched.append(request)
+            elif request.slot is not None:
+                self._attempt(request, self.executor.start)
+                touched.append(request)
+        return touched
+
+    def _others_with_the_prompt_of(self, request: Request) -> list[Request]:
+        """Who else gets the prompt that ``request`` is about to have read.
+
+        Who is next takes a free slot. Others stay in the queue, with their compressed prompt, as far as memory that
+        nobody else was promised has room for it.
+        """
+        with_slot: list[Request] = []
+        waiting: list[Request] = []
+        for other in list(self.scheduler.waiting):
+            if other.sequence is not None or not other.shares_prompt_with(request):
+                continue
+            if other is self.scheduler.next():
+                self.scheduler.give_slot(other)
+                with_slot.append(other)
+            elif self._room_for_one_more(other, waiting):
+                waiting.append(other)
+        return [*with_slot, *waiting]
+
+    def _room_for_one_more(self, request: Request, others: Sequence[Request]) -> bool:
+        held = sum(r.sequence.nbytes for r in self.scheduler.waiting if r.sequence is not None)
+        coming = sum(min(len(r.prompt), r.budget.capacity) for r in (*others, request)) * self.plan.bytes_per_token
+        return held + coming <= self._spare
+
+    def _put_and_start(self, request: Request) -> None:
+        self.executor.put(request)
+        self.executor.start(request)
+
+    def _attempt(self, request: Request, work: Callable[[Request], None]) -> None:
+        try:
+            work(request)
         except Exception as error:
             self._fail(request, error)
-            return True
-
-    def _read_chunk(self, request: Request) -> bool:
-        start, length, past = request.prefilled, len(request.prompt), request.past
-        scored = request.params.prompt_logprobs
-        held = self.prefill.held(request.prompt, scored) if start == 0 and past is None else None
-        if held is not None:  # the request before had the same prompt
-            logits, request.prompt_logprobs = held
-            request.prefilled = length
-        else:
-            if start == 0 and past is not None:
-                self.prefill.load(past)
-            entries = 0 if past is None else past.entries
-            tokens = request.prompt[start : start + self.config.prefill_chunk]
-            logits = self.prefill.run_chunk(tokens, entries + start, request.before - entries)
-            request.prefilled += len(tokens)
-            if scored is not None:
-                following = request.prompt[start + 1 : request.prefilled + 1]
-                more = self.prefill.score(following, scored)
-                request.prompt_logprobs = (*(request.prompt_logprobs or (None,)), *more)
-        if request.prefilled < length:
-            return False
-        sequence = self.prefill.finish(request.prompt, request.budget, logits, past, (scored, request.prompt_logprobs))
-        request.plan = sequence.plan
-        request.shares = kept_shares(sequence)
-        if request.keep:
-            request.positions = sequence.positions
-        if request.params.telemetry:
-            request.kept = self.prefill.telemetry(sequence)
-        token = self._draw_first(request, sequence) if request.max_tokens else 0
-        if not request.max_tokens:
-            request.finish_reason = "length"
-        slot = self.scheduler.start_decode(request)
-        if request.finish_reason is None or request.keep:
-            self.decode.insert(slot, sequence, token, self._first_token)
-        return True
-
-    def _draw_first(self, request: Request, sequence: CompressedSequence) -> int:
-        """Draw the first token of an output, from what prefill says."""
-        with torch.inference_mode():
-            tokens = [*(request.past.tokens if request.past else ()), *request.prompt]
-            prompt = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-            self._first_token.assign(0, request.params, request.seed, prompt, request.stop_ids)
-            position = torch.tensor([sequence.position], device=self.device)
-            active = torch.ones(1, dtype=torch.bool, device=self.device)
-            forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
-            sampled = sample(sequence.logits, self._first_token, position, active, forced)
-        token = int(sampled.tokens[0])
-        request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
-        return token
-
-    def _decode_launch(self, running: list[Request]) -> None:
-        going = [request for request in running if request.finish_reason is None]
-        if not going:
-            return
-        greedy = all(request.params.plain_greedy for request in going)
-        # No more steps than the request that needs most can use.
-        steps = min(self.config.decode_steps, max(r.max_tokens - len(r.tokens) for r in going))
-        results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
-        tokens = torch.stack([step.tokens for step in results]).tolist()
-        details = None if greedy else [Sampled(*(tensor.cpu() for tensor in step)) for step in results]
-        for request in going:
-            slot = request.slot
-            assert slot is not None
-            for index in range(steps):
-                if request.finish_reason is not None:
-                    break  # what was decoded past a stop is thrown away
-                wanted = request.params.logprobs
-                try:
-                    report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
-                    request.append(tokens[index][slot], report)
-                except Exception as error:
-                    self._fail(request, error)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request because of an error of its own; the others are not touched."""
@@ -411,43 +396,23 @@ class Engine:
         request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
 
     def _finish(self, request: Request) -> None:
-        if request.slot is not None:
+        if request.slot is not None and request.layout is not None:
             self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
+        self.executor.drop(request)
         slot = self.scheduler.finish(request)
         if slot is not None:
-            self.decode.release(slot)
+            self.executor.decode.release(slot)
         del self._requests[request.request_id]
 
     def _output(self, request: Request) -> RequestOutput:
         saved, new_text = None, ""
         try:
-            new_text = request.take_new_text()
+            new_text = request.text.take_new(finished=request.finish_reason is not None)
             if request.keep and request.finish_reason in ("stop", "length"):
-                saved = self._save(request)
+                saved = self.executor.save(request)
         except Exception as error:
             self._fail(request, error)
         return output_of(request, new_text, saved, self.plan.bytes_per_token)
-
-    def _save(self, request: Request) -> SavedSequence:
-        """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
-
-        How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
-        as it can: the same conversation always continues from the same cache.
-        """
-        plan, slot = request.plan, request.slot
-        assert plan is not None
-        assert slot is not None
-        tokens = request.whole_tokens()
-        written = plan.count + max(len(request.tokens) - 1, 0) + self.config.decode_steps
-        indices = surviving_tokens(plan, plan.count + tokens, written)
-        return self.decode.extract(
-            slot,
-            indices,
-            plan,
-            positions=request.positions,
-            tokens=[*(request.past.tokens if request.past else ()), *request.prompt, *request.tokens[:tokens]],
-            answer="".join(request.produced.pieces)[: request.ends[tokens - 1]] if tokens else "",
-        )
 
 
 class _Change:
@@ -477,18 +442,5 @@ class _Change:
             logger.error("the engine could not be mended after %s", kind.__name__, exc_info=another)
 
 
-def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:
-    """Forced tokens of the next steps, by slot."""
-    ahead = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps] for r in requests if r.slot is not None}
-    return {slot: tokens for slot, tokens in ahead.items() if tokens}
-
-
 def _print_plan(plan: EnginePlan) -> None:
     print(plan.summary(), file=sys.stderr)
-
-
-def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
-    if wanted is None:
-        return None
-    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
-    return TokenLogprobs(int(sampled.tokens[row]), float(sampled.logprob[row]), dict(zip(ids, values, strict=True)))

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compiled(function: Callable[P, R], *, eager: bool) -> Callable[P, R]:
+    """``function``, compiled without graph breaks and without dynamic shapes, unless all is to be eager.
+
+    What it is given may change from call to call, tensors and modules alike, as long as their shapes and kinds do not.
+    """
+    return function if eager else torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def repeated(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, to be compiled once inside of a larger graph that calls it for every layer.
+
+    Torch before 2.13 is not known to do so where the function writes to its arguments; it compiles every call.
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < (2, 13):
+        return function
+    region: Callable[P, R] = torch.compiler.nested_compile_region(function)
+    return region
 
 
 class StaticGraph:

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from snapstream.config import SamplingParams
+from snapstream.assets import PLAIN_CHAT, is_shipped
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Prompt
 from snapstream.engine.engine import Engine
+from snapstream.engine.memory import EnginePlan
 from snapstream.engine.output import RequestOutput
 from snapstream.errors import RequestError
 
 
-class LLM(Engine):
+class LLM:
     """A model with a fixed number of slots, each with a cache of fixed size.
-
-    Use :meth:`generate` for a list of prompts; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
 
     Example:
         >>> llm = LLM("path/to/model", budget=4096, slots=8)  # doctest: +SKIP
         >>> llm.generate("A very long text ...")[0].text  # doctest: +SKIP
+
+    Attributes:
+        engine: What does the work; a server drives its ``add_request``, ``step`` and ``abort`` by itself.
+        tokenizer: The model's.
+        chat_template: Used instead of the tokenizer's own, if not ``None``.
     """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        budget: CacheBudget | int | None = None,
+        config: EngineConfig | None = None,
+        report_plan: Callable[[EnginePlan], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Make the engine; see :class:`~snapstream.engine.engine.Engine` for arguments and errors."""
+        self.engine = Engine(model, budget=budget, config=config, report_plan=report_plan, **settings)
+        self.tokenizer = self.engine.tokenizer
+        # The shipped models have none of their own.
+        self.chat_template = PLAIN_CHAT.read_text() if is_shipped(model) else None
 
     def generate(
         self,
@@ -48,27 +68,27 @@ class LLM(Engine):
         names: list[str] = []
         try:
             for prompt, one in zip(many, each, strict=True):
-                names.append(self._new_name())  # known before it is in use, or an interrupt could leave it behind
-                self.add_request(prompt, one, names[-1])
+                names.append(self.engine.new_name())  # known before it is in use: an interrupt could leave it behind
+                self.engine.add_request(prompt, one, names[-1])
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(names):
-                finished.update((o.request_id, o) for o in self._step_for(names) if o.finished)
+                finished.update((o.request_id, o) for o in self.engine.step_for(names) if o.finished)
         finally:  # an error or an interrupt leaves nothing running
-            self.discard(names)
+            self.engine.discard(names)
         return [finished[name] for name in names]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
-        name = self._new_name()
+        name = self.engine.new_name()
         try:
-            self.add_request(prompt, params, name)
+            self.engine.add_request(prompt, params, name)
             finished = False
             while not finished:
-                for output in self._step_for([name]):
+                for output in self.engine.step_for([name]):
                     finished = finished or output.finished
                     yield output
         finally:
-            self.discard([name])
+            self.engine.discard([name])
 
     def chat(
         self,
@@ -144,25 +164,11 @@ class LLM(Engine):
 
     def __repr__(self) -> str:
         """What it is, in one line."""
+        engine = self.engine
         return (
-            f"LLM({self.model!r}: {self.spec.architecture}, {self.config.slots} slots with caches of "
-            f"{self.budget.capacity} entries, up to {self.max_model_len} tokens, {self.dtype} on {self.device})"
+            f"LLM({engine.model!r}: {engine.spec.architecture}, {engine.config.slots} slots with caches of "
+            f"{engine.budget.capacity} entries, up to {engine.max_model_len} tokens, {engine.dtype} on {engine.device})"
         )
-
-    def _step_for(self, names: Sequence[str]) -> list[RequestOutput]:
-        """Outputs of some requests, after a step if there were none; those of others stay for whoever waits for them.
-
-        Raises:
-            RequestError: All of them were ended by :meth:`reset` or :meth:`discard`.
-        """
-        wanted = set(names)
-        if not any(output.request_id in wanted for output in self._undelivered):
-            if not wanted.intersection(self._requests):
-                raise RequestError("the engine has forgotten this request: reset() or discard() was called meanwhile")
-            self._run_step()
-        mine = [output for output in self._undelivered if output.request_id in wanted]
-        self._undelivered = [output for output in self._undelivered if output.request_id not in wanted]
-        return mine
 
 
 def _as_params(params: Sequence[SamplingParams]) -> list[SamplingParams | None]:

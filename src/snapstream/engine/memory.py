@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from snapstream.compression.scoring import KEY_CHUNK
-from snapstream.config import MIN_CAPACITY
+from snapstream.config import MIN_CAPACITY, WINDOW
+from snapstream.config.policy import ALL, rows_of_queries
 from snapstream.engine.prefill import SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
 from snapstream.errors import MemoryPlanError
@@ -24,9 +25,9 @@ class MemoryPlan:
     Attributes:
         weights: Model parameters.
         slots: Compressed caches of all slots.
-        staging: The dense cache of the one prompt being read, and the queries of its last tokens.
-        workspace: Largest temporaries: of a prefill chunk, of votes and one compressed sequence on its way to a slot,
-            or of sampling.
+        staging: Of the one prompt that is being read: the cache of one layer, the hidden states of all tokens, and the
+            queries of the last ones.
+        workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
         metadata: Per-slot state, sampling parameters and token counts.
         slot_count: Slots.
@@ -179,15 +180,17 @@ def _plan(
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
     if setup.backend.reads_all_keys_in_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
-    votes = spec.heads * queries * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
-    # A captured graph writes compressed sequences to a place of its own, and they are copied from there.
-    leaving = entries * per_token * (2 if setup.captured else 1)
+    voters = WINDOW if queries == ALL else queries
+    votes = spec.heads * voters * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
+    # What is kept of one layer is gathered before it is put into its slot.
+    leaving = entries * spec.entry.nbytes(setup.dtype)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     sampling = 6 * slots * spec.vocab_size * 4
     return MemoryPlan(
         weights=weights,
         slots=slots * entries * per_token,
-        staging=padded * per_token + spec.layers * spec.heads * queries * spec.head_dim * item,
+        staging=padded * (spec.entry.nbytes(setup.dtype) + spec.hidden_size * item)
+        + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         workspace=max(chunk_temporaries, votes + leaving, sampling, scores),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
         # Token counts, a bias and two flags per token of the vocabulary.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from snapstream.engine.conversation import SavedSequence
+from snapstream.cache import CompressedSequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -144,7 +144,7 @@ class RequestOutput:
     error: str | None
     cache: CacheUse | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    saved: SavedSequence | None
+    saved: CompressedSequence | None
     _produced: Produced
     _pieces: int
     _has_logprobs: bool

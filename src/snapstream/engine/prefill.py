@@ -1,62 +1,42 @@
-"""Prefill: one prompt at a time, in chunks of fixed size, then compressed once."""
+"""Prefill: one prompt at a time, one layer at a time.
+
+All chunks of the prompt pass one layer before the first one passes the next. When a layer has seen them all, it is
+compressed straight into where the request decodes, and its staging cache is free for the next layer. While a prompt of
+``L`` tokens is read, memory holds ::
+
+    weights | slots              | staging, one layer  | hidden states | queries      | workspace
+            | [B, N, C, D] each  | [1, N, L, D]        | [L, hidden]   | [H, W, D]    | one chunk, or one layer's votes
+            |                    |   ^ keys, values    |   ^ in place  |   ^ the last |
+            | layers 0..l-1 of   |   | of layer l      |   | layer l-1 |   | of layer |
+            | a slot are filled  | --+ gathers what    |   | becomes   |   | l vote   |
+            |  <-----------------+     is kept         |   + layer l   |              |
+
+so what grows with the prompt is one layer's cache and one row of hidden states, however deep the model is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.compression import (
-    CompressedKV,
-    PlanTensors,
-    PromptPlan,
-    compress,
-    kept_attention,
-    plan_prompt,
-    plan_tensors,
-)
-from snapstream.config import WINDOW, CacheBudget
-from snapstream.engine.conversation import SavedSequence, pairs
-from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
+from snapstream.compression import choose_entries, kept_attention, layout_tensors
+from snapstream.config import WINDOW, CacheBudget, LayerPrompt
+from snapstream.config.policy import rows_of_queries
+from snapstream.engine.graphs import compiled
+from snapstream.engine.output import KEPT_PARTS, TokenLogprobs
+from snapstream.engine.reading import Reading, Target
 from snapstream.models import DecoderModel
+from snapstream.models.decoder import Block
 
 SCORED_ROWS = 32
 """Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
 
-Scores = tuple[int | None, tuple[TokenLogprobs | None, ...]]
-"""How many likely tokens are reported beside each of a prompt's, and the log-probabilities; ``None``: not scored."""
-
-
-@dataclass(frozen=True)
-class CompressedSequence:
-    """The seam between prefill and decode: all that decoding needs of a prompt.
-
-    Attributes:
-        keys: Per layer, ``[N, C, D]``; ``C`` is the request's, at most the engine's.
-        values: Per layer, ``[N, C, D]``; the same object as ``keys`` where values are part of keys.
-        chosen: Per layer, the entry of the staging cache that each entry came from, ``[N, C]``; -1 for padding.
-        positions: The same as positions in the conversation; other numbers only after a turn before.
-        plan: ``base``, ``count`` and ``limit`` of its cache.
-        position: True position of the next token.
-        logits: Of the last prompt token, float32 ``[1, vocab]``; the first token is drawn from them.
-    """
-
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    chosen: Sequence[Tensor]
-    positions: Sequence[Tensor]
-    plan: PromptPlan
-    position: int
-    logits: Tensor
-
 
 class Prefill:
-    """Owns the staging cache, which holds the one prompt that is being read."""
+    """Owns the staging cache of one layer and the hidden states of the one prompt that is being read."""
 
     def __init__(
         self,
@@ -68,7 +48,7 @@ class Prefill:
         chunk: int,
         eager: bool,
     ) -> None:
-        """Allocate the staging cache.
+        """Allocate what a prompt of any length needs.
 
         Args:
             model: The model.
@@ -76,251 +56,169 @@ class Prefill:
             budget: The engine's cache budget.
             padded: Tokens of the staging cache, see :func:`staging_length`.
             chunk: Prompt tokens of one launch.
-            eager: Neither compile nor capture.
+            eager: Do not compile.
         """
-        spec = model.spec
-        parameter = model.embedding.weight
-        device, dtype = parameter.device, parameter.dtype
-        self.model, self.backend, self.budget = model, backend, budget
-        self.chunk = chunk
-        self.scale = spec.scale
-        self.device = device
-        self.buckets = staging_buckets(padded, chunk)
-
-        def tensors(*shape: int) -> list[Tensor]:
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
-
-        self.keys = tensors(spec.kv_heads, padded, spec.head_dim)
-        self.values = self.keys if spec.values_in_keys else tensors(spec.kv_heads, padded, spec.head_dim)
-        # Queries of the last tokens read so far; they outlive chunk borders.
-        self.window = tensors(spec.heads, budget.queries, spec.head_dim)
-        self.tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
+        spec, weight = model.spec, model.embedding.weight
+        device, dtype = weight.device, weight.dtype
+        self.model, self.backend, self.budget, self.chunk = model, backend, budget, chunk
+        self.scale, self.device, self.eager = spec.scale, device, eager
+        self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
+        self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
+        self.queries = torch.zeros(
+            spec.heads, rows_of_queries(budget.queries, padded), spec.head_dim, dtype=dtype, device=device
+        )
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
         self.ahead = torch.zeros((), dtype=torch.int64, device=device)
-        self.used = torch.zeros((), dtype=torch.int64, device=device)
-        self.layers = torch.arange(spec.layers, device=device)
-        self.plan = plan_tensors([plan_prompt(1, budget)], device)
-        # The prompt that the staging cache holds in full, with what it said: requests for the same one share it.
-        self._held: tuple[list[int], Tensor, Scores] | None = None
-        # Hidden states of the chunk read last, until another graph runs.
-        self._hidden: Tensor | None = None
-        chunk_buckets = self.buckets if backend.reads_all_keys_in_prefill else (padded,)
-        self.chunk_graphs = {
-            size: StaticGraph(self._chunk_of(size), device, compiled=not eager, captured=not eager)
-            for size in chunk_buckets
-        }
-        # Once per prompt and a few large operations per layer: worth capturing, not worth compiling.
-        self.compress_graphs = {
-            size: StaticGraph(self._compress_of(size), device, compiled=False, captured=not eager)
-            for size in self.buckets
-        }
-
-    def warm_up(self, pool: Any = None) -> None:
-        """Compile every graph that a prompt of any length may need."""
-        self.used.fill_(1)
-        for graph in (*self.chunk_graphs.values(), *self.compress_graphs.values()):
-            graph.warm_up(pool)
+        self.buckets = staging_buckets(padded, chunk) if backend.reads_all_keys_in_prefill else (padded,)
+        # Each is compiled once per kind of layer, not once per layer: weights are arguments. Nothing is captured: the
+        # work of a chunk is much longer than what it takes to launch it.
+        self._read = {size: compiled(self._reader_of(size), eager=eager) for size in self.buckets}
+        self._store = compiled(self._project, eager=eager)
 
     @torch.inference_mode()
-    def load(self, past: SavedSequence) -> None:
-        """Begin a prompt with the cache of a conversation so far."""
-        self._held = None
-        for mine, theirs in pairs(self.keys, self.values, past.keys, past.values):
-            mine[:, : past.entries].copy_(theirs)
+    def warm_up(self) -> None:
+        """Compile all that a prompt of any length may need."""
+        kinds = {type(block.feed_forward): block for block in self.model.layers}
+        x = self.hidden[: self.chunk]
+        for block in kinds.values():
+            for read in self._read.values():
+                read(block, x)
+        self._store(self.model.layers[-1], x)
 
     @torch.inference_mode()
-    def run_chunk(self, tokens: Sequence[int], start: int, ahead: int = 0) -> Tensor:
-        """Read the next chunk of the prompt.
+    def advance(self, reading: Reading) -> None:
+        """Take the next chunk through the layer that is being read; after its last one, compress the layer.
 
-        Args:
-            tokens: At most ``chunk`` tokens; fewer only at the end of the prompt.
-            start: Entry of the staging cache for the first.
-            ahead: What to add to entries to get true positions.
-
-        Returns:
-            Logits of the last token given, float32 ``[1, vocab]``.
+        What an error leaves behind is not to be gone on with.
         """
-        self._held = self._hidden = None
-        used = len(tokens)
-        self.tokens[:used] = torch.tensor(tokens, dtype=torch.int64)
-        self.tokens[used:] = 0
-        self.start.fill_(start)
-        self.ahead.fill_(ahead)
-        self.used.fill_(used)
-        size = next(size for size in self.chunk_graphs if size >= start + self.chunk)
-        logits: Tensor
-        logits, self._hidden = self.chunk_graphs[size]()
-        return logits.clone()
+        start, last_layer = reading.done, reading.layer == len(self.model.layers) - 1
+        tokens = reading.tokens[start : start + self.chunk]
+        used, block = len(tokens), self.model.layers[reading.layer]
+        x = self.hidden[start : start + (used if self.eager else self.chunk)]
+        if start == 0 and reading.past is not None:
+            self.staging.put(reading.past.layers[reading.layer])
+        if reading.layer == 0:
+            x[:used] = self.model.embedding(torch.tensor(tokens, dtype=torch.int64, device=self.device))
+            x[used:] = 0
+        self.start.fill_(reading.before + start)
+        self.ahead.fill_(reading.dropped_before)
+        if last_layer and reading.scored is None:
+            query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
+        else:
+            query = self._read[self._bucket(reading.before + start + len(x))](block, x)
+        self._keep_queries(query[:used], reading.before + start, reading.length)
+        reading.done += used
+        if last_layer and reading.scored is not None:
+            self._score(reading, x[:used], start)
+        if reading.done == len(reading.tokens):
+            if last_layer:
+                reading.logits = self._last_logits(reading, block)
+            self._compress(reading)
+            reading.layer += 1
+            reading.done = 0
 
-    @torch.inference_mode()
-    def score(self, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the tokens that follow those of the chunk read last; to be called right after it.
+    def _bucket(self, entries: int) -> int:
+        return next(size for size in self.buckets if size >= entries)
 
-        Args:
-            tokens: What follows the chunk's first token, its second, and so on; at most as many as it has.
-            most: Most likely tokens to report beside each.
-        """
-        assert self._hidden is not None
-        scored = []
-        for start in range(
-            0, len(tokens), SCORED_ROWS
-        ):  # logits of a whole chunk would take more memory than the rest of its work
-            some = list(tokens[start : start + SCORED_ROWS])
-            logprobs = self.model.logits(self._hidden[start : start + len(some)]).log_softmax(-1)
+    def _project(self, block: Block, x: Tensor) -> Tensor:
+        """Store keys and values of a chunk ``[T, hidden]``; returns its queries ``[T, H, D]``."""
+        rows = self.start + torch.arange(x.shape[0], device=self.device)
+        query, key, value = block.project(x, *self.model.rope(rows + self.ahead))
+        self.staging.write(rows[None], key[None], value[None])
+        return query
+
+    def _reader_of(self, size: int) -> Callable[[Block, Tensor], Tensor]:
+        """The function that takes a chunk through a layer in place, seeing ``size`` entries of the staging cache."""
+
+        def read(block: Block, x: Tensor) -> Tensor:
+            query = self._project(block, x)
+            seen = self.staging.row(0, size)
+            attended = self.backend.prefill(query, seen.keys[0], seen.values[0], self.start, self.scale)
+            x.copy_(block.complete(x, attended))
+            return query
+
+        return read
+
+    def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
+        """Keep those of ``query`` ``[T, H, D]``, from entry ``start`` on, that are among the last of the prompt."""
+        first = length - self.queries.shape[1]  # belongs to row 0; negative in a short prompt
+        skipped = max(0, first - start)
+        if skipped < len(query):
+            rows = query[skipped:].transpose(0, 1)
+            at = start + skipped - first
+            self.queries[:, at : at + rows.shape[1]] = rows
+
+    def _last_logits(self, reading: Reading, block: Block) -> Tensor:
+        """Logits of the prompt's last token, whose way through the last layer is not complete if it was not scored."""
+        x = self.hidden[len(reading.tokens) - 1 : len(reading.tokens)]
+        if reading.scored is None:
+            query = self.queries[:, -1:].transpose(0, 1)
+            start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
+            seen = self.staging.row(0, reading.length)
+            attended = self.backend.prefill(query, seen.keys[0], seen.values[0], start, self.scale)
+            x = block.complete(x, attended)
+        return self.model.logits(x)
+
+    def _score(self, reading: Reading, x: Tensor, start: int) -> None:
+        """Log-probabilities of the tokens that follow those of a chunk, from its hidden states of the last layer."""
+        following = list(reading.tokens[start + 1 : start + 1 + len(x)])
+        # Logits of a whole chunk would take more memory than the rest of its work.
+        for at in range(0, len(following), SCORED_ROWS):
+            some = following[at : at + SCORED_ROWS]
+            logprobs = self.model.logits(x[at : at + len(some)]).log_softmax(-1)
             chosen = logprobs.gather(1, torch.tensor(some, device=self.device)[:, None])[:, 0].tolist()
-            top, ids = (part.tolist() for part in logprobs.topk(most, -1))
-            scored += [
+            top, ids = (part.tolist() for part in logprobs.topk(reading.scored or 0, -1))
+            reading.logprobs += [
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))
             ]
-        return scored
 
-    def forget(self) -> None:
-        """Trust nothing that has been read."""
-        self._held = None
+    def _compress(self, reading: Reading) -> None:
+        """Compress the layer that has been read, for everyone who waits for it; plain tensor code, once per layer."""
+        for target in reading.targets:
+            if target.error is not None:
+                continue
+            try:
+                self._compress_into(target, reading)
+            except Exception as error:  # such as in a policy of somebody else; the others go on
+                target.error = error
 
-    def held(self, prompt: list[int], scored: int | None) -> tuple[Tensor, tuple[TokenLogprobs | None, ...]] | None:
-        """What ``prompt`` said, if it is the one that was read last: it need not be read again.
-
-        Args:
-            prompt: Its tokens.
-            scored: Most likely tokens that are wanted beside each of the prompt's; ``None`` if they are not scored.
-
-        Returns:
-            Logits of its last token, and the prompt's log-probabilities.
-        """
-        if self._held is None or self._held[0] != prompt:
-            return None
-        _, logits, (most, scores) = self._held
-        if scored is None:
-            return logits, ()
-        return (logits, scores) if most == scored else None
-
-    @torch.inference_mode()
-    def finish(
-        self,
-        prompt: list[int],
-        budget: CacheBudget,
-        logits: Tensor,
-        past: SavedSequence | None = None,
-        scores: Scores = (None, ()),
-    ) -> CompressedSequence:
-        """Compress the prompt that has been read.
-
-        Args:
-            prompt: Its tokens, without those of ``past``.
-            budget: The request's; at most the engine's. A policy of its own is computed outside the static graphs.
-            logits: What the last chunk returned.
-            past: The cache it began with. Only tokens read after it vote: the queries of those before are gone.
-            scores: The prompt's log-probabilities, for the next request with the same prompt.
-        """
-        self._held = (prompt, logits, scores) if past is None else None
-        before = 0 if past is None else past.entries
-        length = before + len(prompt)
-        plan = plan_prompt(length, budget, before)
-        if plan.dropped == 0:  # nothing to choose: entry i is token i
-            entry = torch.arange(budget.capacity, device=self.device)
-            positions = torch.where(entry < plan.count, entry, -1).expand(self.keys[0].shape[0], -1)
-            kept = [
-                self._copied(CompressedKV(key[:, : budget.capacity], value[:, : budget.capacity], positions))
-                for key, value in zip(self.keys, self.values, strict=True)
-            ]
-        elif not (budget.same_policy(self.budget) and budget.top_k <= self.budget.top_k):
-            kept = self._compress(length, budget, plan_tensors([plan], self.device))
+    def _compress_into(self, target: Target, reading: Reading) -> None:
+        layout, budget = target.layout, target.budget
+        if layout.dropped == 0:  # nothing to choose: entry i is token i
+            heads = self.staging.keys.shape[1]
+            positions = torch.arange(layout.count, device=self.device).expand(heads, -1)
+            target.layers[reading.layer].put(self.staging.row(0, layout.count))
         else:
-            self.plan.copy_(plan_tensors([plan], self.device))
-            size = next(size for size in self.compress_graphs if size >= length)
-            kept = self.compress_graphs[size]()
-            if self.device.type == "cuda":  # a captured graph writes its result to the same place each time
-                kept = [self._copied(one) for one in kept]
-        keys, values, chosen = ([one[part] for one in kept] for part in range(3))
-        values = keys if self.values is self.keys else values
-        true = chosen if past is None else [past.true_positions(one, layer) for layer, one in enumerate(chosen)]
-        position = length if past is None else len(past.tokens) + len(prompt)
-        return CompressedSequence(keys, values, chosen, true, plan, position, logits)
+            positions = choose_entries(self._shown(reading, target), budget)[0, :, : layout.count]
+            self.staging.gather(positions, target.layers[reading.layer])
+        true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
+        total = reading.length + reading.dropped_before
+        if layout.count < total:
+            counts = torch.bincount(true.flatten() * KEPT_PARTS // total, minlength=KEPT_PARTS)
+            target.parts = counts if target.parts is None else target.parts + counts
+        if target.wants_positions:
+            target.positions.append(true.to(torch.int32))
+        if target.telemetry:
+            prompt = self._shown(reading, target, WINDOW)
+            shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
+            target.mass.append(float(shares.mean()))
 
-    @torch.inference_mode()
-    def telemetry(self, sequence: CompressedSequence) -> KeptTokens:
-        """What was kept of the prompt that has been read, and how much attention went to it."""
-        plan = sequence.plan
-        tensors = plan_tensors([plan], self.device)
-        mass, positions = [], []
-        for layer, (window, keys) in enumerate(zip(self.window, self.keys, strict=True)):
-            kept = sequence.chosen[layer][:, : plan.count]
-            voters = window[None, :, -WINDOW:]
-            shares = kept_attention(voters, keys[None, :, : plan.length], kept[None], tensors, scale=self.scale)
-            mass.append(float(shares.mean()))
-            positions.append(tuple(tuple(head) for head in sequence.positions[layer][:, : plan.count].tolist()))
-        return KeptTokens(tuple(mass), tuple(positions))
-
-    def _copied(self, kept: CompressedKV) -> CompressedKV:
-        """A copy; values that are part of keys stay the same tensor."""
-        keys = kept.keys.clone()
-        return CompressedKV(keys, keys if self.values is self.keys else kept.values.clone(), kept.positions.clone())
-
-    def _compress(self, size: int, budget: CacheBudget, plan: PlanTensors) -> list[CompressedKV]:
-        """Compress all layers of a prompt of up to ``size`` tokens, to tensors without ``B``; plain tensor code."""
-        kept = []
-        for layer, (window, keys, values) in enumerate(zip(self.window, self.keys, self.values, strict=True)):
-            read = keys[None, :, :size]
-            out = compress(
-                window[None, :, -budget.window :],
-                read,
-                read if values is keys else values[None, :, :size],
-                plan,
-                budget,
-                scale=self.scale,
-                layer=self.layers[layer],
-            )
-            kept.append(CompressedKV(out.keys[0], out.values[0], out.positions[0]))
-        return kept
-
-    def _chunk_of(self, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """The function of one chunk that sees ``size`` tokens of the staging cache: last logits, hidden states."""
-        model, backend, scale = self.model, self.backend, self.scale
-        window = self.budget.queries
-        keys, values, tails = self.keys, self.values, self.window
-        rows = torch.arange(self.chunk, device=self.device)
-        tail_rows = torch.arange(window, device=self.device)
-        tokens, start, ahead, used = self.tokens, self.start, self.ahead, self.used
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            place = start + rows
-            keys[layer].index_copy_(1, place, key.transpose(0, 1))
-            if values is not keys:
-                values[layer].index_copy_(1, place, value.transpose(0, 1))
-            seen = torch.cat((tails[layer], query.transpose(0, 1)), 1)
-            tails[layer].copy_(seen.index_select(1, used + tail_rows))
-            return backend.prefill(query, keys[layer][:, :size], values[layer][:, :size], start, scale)
-
-        def run() -> tuple[Tensor, Tensor]:
-            hidden = model(tokens, start + ahead + rows, attend)
-            return model.logits(hidden.index_select(0, (used - 1).view(1))), hidden
-
-        return run
-
-    def _compress_of(self, size: int) -> Callable[[], list[CompressedKV]]:
-        """The function that compresses all layers of a prompt of up to ``size`` tokens."""
-        return lambda: self._compress(size, self.budget, self.plan)
-
-
-@torch.inference_mode()
-def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
-    """How much of each of :data:`KEPT_PARTS` equal parts of a prompt was kept, averaged over layers and heads.
-
-    Returns:
-        Numbers between 0 and 1; all 1 if nothing was dropped.
-    """
-    length = sequence.position
-    if length == sequence.plan.count:
-        return (1.0,) * KEPT_PARTS
-    device = sequence.keys[0].device
-    positions = torch.stack([layer[:, : sequence.plan.count] for layer in sequence.positions])
-    copies = positions.shape[0] * positions.shape[1]
-    kept = torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
-    sizes = torch.bincount(torch.arange(length, device=device) * KEPT_PARTS // length, minlength=KEPT_PARTS)
-    return tuple((kept / (sizes * copies).clamp(min=1)).tolist())
+    def _shown(self, reading: Reading, target: Target, queries: int | None = None) -> LayerPrompt:
+        """The layer that has been read, as policies are shown it: the last queries that are known, at most so many."""
+        wanted = target.budget.policy.queries if queries is None else queries
+        rows = min(rows_of_queries(wanted, reading.length), self.queries.shape[1])
+        staged = self.staging.row(0, reading.length)
+        return LayerPrompt(
+            queries=self.queries[None, :, self.queries.shape[1] - rows :],
+            keys=staged.keys,
+            values=staged.values,
+            layout=layout_tensors([target.layout], self.device),
+            sink=target.budget.sink,
+            scale=self.scale,
+            layer=reading.layer,
+        )
 
 
 def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
@@ -335,7 +233,7 @@ def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
 
 
 def staging_buckets(padded: int, chunk: int) -> tuple[int, ...]:
-    """Lengths for which graphs exist: doubling from one chunk, so that at most half of what is read is padding."""
+    """Lengths for which functions are compiled: doubling from one chunk, so at most half of what is read is padding."""
     sizes = [chunk]
     while sizes[-1] < padded:
         sizes.append(min(2 * sizes[-1], padded))

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from snapstream.cache import CompressedSequence
 from snapstream.compression import entry_of
-from snapstream.engine.conversation import SavedSequence
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse
 from snapstream.engine.request import Request
 
 
 def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
     """What was kept of a request's prompt; ``None`` until it has been read."""
-    plan = request.plan
-    if plan is None:
+    layout = request.layout
+    if layout is None:
         return None
-    sink = min(request.budget.sink, plan.length)
+    sink = min(request.budget.sink, layout.length)
     prompt_tokens = request.before + len(request.prompt)
     return CacheUse(
         prompt_tokens=prompt_tokens,
         sink=sink,
-        pinned=min(plan.base, plan.count) - sink,
-        recent=max(plan.count - plan.base, 0),
-        dropped=prompt_tokens - plan.count,
-        limit=plan.limit,
-        bytes_held=plan.limit * bytes_per_token,
+        pinned=min(layout.base, layout.count) - sink,
+        recent=max(layout.count - layout.base, 0),
+        dropped=prompt_tokens - layout.count,
+        limit=layout.limit,
+        bytes_held=layout.limit * bytes_per_token,
         bytes_full=request.seen * bytes_per_token,
         kept=request.kept,
     )
@@ -30,30 +30,30 @@ def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
 
 def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
     """What a request that is being decoded holds."""
-    plan = request.plan
-    assert plan is not None
+    layout = request.layout
+    assert layout is not None
     assert request.slot is not None
     # The last token is stored when the next step reads it.
-    stored = plan.count + max(len(request.tokens) - 1, 0)
-    sink = min(request.budget.sink, plan.count)
+    stored = layout.count + max(len(request.tokens) - 1, 0)
+    sink = min(request.budget.sink, layout.count)
     return SlotUse(
         slot=request.slot,
         busy=request.finish_reason is None,
         request_id=request.request_id,
         seen=request.seen,
-        held=min(stored, plan.limit),
+        held=min(stored, layout.limit),
         sink=sink,
-        pinned=max(min(plan.base, plan.count) - sink, 0),
-        limit=plan.limit,
-        next_entry=entry_of(plan, stored),
+        pinned=max(min(layout.base, layout.count) - sink, 0),
+        limit=layout.limit,
+        next_entry=entry_of(layout, stored),
         generated=len(request.tokens),
-        bytes_held=plan.limit * bytes_per_token,
+        bytes_held=layout.limit * bytes_per_token,
         bytes_full=request.seen * bytes_per_token,
         kept=request.shares,
     )
 
 
-def output_of(request: Request, new_text: str, saved: SavedSequence | None, bytes_per_token: int) -> RequestOutput:
+def output_of(request: Request, new_text: str, saved: CompressedSequence | None, bytes_per_token: int) -> RequestOutput:
     """A request as its owner sees it.
 
     Args:
@@ -62,7 +62,7 @@ def output_of(request: Request, new_text: str, saved: SavedSequence | None, byte
         saved: Its cache, if it is given out now.
         bytes_per_token: Keys and values of one token over all layers.
     """
-    wants_scores = request.params.prompt_logprobs is not None and request.plan is not None
+    wants_scores = request.params.prompt_logprobs is not None and request.layout is not None
     return RequestOutput(
         request_id=request.request_id,
         new_text=new_text,
@@ -73,7 +73,7 @@ def output_of(request: Request, new_text: str, saved: SavedSequence | None, byte
         cache=cache_use(request, bytes_per_token),
         prompt_logprobs=request.prompt_logprobs if wants_scores else None,
         saved=saved,
-        _produced=request.produced,
-        _pieces=len(request.produced.pieces),
+        _produced=request.text.produced,
+        _pieces=len(request.text.produced.pieces),
         _has_logprobs=request.params.logprobs is not None,
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from snapstream.compression import PromptPlan
+from snapstream.cache import CompressedSequence
+from snapstream.compression import Layout
 from snapstream.config import CacheBudget, SamplingParams
-from snapstream.engine.conversation import SavedSequence
-from snapstream.engine.detokenizer import Detokenizer
-from snapstream.engine.output import FinishReason, KeptTokens, Produced, TokenLogprobs
+from snapstream.engine.output import FinishReason, KeptTokens, TokenLogprobs
+from snapstream.engine.text import OutputText
 
 
 class Phase(enum.Enum):
@@ -28,9 +28,27 @@ class Phase(enum.Enum):
 class Request:
     """State of a request.
 
-    Text passes through three stages: :attr:`tail` may still be cut by a stop string, the pieces of :attr:`produced`
-    have been handed out, and what the detokenizer holds back is no text yet. Nothing here grows with the length of the
-    output but lists that are added to.
+    Attributes:
+        request_id: Its name.
+        prompt: Tokens to read; with a ``past``, only what is new.
+        params: How to sample.
+        seed: For drawing.
+        budget: Its cache.
+        max_tokens: Most tokens to generate.
+        text: What it has generated.
+        past: The turns before.
+        keep: Whether its cache is given out at the end.
+        phase: Where it is.
+        slot: Where it decodes, or will once its prompt has been read.
+        sequence: Its compressed prompt, if that is there but has no slot yet.
+        layout: Of its cache, once the prompt has been read.
+        logits: Of the prompt's last token, if the cache is given out with nothing generated.
+        positions: Per layer, true positions of the prompt's entries, if the cache is given out.
+        prompt_logprobs: Of the prompt's tokens, if asked for.
+        kept: Which tokens were kept, if asked for.
+        shares: How much of each part of the prompt was kept.
+        finish_reason: Why it ended, once it has.
+        error: What went wrong.
     """
 
     request_id: str
@@ -38,24 +56,19 @@ class Request:
     params: SamplingParams
     seed: int
     budget: CacheBudget
-    stop_ids: frozenset[int]
     max_tokens: int
-    detokenizer: Detokenizer
-    past: SavedSequence | None = None
+    text: OutputText
+    past: CompressedSequence | None = None
     keep: bool = False
     phase: Phase = Phase.WAITING
-    prefilled: int = 0
     slot: int | None = None
-    plan: PromptPlan | None = None
-    produced: Produced = field(default_factory=Produced)
-    tail: str = ""
-    handed_out: int = 0
-    ends: list[int] = field(default_factory=list)
-    early_text: int = 0
+    sequence: CompressedSequence | None = None
+    layout: Layout | None = None
+    logits: Tensor | None = None
+    positions: Sequence[Tensor] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     kept: KeptTokens | None = None
     shares: tuple[float, ...] = ()
-    positions: Sequence[Tensor] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -65,74 +78,28 @@ class Request:
         return 0 if self.past is None else len(self.past.tokens)
 
     @property
+    def all_tokens(self) -> list[int]:
+        """The prompt, with the turns before."""
+        return [*(() if self.past is None else self.past.tokens), *self.prompt]
+
+    @property
     def tokens(self) -> list[int]:
         """Generated tokens."""
-        return self.produced.tokens
+        return self.text.tokens
 
     @property
     def seen(self) -> int:
         """Tokens of the conversation up to now."""
         return self.before + len(self.prompt) + len(self.tokens)
 
-    @property
-    def text_length(self) -> int:
-        """Characters of the output, without what the detokenizer holds back."""
-        return self.handed_out + len(self.tail)
-
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take one generated token; sets ``finish_reason`` if it is the last."""
-        self.tokens.append(token)
-        if logprobs is not None:
-            self.produced.logprobs.append(logprobs)
-        is_early = len(self.tokens) <= max(len(self.params.forced), self.params.min_tokens)
-        at_stop = token in self.stop_ids and not is_early
-        at_length = len(self.tokens) >= self.max_tokens
-        if not at_stop:
-            self.tail += self.detokenizer.add(token)
-            self.ends.append(-1 if self.detokenizer.pending else self.text_length)
-        if at_stop or at_length:
-            self.tail += self.detokenizer.flush()
-        if is_early:
-            self.early_text = self.text_length
-        if self._cut_at_stop_string() or at_stop:
+        last = len(self.tokens) + 1 >= self.max_tokens
+        if self.text.append(token, logprobs, last=last):
             self.finish_reason = "stop"
-        elif at_length:
+        elif last:
             self.finish_reason = "length"
 
-    def take_new_text(self) -> str:
-        """Text that is final and was not returned before."""
-        end = len(self.tail)
-        if self.finish_reason is None and self.params.stop:
-            end -= _held_back(self.tail, tuple(self.params.stop))
-        new, self.tail = self.tail[:end], self.tail[end:]
-        if new:
-            self.produced.pieces.append(new)
-            self.handed_out += len(new)
-        return new
-
-    def whole_tokens(self) -> int:
-        """Tokens whose text the output has in full, and after which a next turn may go on; not the last one.
-
-        The last token has not been read, an end token is no text, and a stop string cuts text inside of tokens.
-        """
-        fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self.ends[n - 1] <= self.text_length)
-        return next(fitting, 0)
-
-    def _cut_at_stop_string(self) -> bool:
-        """Nothing of the tokens that may not end the output is part of a stop string."""
-        start = max(self.early_text - self.handed_out, 0)
-        found = [at for at in (self.tail.find(stop, start) for stop in self.params.stop) if at >= 0]
-        if found:
-            self.tail = self.tail[: min(found)]
-        return bool(found)
-
-
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of ``text`` that a stop string may begin with."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
+    def shares_prompt_with(self, other: Request) -> bool:
+        """Whether one reading does for both."""
+        return self.past is None and other.past is None and self.prompt == other.prompt

@@ -8,15 +8,14 @@ from snapstream.engine.request import Phase, Request
 
 
 class Scheduler:
-    """Requests wait in order, one at a time is prefilled, and up to ``slots`` are decoded.
+    """Requests wait in order, one prompt is read at a time, and up to ``slots`` requests are decoded.
 
-    A prefill starts only when a slot is free for its result, so a compressed sequence never waits for a place.
+    A request gets its slot before its prompt is read, as it is compressed straight into it.
     """
 
     def __init__(self, slots: int) -> None:
         self.waiting: deque[Request] = deque()
-        self.prefilling: Request | None = None
-        self.decoding: list[Request | None] = [None] * slots
+        self.slots: list[Request | None] = [None] * slots
 
     def add(self, request: Request, *, first: bool = False) -> None:
         """Put a request at the end of the queue, or at its head."""
@@ -25,39 +24,34 @@ class Scheduler:
         else:
             self.waiting.append(request)
 
-    def next_prefill(self) -> Request | None:
-        """The request whose next prompt chunk is to run, if there is one and a slot for it."""
-        if self.prefilling is None and self.waiting and None in self.decoding:
-            self.prefilling = self.waiting.popleft()
-            self.prefilling.phase = Phase.PREFILL
-        return self.prefilling
+    def next(self) -> Request | None:
+        """The request whose turn it is, if there is one and a slot for it."""
+        return self.waiting[0] if self.waiting and None in self.slots else None
 
-    def start_decode(self, request: Request) -> int:
-        """Move the prefilled request into a free slot; returns the slot."""
-        slot = self.decoding.index(None)
-        self.prefilling = None
-        self.decoding[slot] = request
-        request.slot, request.phase = slot, Phase.DECODE
+    def give_slot(self, request: Request) -> int:
+        """Take a waiting request into a free slot; returns the slot."""
+        slot = self.slots.index(None)
+        self.waiting.remove(request)
+        self.slots[slot] = request
+        request.slot, request.phase = slot, Phase.PREFILL
         return slot
 
     def finish(self, request: Request) -> int | None:
         """Take a request out, wherever it is; returns the slot it frees, if it had one."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
-        elif request.phase is Phase.PREFILL:
-            self.prefilling = None
         slot, request.slot = request.slot, None
         if slot is not None:
-            self.decoding[slot] = None
+            self.slots[slot] = None
         request.phase = Phase.FINISHED
         return slot
 
     @property
     def running(self) -> list[Request]:
         """Requests being decoded."""
-        return [request for request in self.decoding if request is not None]
+        return [request for request in self.slots if request is not None and request.phase is Phase.DECODE]
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.waiting) or any(request is not None for request in self.slots)

@@ -65,7 +65,7 @@ def compare_policies(
     results = []
     for policy, budget in budgets.items():
         report(f"{policy}: loading")
-        engine = LLM(
+        llm = LLM(
             model,
             budget=budget or CacheBudget.preset("full", length),
             max_model_len=length,
@@ -74,12 +74,12 @@ def compare_policies(
             report_plan=lambda _: None,
         )
         report(f"{policy}: reading {prompt_length} tokens, {len(asked)} times")
-        answers = [out.text.strip() for out in engine.generate(prompts, SamplingParams(max_tokens=ANSWER))]
+        answers = [out.text.strip() for out in llm.generate(prompts, SamplingParams(max_tokens=ANSWER))]
         results.append(
             PolicyResult(
                 policy=policy,
-                cache_entries=engine.budget.capacity,
-                bytes_per_sequence=engine.plan.slots // engine.plan.slot_count,
+                cache_entries=llm.engine.budget.capacity,
+                bytes_per_sequence=llm.engine.plan.slots // llm.engine.plan.slot_count,
                 answers=tuple(answers),
                 correct=tuple(got == question.answer.strip() for got, question in zip(answers, asked, strict=True)),
             )

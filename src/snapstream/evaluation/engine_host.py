@@ -75,8 +75,8 @@ class EngineHost:
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
             "checkpoint": fingerprint(resolve_checkpoint(self.model)),
-            "dtype": str(next(iter(self.llm.prefill.keys)).dtype).removeprefix("torch."),
-            "device": self.llm.device.type,
+            "dtype": str(self.llm.engine.dtype).removeprefix("torch."),
+            "device": self.llm.engine.device.type,
             "torch": torch.__version__,
             "chat": self.prompts.chat,
         }
@@ -99,14 +99,14 @@ class EngineHost:
                     kv_budget=budget,
                     telemetry=self.telemetry,
                 )
-                waiting[self.llm.add_request(tokens, params)] = job, len(forced)
+                waiting[self.llm.engine.add_request(tokens, params)] = job, len(forced)
             while waiting:
-                for output in self.llm.step():
+                for output in self.llm.engine.step():
                     if output.finished and output.request_id in waiting:
                         job, forced_tokens = waiting.pop(output.request_id)
                         yield job, self._answer(job, output, forced_tokens)
         finally:
-            self.llm.discard(list(waiting))
+            self.llm.engine.discard(list(waiting))
 
     def _answer(self, job: Job, output: RequestOutput, forced: int) -> Answer:
         if output.finish_reason in ("error", "abort") or output.cache is None:

@@ -116,7 +116,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             report_plan=lambda plan: logger.info(plan.summary()),
         )
         self.tokenizer = self.llm.tokenizer
-        self._device = self.llm.device
+        self._device = self.llm.engine.device
 
     @classmethod
     def create_from_arg_obj(
@@ -152,7 +152,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     @property
     def max_length(self) -> int:
         """Longest prompt plus output."""
-        return self.llm.max_model_len
+        return self.llm.engine.max_model_len
 
     @property
     def max_gen_toks(self) -> int:
@@ -166,11 +166,11 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results: how the cache was compressed."""
-        budget = self.llm.budget
+        budget = self.llm.engine.budget
         return {
             "kv_budget": budget.as_dict() | {"capacity": budget.capacity},
-            "max_model_len": self.llm.max_model_len,
-            "model_dtype": str(next(iter(self.llm.prefill.keys)).dtype),
+            "max_model_len": self.llm.engine.max_model_len,
+            "model_dtype": str(self.llm.engine.dtype),
         }
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -268,16 +268,16 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     def _run(self, jobs: Iterable[Job], total: int, what: str, quiet: bool) -> Iterator[tuple[int, RequestOutput]]:
         """Final outputs with the numbers of their jobs, as they come."""
         source = enumerate(jobs)
-        queue = 2 * self.llm.config.slots  # no slot is ever without work, nor are all prompts tokens at a time
+        queue = 2 * self.llm.engine.config.slots  # no slot is ever without work, nor are all prompts tokens at a time
         waiting: dict[str, int] = {}
         try:
             with tqdm(total=total, desc=f"Running {what} requests", disable=quiet) as bar:
                 while True:
                     for number, (prompt, params) in islice(source, queue - len(waiting)):
-                        waiting[self.llm.add_request(prompt, params)] = number
+                        waiting[self.llm.engine.add_request(prompt, params)] = number
                     if not waiting:
                         return
-                    for output in self.llm.step():
+                    for output in self.llm.engine.step():
                         if not output.finished or output.request_id not in waiting:
                             continue
                         number = waiting.pop(output.request_id)
@@ -286,7 +286,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
                         bar.update()
                         yield number, output
         finally:  # an error or an interrupt leaves nothing running
-            self.llm.discard(list(waiting))
+            self.llm.engine.discard(list(waiting))
 
     def _fitting(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """The end of a prompt, if it and its output are too long."""

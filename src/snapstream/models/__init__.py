@@ -1,7 +1,6 @@
 """Models: a Hugging Face checkpoint in, logits out. They know neither caches nor requests."""
 
-from snapstream.models.decoder import DecoderModel
-from snapstream.models.layers import Attend
+from snapstream.models.decoder import Attend, DecoderModel
 from snapstream.models.spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from snapstream.models.weights import load_model, resolve_checkpoint
 

@@ -1,19 +1,26 @@
 """The decoder that all supported models are: blocks of attention and feed-forward between embedding and logits.
 
 Tokens come as one flat row ``[T]``: a chunk of one prompt, or one token of each of ``T`` sequences. What attention
-attends to is the caller's business: it hands over a function that stores this layer's keys and values wherever it
-keeps them and returns the attention output.
+attends to is the caller's business, and so is the order: a block says what goes into attention
+(:meth:`Block.project`) and what follows from its result (:meth:`Block.complete`). :meth:`DecoderModel.forward` goes
+through all layers for the same tokens, as decoding does; prefill takes all tokens through one layer after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
 from torch import Tensor, nn
 
 from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
-from snapstream.models.layers import Attend, FeedForward, Linear, RMSNorm
+from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.llama import GroupedAttention
 from snapstream.models.rope import rope_frequencies, rope_table
 from snapstream.models.spec import ModelSpec
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, query [T, H, D], key [T, N, D], value [T, N, D]) -> [T, H, D]``; queries and keys are rotated."""
 
 
 class Block(nn.Module):
@@ -22,7 +29,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.attention = GroupedAttention(spec, layer) if spec.latent is None else LatentAttention(spec, layer)
+        self.attention = GroupedAttention(spec) if spec.latent is None else LatentAttention(spec)
         self.feed_forward_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
         self.feed_forward: nn.Module
         if spec.experts is not None and layer >= spec.experts.first_layer:
@@ -30,9 +37,23 @@ class Block(nn.Module):
         else:
             self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: Attend) -> Tensor:
-        """Map ``[T, hidden]`` to ``[T, hidden]``."""
-        x = x + self.attention(self.attention_norm(x), cosine, sine, attend)
+    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What goes into attention.
+
+        Args:
+            x: ``[T, hidden]``.
+            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
+            sine: The same.
+
+        Returns:
+            Query ``[T, H, D]``, key and value ``[T, N, D]``; query and key are rotated.
+        """
+        projected: tuple[Tensor, Tensor, Tensor] = self.attention.project(self.attention_norm(x), cosine, sine)
+        return projected
+
+    def complete(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output ``[T, hidden]``, from its input ``[T, hidden]`` and attention's result ``[T, H, D]``."""
+        x = x + self.attention.complete(attended)
         result: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return result
 
@@ -54,25 +75,34 @@ class DecoderModel(nn.Module):
         frequencies, self.rope_scaling = rope_frequencies(spec.source)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
+    @property
+    def layers(self) -> Sequence[Block]:
+        """All blocks, first to last."""
+        return cast(Sequence[Block], self.blocks)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine ``[T, 1, D]`` of true positions, int64 ``[T]``; not of rows of a cache."""
+        return rope_table(positions, self.frequencies, self.rope_scaling, self.embedding.weight.dtype)
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run all layers.
+        """Take tokens through all layers.
 
         Args:
             tokens: int64 ``[T]``.
-            positions: True positions, int64 ``[T]``; not rows of a cache.
+            positions: True positions, int64 ``[T]``.
             attend: Attention over the caller's cache.
 
         Returns:
-            Final hidden states ``[T, hidden]``.
+            Hidden states of the last layer, ``[T, hidden]``.
         """
-        x = self.embedding(tokens)
-        cosine, sine = rope_table(positions, self.frequencies, self.rope_scaling, x.dtype)
-        for block in self.blocks:
-            x = block(x, cosine, sine, attend)
-        result: Tensor = self.norm(x)
-        return result
+        x: Tensor = self.embedding(tokens)
+        cosine, sine = self.rope(positions)
+        for layer, block in enumerate(self.layers):
+            query, key, value = block.project(x, cosine, sine)
+            x = block.complete(x, attend(layer, query, key, value))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map ``[T, hidden]`` to float32 ``[T, vocab]``."""
-        result: Tensor = self.head(hidden).float()
+        """Map hidden states of the last layer, ``[T, hidden]``, to float32 ``[T, vocab]``."""
+        result: Tensor = self.head(self.norm(hidden)).float()
         return result

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from snapstream.kernels.experts import grouped_linear
-from snapstream.models.layers import Attend, FeedForward, Linear, RMSNorm
+from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.rope import rotate, rotate_pairs
 from snapstream.models.spec import ExpertShape, ModelSpec
 
 
 class LatentAttention(nn.Module):
-    """MLA around the attention that the caller provides, with absorbed projections."""
+    """What comes before and after attention itself in MLA, with absorbed projections."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         shape = spec.latent
         assert shape is not None
-        self.layer, self.heads, self.shape = layer, spec.heads, shape
+        self.heads, self.shape = spec.heads, shape
         queries = spec.heads * (shape.nope + shape.rope)
         self.query_down: Linear | None = None
         self.query_norm: RMSNorm | None = None
@@ -40,8 +40,8 @@ class LatentAttention(nn.Module):
         self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
         self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: Attend) -> Tensor:
-        """Map ``[T, hidden]`` to ``[T, hidden]``."""
+    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, the latter as key and as value."""
         shape, tokens = self.shape, x.shape[0]
         turn = rotate_pairs if shape.rope_in_pairs else rotate
         low = x
@@ -52,12 +52,14 @@ class LatentAttention(nn.Module):
         compressed, key = self.latent(x).split((shape.rank, shape.rope), -1)
         key = turn(key[:, None], cosine, sine)
         latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
-        to_key, to_value = self.expand[:, : shape.nope], self.expand[:, shape.nope :]
-        absorbed = torch.bmm(nope.transpose(0, 1), to_key).transpose(0, 1)
-        query = torch.cat((absorbed, turn(rope, cosine, sine)), -1)
-        mixed = attend(self.layer, query, latent, latent)[..., : shape.rank]
+        absorbed = torch.bmm(nope.transpose(0, 1), self.expand[:, : shape.nope]).transpose(0, 1)
+        return torch.cat((absorbed, turn(rope, cosine, sine)), -1), latent, latent
+
+    def complete(self, attended: Tensor) -> Tensor:
+        """Map ``[T, H, D]`` to ``[T, hidden]``; of attended latents, the compressed part is the value."""
+        mixed, to_value = attended[..., : self.shape.rank], self.expand[:, self.shape.nope :]
         value = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
-        result: Tensor = self.output(value.reshape(tokens, -1))
+        result: Tensor = self.output(value.reshape(attended.shape[0], -1))
         return result
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from snapstream.kernels import cpu as cpu_kernels
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, query [T, H, D], key [T, N, D], value [T, N, D]) -> [T, H, D]``; queries and keys are rotated."""
 
 
 class Linear(nn.Linear):

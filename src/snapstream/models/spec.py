@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from snapstream.cache import EntryShape
 from snapstream.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURES = (
@@ -190,14 +191,21 @@ class ModelSpec:
         )
 
     @property
-    def values_in_keys(self) -> bool:
-        """Whether a cache entry's value is the beginning of its key, so that there is nothing else to store."""
-        return self.latent is not None
+    def entry(self) -> EntryShape:
+        """What one token leaves in one layer's cache."""
+        return EntryShape(self.kv_heads, self.head_dim, self.latent is not None)
+
+    @property
+    def layer_parameters(self) -> int:
+        """About how many weights of a layer one token is multiplied with."""
+        inner = self.intermediate_size
+        if self.experts is not None:
+            inner = (self.experts.chosen + self.experts.shared) * self.experts.inner
+        return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * inner)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
-        tensors = 1 if self.values_in_keys else 2
-        return tensors * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        return self.layers * self.entry.nbytes(dtype)
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

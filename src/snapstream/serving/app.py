@@ -35,7 +35,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     """
     metrics = ServerMetrics()
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
-    sessions = SessionStore(llm.config.sessions, settings.session_ttl)
+    sessions = SessionStore(llm.engine.config.sessions, settings.session_ttl)
     reader = PromptReader(llm, settings.template_timeout)
     parts = Parts(llm, settings, driver, reader, sessions, metrics)
     metrics.watch(lambda: operation.gauges(parts))

@@ -67,7 +67,7 @@ class Call:
         reused = 0 if turn is None else turn.reused
         self.log["prompt_tokens"] = reused + sum(len(job.tokens) for job in jobs[:: self.number])
         text_of = self.parts.reader.token_text
-        silent = self.parts.llm.special_tokens if self.body.skip_special_tokens is not False else frozenset()
+        silent = self.parts.llm.engine.special_tokens if self.body.skip_special_tokens is not False else frozenset()
         self.writers = [LogprobWriter(text_of, self._prompt_of(index), silent) for index in range(len(jobs))]
         self.batch = await self.parts.driver.submit(jobs)
         self.log["sequences"] = [generation.name for generation in self.batch.generations]
@@ -140,7 +140,7 @@ class Call:
 
     def _params(self, index: int) -> SamplingParams:
         """Sampling of one answer: what the request says, else what the model's makers propose, else OpenAI's."""
-        body, defaults = self.body, self.parts.llm.sampling_defaults
+        body, defaults = self.body, self.parts.llm.engine.sampling_defaults
         given = {
             name: getattr(body, name) if getattr(body, name) is not None else defaults.get(name, standard)
             for name, standard in (

@@ -67,7 +67,7 @@ class Completions:
             offsets = body.session_id is not None
             return [await self._parts.reader.messages(body.messages, body.chat_template_kwargs, offsets=offsets)]
 
-        limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.max_model_len
+        limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.engine.max_model_len
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         return await self._answer(body, request, read, max_tokens=limit, logprobs=wanted)
 

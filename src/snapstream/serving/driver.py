@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from snapstream.config import SamplingParams
-from snapstream.engine import LLM, RequestOutput, SavedSequence, SlotUse
+from snapstream.engine import LLM, CompressedSequence, RequestOutput, SlotUse
 from snapstream.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class Job:
 
     tokens: Sequence[int]
     params: SamplingParams
-    past: SavedSequence | None = None
-    keep: Callable[[SavedSequence], None] | None = None
+    past: CompressedSequence | None = None
+    keep: Callable[[CompressedSequence], None] | None = None
     asked: float | None = None
 
 
@@ -187,12 +187,12 @@ class EngineDriver:
             listener: For metrics.
             on_death: Called on the event loop when the engine has failed for good.
         """
-        self.llm, self.listener, self.on_death = llm, listener, on_death
-        self.capacity = llm.config.slots + max_queue
+        self.llm, self.engine, self.listener, self.on_death = llm, llm.engine, listener, on_death
+        self.capacity = llm.engine.config.slots + max_queue
         self.draining = False
         self.dead = False
         self.step_started: float | None = None
-        self.snapshot = Snapshot([None] * llm.config.slots, "", 0, 0)
+        self.snapshot = Snapshot([None] * llm.engine.config.slots, "", 0, 0)
         self._names = (f"sequence-{number}" for number in itertools.count())
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._closed = False
@@ -273,7 +273,7 @@ class EngineDriver:
 
         def abort() -> None:
             # What runs is reported by the next step; what was never added would not be.
-            self._tell(self._drop, [name for name in names if not self.llm.abort(name)])
+            self._tell(self._drop, [name for name in names if not self.engine.abort(name)])
 
         if names:
             self._put(_Command(abort, lambda error: None))
@@ -370,7 +370,7 @@ class EngineDriver:
 
     def _retry_after(self) -> int:
         """Seconds until about half of the queue will have gone."""
-        rounds = self.waiting / 2 / self.llm.config.slots
+        rounds = self.waiting / 2 / self.engine.config.slots
         return max(1, min(60, round(rounds * self._seconds_per_sequence)))
 
     def _engine_failed(self, error: BaseException, names: Sequence[str] | None) -> None:
@@ -380,7 +380,7 @@ class EngineDriver:
             if name in self._live:
                 self._live[name][0].fail(EngineError(f"the engine failed: {type(error).__name__}"))
                 self._forget(name)
-        self.snapshot = Snapshot([None] * self.llm.config.slots, "", 0, 0)
+        self.snapshot = Snapshot([None] * self.engine.config.slots, "", 0, 0)
         if names is None:
             self.dead = True
             self.on_death()
@@ -405,16 +405,18 @@ class EngineDriver:
         try:
             for generation in batch.generations:
                 job = generation.job
-                self.llm.add_request(job.tokens, job.params, generation.name, past=job.past, keep=job.keep is not None)
+                self.engine.add_request(
+                    job.tokens, job.params, generation.name, past=job.past, keep=job.keep is not None
+                )
                 added.append(generation.name)
         except Exception:
-            self.llm.discard(added)
+            self.engine.discard(added)
             raise
 
     def _look(self) -> Snapshot:
-        name = self.llm.reading
-        read, length = self.llm.prefill_progress(name) if name is not None else (0, 0)
-        return Snapshot(self.llm.slots(), name or "", read, length)
+        name = self.engine.reading
+        read, length = self.engine.prefill_progress(name) if name is not None else (0, 0)
+        return Snapshot(self.engine.slots(), name or "", read, length)
 
     def _run(self) -> None:
         try:
@@ -434,21 +436,21 @@ class EngineDriver:
         failures = own = 0
         probing = False
         while True:
-            while not self._commands.empty() or not self.llm.busy:
+            while not self._commands.empty() or not self.engine.busy:
                 command = self._commands.get()
                 if command is None:
                     return
                 command.run()
-            names = self.llm.request_ids  # as they are before the step: one that has ended in it has told nobody yet
+            names = self.engine.request_ids  # as they are before the step: one that has ended in it has told nobody yet
             now = self.step_started = time.monotonic()
             try:
-                outputs = self.llm.step()
+                outputs = self.engine.step()
             except Exception as error:
                 failures += 1
                 if failures == MAX_FAILURES:
                     raise
                 logger.exception("the engine failed (%d of %d times)", failures, MAX_FAILURES)
-                self.llm.reset()
+                self.engine.reset()
                 probing = False
                 self._tell(self._engine_failed, error, names)
                 continue
@@ -465,5 +467,5 @@ class EngineDriver:
                         raise RuntimeError(f"a request of one token failed: {output.error}")
             if own >= MAX_FAILURES and not probing:
                 # So many requests have failed by themselves: see whether it is the engine after all.
-                self.llm.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True), _PROBE, first=True)
+                self.engine.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True), _PROBE, first=True)
                 own, probing = 0, True

@@ -74,10 +74,10 @@ def router(parts: Parts) -> APIRouter:
         """What every slot holds, as of the engine's last step."""
         snapshot = driver.snapshot
         return CacheState(
-            budget=llm.budget.as_dict(),
-            capacity=llm.budget.capacity,
-            bytes_per_token=llm.plan.bytes_per_token,
-            max_model_len=llm.max_model_len,
+            budget=llm.engine.budget.as_dict(),
+            capacity=llm.engine.budget.capacity,
+            bytes_per_token=llm.engine.plan.bytes_per_token,
+            max_model_len=llm.engine.max_model_len,
             slots=[
                 SlotState(slot=slot, busy=False) if use is None else SlotState.model_validate(asdict(use))
                 for slot, use in enumerate(snapshot.slots)
@@ -120,7 +120,7 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
     driver, sessions = parts.driver, parts.sessions
     uses = [use for use in driver.snapshot.slots if use is not None and use.busy]
     for name, text, value in (
-        ("slots", "Sequences that can be decoded at a time.", parts.llm.config.slots),
+        ("slots", "Sequences that can be decoded at a time.", parts.llm.engine.config.slots),
         ("slots_busy", "Sequences that are being decoded.", len(uses)),
         ("queue_length", "Sequences whose prompt is not being read yet.", driver.waiting),
         ("sequences_unfinished", "Sequences that wait, are read or are decoded.", driver.unfinished),
@@ -139,4 +139,4 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
 def _memory(llm: LLM) -> dict[str, int]:
     """The engine's memory by purpose, in bytes."""
     parts = ("weights", "slots", "staging", "sessions", "workspace", "metadata")
-    return {part: getattr(llm.plan, part) for part in parts}
+    return {part: getattr(llm.engine.plan, part) for part in parts}

@@ -95,8 +95,8 @@ class PromptReader:
         Raises:
             RequestError: So many do not fit. The engine checks the rest.
         """
-        if len(tokens) >= self._llm.max_model_len:
-            raise RequestError(f"the prompt has {len(tokens)} tokens; at most {self._llm.max_model_len - 1} fit")
+        if len(tokens) >= self._llm.engine.max_model_len:
+            raise RequestError(f"the prompt has {len(tokens)} tokens; at most {self._llm.engine.max_model_len - 1} fit")
         return Prompt(tokens)
 
     async def write(self, function: Callable[[], T]) -> T:

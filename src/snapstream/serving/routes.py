@@ -71,8 +71,8 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
     model = Model(
         id=settings.model_name,
         created=int(time.time()),
-        max_model_len=llm.max_model_len,
-        kv_budget=llm.budget.capacity,
+        max_model_len=llm.engine.max_model_len,
+        kv_budget=llm.engine.budget.capacity,
         chat_template=llm.has_chat_template,
     )
 
@@ -111,7 +111,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         def write() -> bytes:
             tokens = list(prompt.tokens)
             words = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-            answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=llm.max_model_len, token_strs=words)
+            answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=llm.engine.max_model_len, token_strs=words)
             return answer.model_dump_json().encode()
 
         return Response(await reader.write(write), media_type="application/json")
@@ -120,7 +120,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Text:
         """Text of tokens."""
         completions.check_model(body.model)
-        return Text(prompt=await reader.write(lambda: str(llm.tokenizer.decode(llm.tokenize(body.tokens)))))
+        return Text(prompt=await reader.write(lambda: str(llm.tokenizer.decode(llm.engine.tokenize(body.tokens)))))
 
     @routes.delete("/v1/sessions/{name}", tags=["Sessions"])
     async def forget(name: str, request: Request) -> Deleted:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from snapstream.engine import SavedSequence
+from snapstream.engine import CompressedSequence
 from snapstream.serving.prompts import Prompt
 
 Key = tuple[str, str]
@@ -26,7 +26,7 @@ class Session:
         text: What the cache was made from; ``None`` if the prompt came as token ids.
     """
 
-    saved: SavedSequence
+    saved: CompressedSequence
     text: str | None
 
     def rest_of(self, prompt: Prompt) -> Sequence[int] | str:
@@ -121,4 +121,4 @@ class SessionStore:
     @property
     def bytes(self) -> int:
         """Memory of all caches that are kept."""
-        return sum(session.saved.bytes for session in self._all())
+        return sum(session.saved.nbytes for session in self._all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from snapstream.engine import SavedSequence
+from snapstream.engine import CompressedSequence
 from snapstream.serving.errors import ApiError
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.sessions import Key, Session, SessionBusyError, SessionStore
@@ -40,7 +40,7 @@ class Turn:
         self._reason: str | None = None
         self._read = 0
         self._ended = self._kept = False
-        self.past: SavedSequence | None = None
+        self.past: CompressedSequence | None = None
 
     @property
     def reused(self) -> int:
@@ -62,7 +62,7 @@ class Turn:
         self._read = len(tokens)
         return tokens
 
-    def keep(self, saved: SavedSequence) -> None:
+    def keep(self, saved: CompressedSequence) -> None:
         """Leave a cache for the next turn; too late if the turn has ended."""
         if not self._ended:
             assert self._prompt is not None

@@ -1,4 +1,4 @@
-"""The plugin in a real vLLM: tokens against two references, blocks against what the plan says."""
+"""The plugin in a real vLLM: tokens against two references, blocks against what the layout says."""
 
 from dataclasses import replace
 
@@ -225,7 +225,7 @@ def test_aborted_requests_give_everything_back(llama, prompts, expected):
 
         got = run_by_hand(llm, prompts, sampling(100), abort)
         assert free_blocks(llm) == before
-        assert not manager.plans
+        assert not manager.layouts
         assert not manager.req_to_blocks
     assert [got[2], got[5]] == [expected[2], expected[5]]
 

@@ -126,7 +126,7 @@ def test_a_preempted_request_is_planned_anew(generation):
     )
     (window,) = made.execute_model(back).windows
     assert window.last
-    assert window.plan.prompt.length == 52
+    assert window.layout.prompt.length == 52
 
 
 @pytest.mark.parametrize("generation", [1, 2])

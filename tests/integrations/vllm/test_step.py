@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapstream.config import CacheBudget
-from snapstream.integrations.vllm.pages import blocks_for, plan_pages
+from snapstream.integrations.vllm.pages import blocks_for, lay_out_pages
 from snapstream.integrations.vllm.step import Sequences
 
 
@@ -32,11 +32,11 @@ BUDGET = CacheBudget(sink=3, recent=20, top_k=9, window=6)
 def batch(rng, manager, kernel, budget):
     """Random requests in random phases: ids, computed, scheduled, block table in the kernel's blocks."""
     sequences = Sequences(budget, manager, shares=rng.random() < 0.5)
-    rows, computed, scheduled, plans = [], [], [], []
+    rows, computed, scheduled, layouts = [], [], [], []
     for number in range(rng.randrange(1, 7)):
         length = rng.randrange(1, 120)
         sequences.admit(f"r{number}", length, length, None)
-        plans.append(plan_pages(length, budget, manager, shares=sequences.shares))
+        layouts.append(lay_out_pages(length, budget, manager, shares=sequences.shares))
         if rng.random() < 0.5:
             computed.append(rng.randrange(length))
             scheduled.append(rng.randrange(1, length - computed[-1] + 1))
@@ -46,7 +46,7 @@ def batch(rng, manager, kernel, budget):
         rows.append(f"r{number}")
     width = 80 * manager // kernel
     ids = torch.tensor(rng.sample(range(1, 10_000), len(rows) * width), dtype=torch.int32).view(len(rows), width)
-    return sequences, rows, np.array(computed, np.int32), np.array(scheduled, np.int32), plans, ids
+    return sequences, rows, np.array(computed, np.int32), np.array(scheduled, np.int32), layouts, ids
 
 
 def address(row, token, size):
@@ -59,7 +59,7 @@ def test_equals_the_life_of_each_sequence(manager, kernel, ring):
     rng = random.Random(manager * 100 + kernel)
     budget = CacheBudget(**(BUDGET.as_dict() | {"ring": ring}))
     for _ in range(60):
-        sequences, rows, computed, scheduled, plans, table = batch(rng, manager, kernel, budget)
+        sequences, rows, computed, scheduled, layouts, table = batch(rng, manager, kernel, budget)
         sequences.begin(rows, computed, scheduled)
         total = int(scheduled.sum())
         after = torch.from_numpy(computed + scheduled)
@@ -77,8 +77,8 @@ def test_equals_the_life_of_each_sequence(manager, kernel, ring):
         assert torch.equal(old.seq_lens, after)  # vLLM's own buffers stay as they are
         assert torch.equal(old.block_table_tensor, table)
         start, lengths = 0, []
-        for row, plan in enumerate(plans):
-            prompt, front = plan.prompt, plan.front_blocks * manager if plan.has_moved(computed[row]) else 0
+        for row, layout in enumerate(layouts):
+            prompt, front = layout.prompt, layout.front_blocks * manager if layout.has_moved(computed[row]) else 0
             if computed[row] < prompt.length:  # prefill: untouched
                 lengths.append(int(after[row]))
                 assert torch.equal(new.block_table_tensor[row], table[row])
@@ -97,7 +97,7 @@ def test_equals_the_life_of_each_sequence(manager, kernel, ring):
             start += scheduled[row]
         assert new.seq_lens.tolist() == lengths
         assert new.max_seq_len == max(lengths)
-        if (computed >= [p.prompt.length for p in plans]).any():
+        if (computed >= [p.prompt.length for p in layouts]).any():
             assert new.seq_lens_cpu_upper_bound.tolist() == new._seq_lens_cpu.tolist() == lengths
             assert (new._num_computed_tokens_cpu == torch.tensor(lengths) - torch.from_numpy(scheduled)).all()
             assert new._num_computed_tokens_cache is None
@@ -111,7 +111,7 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
         length = rng.randrange(33, 120)
         sequences = Sequences(BUDGET, manager, shares=True)
         sequences.admit("r", length, length, None)
-        plan = plan_pages(length, BUDGET, manager, shares=True)
+        layout = lay_out_pages(length, BUDGET, manager, shares=True)
         table = torch.tensor([rng.sample(range(1, 999), 40)], dtype=torch.int32)
         seen, computed = [], rng.randrange(length - BUDGET.window + 1)
         while computed < length:
@@ -127,8 +127,8 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
                 if window.last:
                     target = sequences.step.targets["r"]
                     assert target.blocks.tolist() == table[0, : blocks_for(length, kernel)].tolist()
-                    front = plan.front_blocks * manager
-                    want = [address(table[0], front + entry, kernel) for entry in range(plan.prompt.limit)]
+                    front = layout.front_blocks * manager
+                    want = [address(table[0], front + entry, kernel) for entry in range(layout.prompt.limit)]
                     assert target.slots.tolist() == want
             computed += size
         assert seen == list(range(length - BUDGET.window, length))
@@ -144,8 +144,8 @@ def test_requests_come_back_longer_and_with_their_own_budget():
     sequences.pause(["r"])
     sequences.resume("r", 7)
     sequences.begin(["r"], np.array([40]), np.array([17]))
-    assert [window.plan.prompt.length for window in sequences.step.windows] == [57]
-    assert sequences.step.windows[0].plan.budget.capacity == 30
+    assert [window.layout.prompt.length for window in sequences.step.windows] == [57]
+    assert sequences.step.windows[0].layout.budget.capacity == 30
     sequences.end()
     assert sequences.step is None
     sequences.forget(["r", "unknown"])

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin, StaticSlidingWindowLayer
 
-from snapstream.compression import PlanTensors, choose_entries, next_slot, plan_prompt, plan_tensors
-from snapstream.config import CacheBudget
+from snapstream.compression import LayoutTensors, choose_entries, lay_out, layout_tensors, next_slot
+from snapstream.config import CacheBudget, LayerPrompt
+from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
 
 
@@ -52,7 +53,7 @@ class _Prompt:
     real: Tensor | None = None
     tail: Tensor | None = None
     chosen: Tensor | None = None
-    layout: PlanTensors | None = None
+    layout: LayoutTensors | None = None
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
@@ -123,7 +124,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
         with torch.inference_mode(False):  # what is made inside could not be written to outside
             self.keys, self.values = entries(key_states), entries(value_states)
-            start = plan_tensors([plan_prompt(1, self.budget)] * key_states.shape[0], self.device)
+            start = layout_tensors([lay_out(1, self.budget)] * key_states.shape[0], self.device)
             self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
             self.padding = torch.zeros_like(start.count)
             self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -281,34 +282,43 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     def _choose(self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, scale: float) -> None:
         """Decide which tokens would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
-        before = F.pad(query[:, :, :0], (0, 0, budget.window, 0)) if prompt.tail is None else prompt.tail
-        queries = torch.cat((before, query), 2)
+        keeps_all = budget.policy.queries == ALL
+        if prompt.tail is None:
+            prompt.tail = F.pad(query[:, :, :0], (0, 0, 0 if keeps_all else budget.window, 0))
+        queries = torch.cat((prompt.tail, query), 2)
         if fresh is not None:  # the last real ones, in order
-            flags = F.pad(fresh.int(), (budget.window, 0), value=1)
+            flags = F.pad(fresh.int(), (prompt.tail.shape[2], 0), value=1)
             queries = _take(queries, flags.sort(dim=1, stable=True).indices[:, None])
-        prompt.tail = queries[:, :, -budget.window :]
+        prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
         real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
-        plans = [plan_prompt(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
-        prompt.layout = layout = plan_tensors(plans, key.device)
+        layouts = [lay_out(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
+        prompt.layout = layout = layout_tensors(layouts, key.device)
         # Where the real tokens are, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
-        if any(plan.dropped for plan in plans):
-            chosen = choose_entries(
+        if any(one.dropped for one in layouts):
+            shown = LayerPrompt(
                 prompt.tail,
                 key if order is None else _take(key, order),
+                self._values_shown(prompt, order),
                 layout,
-                budget,
-                scale=scale,
-                layer=self.index,
-                combine=_mean_of_heads if self.latent else None,
+                budget.sink,
+                scale,
+                self.index,
             )
+            chosen = choose_entries(shown, budget, combine=_mean_of_heads if self.latent else None)
             chosen = chosen[:, :1] if self.latent else chosen
         else:
             entry = torch.arange(budget.capacity, device=key.device)
             chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
         chosen = chosen.clamp(min=0)
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
+
+    def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
+        """Values of the real tokens, in order, for a policy that looks at them."""
+        if not self.budget.policy.needs_values:
+            return None
+        return prompt.values if order is None else _take(prompt.values, order)
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -352,7 +362,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen.zero_()
         if self.is_initialized:
             self.padding.zero_()
-            start = plan_prompt(1, self.budget)
+            start = lay_out(1, self.budget)
             self.base.fill_(start.base)
             self.limit.fill_(start.limit)
             self.count.zero_()

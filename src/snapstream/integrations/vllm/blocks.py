@@ -1,6 +1,6 @@
 """What vLLM's block manager has to know: how long a request's row is, and which blocks it gives back when.
 
-The specs say which manager a KV cache group gets; the manager turns tokens into blocks by the plan of
+The specs say which manager a KV cache group gets; the manager turns tokens into blocks by the layout of
 :mod:`~snapstream.integrations.vllm.pages`, and otherwise stays vLLM's own.
 """
 
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.pages import PagePlan, blocks_for, plan_pages
+from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
 from snapstream.integrations.vllm.settings import granted_budget
 
 
@@ -78,64 +78,64 @@ def budgeted(name: str, spec: Any, budget: CacheBudget) -> Any:
 
 
 class SnapStreamBlockManager(FullAttentionManager):
-    """vLLM's manager of full attention, with rows as long as a :class:`PagePlan` says.
+    """vLLM's manager of full attention, with rows as long as a :class:`PageLayout` says.
 
     Attributes:
-        plans: Plan of each request that holds blocks, or is about to.
+        layouts: Of each request that holds blocks, or is about to.
         counters: What compression has done so far, in the order of ``metrics.COUNTERS``: prompts compressed, tokens
             dropped, blocks given back.
     """
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.plans: dict[str, PagePlan] = {}
+        self.layouts: dict[str, PageLayout] = {}
         self.counters = (0, 0, 0)
 
-    def plan(self, request: Any) -> PagePlan:
-        """The plan of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
+    def layout(self, request: Any) -> PageLayout:
+        """The layout of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
         if not self.req_to_blocks.get(request.request_id):
             budget = granted_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
-            plan = plan_pages(request.num_tokens, budget, self.block_size, shares=self.enable_caching)
-            self.plans[request.request_id] = plan
-        return self.plans[request.request_id]
+            layout = lay_out_pages(request.num_tokens, budget, self.block_size, shares=self.enable_caching)
+            self.layouts[request.request_id] = layout
+        return self.layouts[request.request_id]
 
     def reusable_tokens(self, request: Any) -> int:
         """Whole blocks' worth of tokens at the start that ``request`` may take from the prefix cache."""
-        return max(0, self.plan(request).reusable()) // self.block_size * self.block_size
+        return max(0, self.layout(request).reusable()) // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks that ``num_tokens`` computed tokens need beyond those held."""
         return super().get_num_blocks_to_allocate(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Lengthen the row to what the plan says for ``num_tokens`` computed tokens."""
-        plan = self.plans[request_id]
-        is_longer = plan.blocks(num_tokens) > len(self.req_to_blocks.get(request_id, ()))
-        if plan.compressed and plan.has_moved(num_tokens) and is_longer:  # for the last time
+        """Lengthen the row to what the layout says for ``num_tokens`` computed tokens."""
+        layout = self.layouts[request_id]
+        is_longer = layout.blocks(num_tokens) > len(self.req_to_blocks.get(request_id, ()))
+        if layout.compressed and layout.has_moved(num_tokens) and is_longer:  # for the last time
             prompts, dropped, blocks = self.counters
-            self.counters = (prompts + 1, dropped + plan.prompt.dropped, blocks + plan.front_blocks)
+            self.counters = (prompts + 1, dropped + layout.prompt.dropped, blocks + layout.front_blocks)
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish the blocks that will never change; the copy, where the ring turns, stays private."""
-        super().cache_blocks(request, self.plans[request.request_id].shareable(num_tokens), *args, **kwargs)
+        super().cache_blocks(request, self.layouts[request.request_id].shareable(num_tokens), *args, **kwargs)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Give the front of the row back once the step that copied it has run."""
-        plan = self.plans.get(request_id)
-        if plan is not None and plan.has_moved(processed_computed_tokens):  # does nothing the second time
-            self._remove_blocks_in_range(request_id, 0, plan.front_blocks)
+        layout = self.layouts.get(request_id)
+        if layout is not None and layout.has_moved(processed_computed_tokens):  # does nothing the second time
+            self._remove_blocks_in_range(request_id, 0, layout.front_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[Any]:
         """Forget the request and hand its blocks over."""
-        self.plans.pop(request_id, None)
+        self.layouts.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def _row_tokens(self, request_id: str, num_tokens: int) -> int:
-        """``num_tokens`` as a number that vLLM's own arithmetic turns into the row length of the plan."""
-        return self.plans[request_id].blocks(num_tokens) * self.block_size
+        """``num_tokens`` as a number that vLLM's own arithmetic turns into the row length of the layout."""
+        return self.layouts[request_id].blocks(num_tokens) * self.block_size
 
 
 def register_specs() -> None:

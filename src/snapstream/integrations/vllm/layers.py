@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from snapstream.compression import choose_entries
+from snapstream.config import LayerPrompt
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.paged import PagedCache
 from snapstream.integrations.vllm.step import Sequences, Window
+
+_ALIKE = ("snapstream", "sage-kv", "streaming", "full")
+"""Policies that treat all layers alike; names of layers need not have a number then."""
 
 
 class LayerCompressor:
@@ -22,7 +26,7 @@ class LayerCompressor:
 
     Args:
         name: The layer's name in the model.
-        index: Its number; only ``random`` selection uses it.
+        index: Its number, for policies that differ from layer to layer.
         layer: vLLM's attention layer.
         sequences: What the worker knows of its requests.
         heads_total: KV heads of the whole model, over all tensor-parallel ranks.
@@ -63,25 +67,29 @@ class LayerCompressor:
 
     def _copy_out(self, queries: Tensor, cache: Tensor, window: Window) -> None:
         """Copy a sequence into its own blocks: of a prompt over its budget what the queries ``[W, H, D]`` choose."""
-        step, paged, plan = self.sequences.step, self.cache, window.plan
+        step, paged, layout = self.sequences.step, self.cache, window.layout
         assert step is not None
         assert paged is not None
         target = step.targets[window.request_id]
         pages = paged.read_pages(cache, target.blocks)
-        keys = paged.keys(pages, plan.moves_at or 0)
-        if plan.compressed:
-            chosen = choose_entries(
+        keys = paged.keys(pages, layout.moves_at or 0)
+        if layout.compressed:
+            values = None
+            if layout.budget.policy.needs_values and not paged.latent:
+                everything = torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[0], -1)
+                values = paged.values(pages, everything)[None]
+            prompt = LayerPrompt(
                 queries.transpose(0, 1)[None],
                 keys[None],
-                target.plan,
-                plan.budget,
-                scale=float(self.layer.impl.scale),
-                layer=self.index,
-                combine=self._combine,
+                keys[None] if paged.latent else values,
+                target.layout,
+                layout.budget.sink,
+                float(self.layer.impl.scale),
+                self.index,
             )
-            positions = chosen[0, :, : plan.prompt.limit]
+            positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
         else:
-            positions = torch.arange(plan.prompt.limit, device=keys.device).expand(keys.shape[0], -1)
+            positions = torch.arange(layout.prompt.limit, device=keys.device).expand(keys.shape[0], -1)
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
         values = None if paged.latent else paged.values(pages, positions)
         paged.write(cache, kept, values, target.slots)
@@ -139,7 +147,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
         is_latent = isinstance(layer, MLAAttention)
         _check_layer(name, layer, 1 if is_latent else heads_here)
-        index = extract_layer_index(name) if sequences.budget.selection == "random" else 0
+        index = 0 if sequences.budget.policy.name in _ALIKE else extract_layer_index(name)
         compressor = LayerCompressor(name, index, layer, sequences, 1 if is_latent else heads_total)
         if is_latent:
             layer.__class__ = _compressing_latent_layer(type(layer))

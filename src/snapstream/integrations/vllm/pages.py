@@ -13,19 +13,19 @@ A prompt that fits is not compressed. It grows in its own blocks until the cache
 With prefix caching that must not happen in blocks that others read, so a full cache is copied out in the same way;
 without, it turns where it is.
 
-Scheduler and worker compute the same plan from the same numbers, so no message passes between them.
+Scheduler and worker compute the same layout from the same numbers, so no message passes between them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from snapstream.compression.layout import PromptPlan, plan_prompt
+from snapstream.compression.layout import Layout, lay_out
 from snapstream.config import CacheBudget
 
 
 @dataclass(frozen=True)
-class PagePlan:
+class PageLayout:
     """The blocks of one sequence.
 
     Attributes:
@@ -36,7 +36,7 @@ class PagePlan:
         shares: Whether prefix caching may share the sequence's blocks.
     """
 
-    prompt: PromptPlan
+    prompt: Layout
     budget: CacheBudget
     block_size: int
     shares: bool
@@ -82,9 +82,9 @@ class PagePlan:
         return self.prompt.length - (self.budget.window if self.compressed else 1)
 
 
-def plan_pages(length: int, budget: CacheBudget, block_size: int, *, shares: bool) -> PagePlan:
+def lay_out_pages(length: int, budget: CacheBudget, block_size: int, *, shares: bool) -> PageLayout:
     """Plan the blocks of a sequence with ``length`` known tokens (1 or more)."""
-    return PagePlan(plan_prompt(length, budget), budget, block_size, shares)
+    return PageLayout(lay_out(length, budget), budget, block_size, shares)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

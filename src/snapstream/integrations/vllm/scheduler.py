@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.snapstream")
 
 
 class SnapStreamKVCacheManager(KVCacheManager):
-    """vLLM's facade; plans every request, and limits what it may take from the prefix cache."""
+    """vLLM's facade; lays out every request, and limits what it may take from the prefix cache."""
 
     @property
     def snapstream(self) -> SnapStreamBlockManager:
@@ -40,7 +40,7 @@ class SnapStreamKVCacheManager(KVCacheManager):
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Blocks for the next tokens of ``request``."""
-        self.snapstream.plan(request)
+        self.snapstream.layout(request)
         return super().allocate_slots(request, *args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapstream.config import CacheBudget
+from snapstream.config.policy import ALL
 from snapstream.errors import ConfigurationError, RequestError
 
 ENVIRONMENT = "SNAPSTREAM_BUDGET"
@@ -113,8 +114,12 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
         (parallel.use_ubatching, "microbatches; leave --enable-dbo and --ubatch-size out"),
         (getattr(model, "is_diffusion", False), "a diffusion model; only autoregressive models are supported"),
         (
-            budget.selection == "random" and tensor_parallel > 1,
+            budget.policy.name == "random" and tensor_parallel > 1,
             "random selection with tensor parallelism; each rank would choose for its heads alone",
+        ),
+        (
+            budget.policy.queries == ALL,
+            f"the policy {budget.policy.name}, which looks at all queries of a prompt; only the last are kept here",
         ),
         (
             config.scheduler_config.scheduler_cls is not None,

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from snapstream.compression.layout import PlanTensors, next_slot, plan_tensors
+from snapstream.compression.layout import LayoutTensors, layout_tensors, next_slot
 from snapstream.config import CacheBudget
-from snapstream.integrations.vllm.pages import PagePlan, blocks_for, plan_pages
+from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
 from snapstream.integrations.vllm.settings import granted_budget
 
 _NEVER = 2**62
@@ -28,7 +28,7 @@ class Window(NamedTuple):
 
     Attributes:
         request_id: Whose.
-        plan: Its blocks.
+        layout: Its blocks.
         row: Its row in the batch.
         start: First query token of the part, an index into the batch's tokens.
         stop: One past the last.
@@ -36,7 +36,7 @@ class Window(NamedTuple):
     """
 
     request_id: str
-    plan: PagePlan
+    layout: PageLayout
     row: int
     start: int
     stop: int
@@ -49,12 +49,12 @@ class Target(NamedTuple):
     Attributes:
         blocks: Block ids of what is copied from, int64 ``[blocks]``.
         slots: Slot of every kept entry, int64 ``[limit]``.
-        plan: The layout, as tensors of shape ``[1]``.
+        layout: The layout, as tensors of shape ``[1]``.
     """
 
     blocks: Tensor
     slots: Tensor
-    plan: PlanTensors
+    layout: LayoutTensors
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Step:
         table = metadata.block_table_tensor
         for window in self.windows:
             if window.last and window.request_id not in self.targets:
-                self.targets[window.request_id] = _target(table[window.row], window.plan, block_size, parts)
+                self.targets[window.request_id] = _target(table[window.row], window.layout, block_size, parts)
         if not len(self.rows):
             return metadata
         device = table.device
@@ -156,7 +156,7 @@ class Sequences:
         self.step: Step | None = None
         self.on_forget: list[Callable[[str], None]] = []
         self._prompts: dict[str, tuple[int, CacheBudget]] = {}
-        self._plans: dict[str, PagePlan] = {}
+        self._layouts: dict[str, PageLayout] = {}
 
     def admit(self, request_id: str, prompt: int, known: int, extra_args: Mapping[str, Any] | None) -> None:
         """A request starts its prefill.
@@ -169,17 +169,17 @@ class Sequences:
         """
         self.pause([request_id])
         self._prompts[request_id] = (prompt, granted_budget(self.budget, extra_args))
-        self._plan(request_id, known)
+        self._lay_out(request_id, known)
 
     def resume(self, request_id: str, generated: int) -> None:
         """A preempted request starts its prefill again, over its prompt and ``generated`` tokens."""
         self.pause([request_id])
-        self._plan(request_id, self._prompts[request_id][0] + generated)
+        self._lay_out(request_id, self._prompts[request_id][0] + generated)
 
     def pause(self, request_ids: Iterable[str]) -> None:
         """Requests lose their blocks, so what was kept of their windows is worthless."""
         for request_id in request_ids:
-            self._plans.pop(request_id, None)
+            self._layouts.pop(request_id, None)
             for forget in self.on_forget:
                 forget(request_id)
 
@@ -197,11 +197,11 @@ class Sequences:
             computed: Tokens of each row computed before this step.
             scheduled: Tokens of each row computed in it.
         """
-        plans = [self._plans[request_id] for request_id in request_ids]
+        layouts = [self._layouts[request_id] for request_id in request_ids]
         length, base, limit, front, moves_at, window = np.array(
             [
                 (p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER, p.budget.window)
-                for p in plans
+                for p in layouts
             ],
             dtype=np.int64,
         ).T
@@ -220,7 +220,7 @@ class Sequences:
             shift=torch.from_numpy(np.where(computed >= moves_at, front, 0))[rows],
             longest_other=int((computed + scheduled)[~decoding].max(initial=0)),
             windows=[
-                _window(request_ids[row], plans[row], row, int(starts[row]), int(stops[row]), int(computed[row]))
+                _window(request_ids[row], layouts[row], row, int(starts[row]), int(stops[row]), int(computed[row]))
                 for row in np.flatnonzero(
                     (computed < moves_at) & (computed + scheduled > moves_at - np.where(length > limit, window, 1))
                 ).tolist()
@@ -232,22 +232,22 @@ class Sequences:
         """The step is over; dummy runs between steps see none."""
         self.step = None
 
-    def _plan(self, request_id: str, length: int) -> None:
+    def _lay_out(self, request_id: str, length: int) -> None:
         budget = self._prompts[request_id][1]
-        self._plans[request_id] = plan_pages(length, budget, self.block_size, shares=self.shares)
+        self._layouts[request_id] = lay_out_pages(length, budget, self.block_size, shares=self.shares)
 
 
-def _window(request_id: str, plan: PagePlan, row: int, start: int, stop: int, computed: int) -> Window:
+def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int, computed: int) -> Window:
     """What one row computes in this step of what will be copied out."""
-    if not plan.compressed:
-        return Window(request_id, plan, row, stop, stop, True)
-    ahead = max(0, plan.prompt.length - plan.budget.window - computed)
-    return Window(request_id, plan, row, start + ahead, stop, plan.has_moved(computed + stop - start))
+    if not layout.compressed:
+        return Window(request_id, layout, row, stop, stop, True)
+    ahead = max(0, layout.prompt.length - layout.budget.window - computed)
+    return Window(request_id, layout, row, start + ahead, stop, layout.has_moved(computed + stop - start))
 
 
-def _target(row: Tensor, plan: PagePlan, block_size: int, parts: int) -> Target:
+def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Target:
     """Find a sequence and the place for its copy in its row of the block table."""
-    source = row[: blocks_for(plan.moves_at or 0, block_size)].to(torch.int64)
-    entry = torch.arange(plan.prompt.limit, device=row.device)
-    block = row[plan.front_blocks * parts + entry // block_size].to(torch.int64)
-    return Target(source, block * block_size + entry % block_size, plan_tensors([plan.prompt], row.device))
+    source = row[: blocks_for(layout.moves_at or 0, block_size)].to(torch.int64)
+    entry = torch.arange(layout.prompt.limit, device=row.device)
+    block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)
+    return Target(source, block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device))

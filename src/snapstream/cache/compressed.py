@@ -1,0 +1,217 @@
+"""One sequence's compressed cache outside of any slot: between two turns, on its way to a slot, or in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapstream.cache.layer import EntryShape, LayerCache
+from snapstream.compression import Layout
+from snapstream.errors import CacheFileError
+
+_FORMAT = "snapstream-sequence-1"
+
+
+@dataclass(frozen=True)
+class CompressedSequence:
+    """What prefill hands to decode, and what a next turn continues from.
+
+    Keys are rotated, so entries can be put anywhere: decoding goes on with them as they are, and a next turn reads them
+    as the beginning of its prompt, oldest first, and compresses all of it at its end. ``E`` is the number of entries.
+
+    Attributes:
+        layers: Per layer, a cache of one row, ``[1, N, E, D]``; more entries than ``layout.count`` mean nothing.
+        positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``; empty if nobody
+            asked for them.
+        layout: Where the ring is, and how many entries are in use.
+        tokens: All tokens of the conversation that the cache was made from, kept or dropped.
+        logits: Of the last of them, float32 ``[1, vocab]``: what the next one is drawn from. ``None`` after an answer,
+            whose last token has not been read.
+        answer: Text of the last turn's output as far as it is in ``tokens``.
+    """
+
+    layers: Sequence[LayerCache]
+    positions: Sequence[Tensor]
+    layout: Layout
+    tokens: tuple[int, ...]
+    logits: Tensor | None = None
+    answer: str = ""
+
+    @property
+    def entries(self) -> int:
+        """Entries in use per layer and KV head."""
+        return self.layout.count
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        logits = 0 if self.logits is None else self.logits.nbytes
+        return sum(one.nbytes for one in self.layers) + sum(one.nbytes for one in self.positions) + logits
+
+    def true_positions(self, positions: Tensor, layer: int) -> Tensor:
+        """Positions in the conversation of entries of a prompt that begins with this cache.
+
+        Args:
+            positions: Of one layer, counted from the cache's first entry, int64 ``[N, C]``.
+            layer: Which.
+        """
+        mine = self.positions[layer].to(torch.int64)
+        looked_up = mine.gather(1, positions.clamp(0, self.entries - 1))
+        return torch.where(positions < self.entries, looked_up, positions - self.entries + len(self.tokens))
+
+    def check_integrity(self) -> None:
+        """See that the cache is what its layout says; for tests.
+
+        Raises:
+            AssertionError: It is not.
+        """
+        layout = self.layout
+        assert 0 <= layout.base <= layout.limit
+        assert 1 <= layout.count <= layout.limit
+        assert layout.count <= len(self.tokens)
+        assert all(one.rows == 1 and one.entries >= layout.count for one in self.layers)
+        for layer, positions in zip(self.layers, self.positions, strict=False):
+            assert bool(torch.isfinite(layer.keys[:, :, : layout.count].float()).all())
+            assert positions.shape[1] == layout.count
+            assert bool((positions[:, 1:] > positions[:, :-1]).all()), "entries are not in the order of the text"
+            assert int(positions[:, -1].max()) < len(self.tokens)
+
+    def save(self, path: str | Path, *, model: str) -> None:
+        """Write the sequence to a file; whatever was there is replaced in one step, or not at all.
+
+        Args:
+            path: The file, in the format of safetensors.
+            model: Fingerprint of the model and tokenizer that made it, see
+                :func:`~snapstream.models.fingerprint.fingerprint`.
+
+        Raises:
+            CacheFileError: It could not be written.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in self._named()}
+        described = {
+            "format": _FORMAT,
+            "model": model,
+            "layout": asdict(self.layout),
+            "latent": self.layers[0].stored == 1,
+            "answer": self.answer,
+            "digest": _digest(tensors),
+        }
+        target = Path(path)
+        try:
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            os.close(handle)
+            try:
+                save_file(tensors, name, {"snapstream": json.dumps(described)})
+                os.replace(name, target)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise CacheFileError(f"{target} could not be written: {error}") from error
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        model: str,
+        shape: EntryShape,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> CompressedSequence:
+        """Read a sequence that :meth:`save` wrote.
+
+        Args:
+            path: The file.
+            model: Fingerprint of the model that is to go on with it.
+            shape: Of this model's cache.
+            layers: The same.
+            dtype: The same.
+            device: Where to put it.
+
+        Raises:
+            CacheFileError: Not such a file, a damaged one, or one of another model.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                described = json.loads((file.metadata() or {}).get("snapstream", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CacheFileError(f"{path} could not be read: {error}") from error
+        try:
+            return cls._from(Path(path), described, tensors, model, shape, layers, dtype, torch.device(device))
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+            raise CacheFileError(f"{path} is damaged, or of another version of SnapStream: {error!r}") from error
+
+    @classmethod
+    def _from(
+        cls,
+        path: Path,
+        described: dict[str, Any],
+        tensors: dict[str, Tensor],
+        model: str,
+        shape: EntryShape,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> CompressedSequence:
+        if described.get("format") != _FORMAT:
+            raise CacheFileError(f"{path} is no compressed sequence of this version of SnapStream")
+        if described["digest"] != _digest(tensors):
+            raise CacheFileError(f"{path} is damaged: its contents are not what was written")
+        if described["model"] != model:
+            raise CacheFileError(f"{path} was made by another model or tokenizer; read its text with this one instead")
+        caches = []
+        for layer in range(layers):
+            stored = [tensors[f"layer.{layer}.{part}"] for part in range(1 if shape.latent else 2)]
+            if stored[0].dtype != dtype:
+                raise CacheFileError(f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run in that dtype")
+            caches.append(shape.of([tensor.to(device) for tensor in stored]))
+        names = [f"positions.{layer}" for layer in range(layers)]
+        positions = [tensors[name].to(device) for name in names if name in tensors]
+        logits = tensors.get("logits")
+        sequence = cls(
+            caches,
+            positions,
+            Layout(**described["layout"]),
+            tuple(tensors["tokens"].tolist()),
+            None if logits is None else logits.to(device),
+            str(described["answer"]),
+        )
+        sequence.check_integrity()
+        return sequence
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, by the names they have in a file; entries that mean nothing are left out."""
+        for layer, cache in enumerate(self.layers):
+            for part, tensor in enumerate(cache.tensors):
+                yield f"layer.{layer}.{part}", tensor[:, :, : self.entries]
+        for layer, positions in enumerate(self.positions):
+            yield f"positions.{layer}", positions
+        yield "tokens", torch.tensor(self.tokens, dtype=torch.int64)
+        if self.logits is not None:
+            yield "logits", self.logits
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of all tensors: safetensors itself would not notice a flipped bit."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

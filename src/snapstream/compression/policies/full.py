@@ -1,0 +1,15 @@
+"""``full``: nothing is dropped while a sequence fits its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snapstream.compression.policies.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class Full(Streaming):
+    """What fits is kept; of what does not, sinks and recent tokens are."""
+
+    name: ClassVar[str] = "full"

@@ -1,0 +1,45 @@
+"""``random``: a random choice in place of the voted one, as a baseline at equal budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapstream.compression.scoring import random_votes
+from snapstream.config.checks import require_integer
+from snapstream.config.policy import LayerPrompt, Policy
+
+
+@dataclass(frozen=True)
+class RandomVotes(Policy):
+    """Uniform votes, each layer and KV head with its own.
+
+    Attributes:
+        seed: Makes the choice repeatable.
+    """
+
+    name: ClassVar[str] = "random"
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the seed.
+
+        Raises:
+            ConfigurationError: It is no whole number.
+        """
+        require_integer("cache budget: seed", self.seed)
+
+    @property
+    def queries(self) -> int:
+        """See :attr:`Policy.queries`."""
+        return 0
+
+    def votes(self, prompt: LayerPrompt) -> Tensor:
+        """See :meth:`Policy.votes`."""
+        heads, length = prompt.keys.shape[1:3]
+        seed = torch.as_tensor(prompt.layer, device=prompt.keys.device) * 7_919 + self.seed
+        return random_votes(heads, length, seed=seed).expand(len(prompt.keys), -1, -1)

@@ -1,0 +1,21 @@
+"""What a user can set: the cache of a sequence, the sampling of a request, the engine."""
+
+from snapstream.config.budget import MIN_CAPACITY, CacheBudget, Ring
+from snapstream.config.engine import EngineConfig
+from snapstream.config.policy import WINDOW, LayerPrompt, Normalize, Policy, Pooling, make_policy, policy_names
+from snapstream.config.sampling import SamplingParams
+
+__all__ = [
+    "MIN_CAPACITY",
+    "WINDOW",
+    "CacheBudget",
+    "EngineConfig",
+    "LayerPrompt",
+    "Normalize",
+    "Policy",
+    "Pooling",
+    "Ring",
+    "SamplingParams",
+    "make_policy",
+    "policy_names",
+]

@@ -1,0 +1,68 @@
+"""How the built-in engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from snapstream.config.budget import MIN_CAPACITY
+from snapstream.config.checks import require_integer
+from snapstream.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the built-in engine runs.
+
+    Attributes:
+        max_model_len: Longest prompt plus output of one request, in tokens; the staging cache of prefill has this
+            length. ``None`` means what the model was trained for.
+        slots: Sequences decoded at a time.
+        prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
+        decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
+        enforce_eager: Do not compile the graphs; slower, starts at once.
+        sessions: Conversations whose compressed cache may be kept between turns, see
+            :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
+        max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
+        memory_fraction: Share of the device's free memory the engine may plan with.
+    """
+
+    max_model_len: int | None = None
+    slots: int = 4
+    prefill_chunk: int = 512
+    decode_steps: int = 4
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    enforce_eager: bool = False
+    sessions: int = 0
+    max_logprobs: int = 20
+    memory_fraction: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check every field that needs no model.
+
+        Raises:
+            ConfigurationError: A value that is not allowed.
+        """
+        for name in ("slots", "prefill_chunk", "decode_steps", "max_logprobs"):
+            require_integer(f"engine: {name}", getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
+        require_integer("engine: sessions", self.sessions)
+        if self.sessions < 0:
+            raise ConfigurationError(f"engine: sessions is {self.sessions}; it must be 0 or more")
+        if self.max_model_len is not None:
+            require_integer("engine: max_model_len", self.max_model_len)
+            if self.max_model_len < MIN_CAPACITY:
+                raise ConfigurationError(
+                    f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
+                )
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
+        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
+            raise ConfigurationError(
+                f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )

@@ -1,0 +1,140 @@
+"""How the tokens of one request are chosen, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from snapstream.config.budget import CacheBudget
+from snapstream.config.checks import is_count_or_none, is_integer, is_number
+from snapstream.errors import RequestError
+
+_FRACTIONS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when to stop.
+
+    Attributes:
+        max_tokens: Most tokens to generate; 0 reads the prompt and generates nothing.
+        min_tokens: Tokens to generate before an end token, a stop token or a stop string may end the output.
+        temperature: 0 is greedy: always the most likely token.
+        top_k: Sample among the ``top_k`` most likely tokens; 0 means all.
+        top_p: Sample among the fewest tokens whose probabilities reach ``top_p``.
+        min_p: Drop tokens less likely than ``min_p`` times the most likely one.
+        seed: Makes sampling repeatable, whatever else is in the batch; ``None`` draws a seed.
+        presence_penalty: Subtracted from the logit of every token generated before.
+        frequency_penalty: Subtracted once per earlier occurrence among the generated tokens.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+        logit_bias: Added to the logits of these tokens, by token id; between -100 and 100.
+        logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
+        prompt_logprobs: The same of the prompt's tokens. They come from prefill, which sees the whole prompt, so they
+            do not depend on the cache budget.
+        stop: Strings that end the output; they are not part of it.
+        stop_token_ids: Tokens that end the output, besides the model's own.
+        ignore_eos: Go on past the model's end-of-sequence token.
+        skip_special_tokens: Leave tokens that are no text, such as those of a chat template, out of the output's text.
+        kv_budget: The cache of this request, at most as large as the engine's: a number of entries, which is
+            :meth:`CacheBudget.of` that number, or a :class:`CacheBudget`; ``None`` means the engine's.
+        forced: Tokens the output begins with, whatever the model would say. They are decoded like generated ones, so
+            they find the prompt compressed; they count as output, and nothing in them ends it.
+        telemetry: Report which prompt tokens were kept and how much attention they had; costs a second scoring.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] | str = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    kv_budget: int | CacheBudget | None = None
+    forced: tuple[int, ...] = ()
+    telemetry: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            RequestError: A value that is not allowed.
+        """
+        for name in ("stop", "stop_token_ids", "forced"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | list | tuple | set | frozenset):
+                raise RequestError(f"sampling: {name} is {value!r}; it must be a list")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "forced", tuple(self.forced or ()))
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"sampling: logit_bias is {bias!r}; it must map token ids to numbers")
+        for name in _FRACTIONS:
+            value = getattr(self, name)
+            if not is_number(value):
+                raise RequestError(f"sampling: {name} is {value!r}; it must be a number")
+        checks: list[tuple[str, bool, str]] = [
+            ("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 0, "a whole number of 0 or more"),
+            ("min_tokens", is_integer(self.min_tokens) and self.min_tokens >= 0, "a whole number of 0 or more"),
+            ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
+            ("top_k", is_integer(self.top_k) and self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "between -2 and 2"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "between -2 and 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+            ("seed", self.seed is None or is_integer(self.seed), "a whole number, or none"),
+            (
+                "logit_bias",
+                all(is_integer(t) and t >= 0 and is_number(b) and abs(b) <= 100 for t, b in bias.items()),
+                "numbers between -100 and 100, by token id",
+            ),
+            ("logprobs", is_count_or_none(self.logprobs), "0 or more"),
+            ("prompt_logprobs", is_count_or_none(self.prompt_logprobs), "0 or more"),
+            ("stop", all(isinstance(s, str) and s for s in stop), "non-empty strings"),
+            ("stop_token_ids", all(is_integer(t) and t >= 0 for t in self.stop_token_ids), "token ids of 0 or more"),
+            (
+                "kv_budget",
+                self.kv_budget is None or is_integer(self.kv_budget) or isinstance(self.kv_budget, CacheBudget),
+                "a whole number of cache entries",
+            ),
+            ("forced", all(is_integer(t) and t >= 0 for t in self.forced), "token ids of 0 or more"),
+        ]
+        for name, valid, allowed in checks:
+            if not valid:
+                raise RequestError(f"sampling: {name} is {getattr(self, name)!r}; it must be {allowed}")
+
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"sampling: min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
+            )
+        if len(self.forced) > self.max_tokens:
+            raise RequestError(
+                f"sampling: {len(self.forced)} forced tokens are more than max_tokens ({self.max_tokens}); "
+                "they count as output"
+            )
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the next token is just the largest logit: nothing to draw, forbid, penalise or report."""
+        no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
+        any_token = not self.logit_bias and not self.min_tokens
+        return self.temperature == 0 and no_penalty and any_token and self.logprobs is None

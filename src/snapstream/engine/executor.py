@@ -1,0 +1,241 @@
+"""Runs the model for requests: reads their prompts, draws their first tokens, decodes them, and takes caches out.
+
+It decides nothing about who comes when, and it keeps nothing of a request that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import CompressedSequence
+from snapstream.compression import lay_out, surviving_tokens
+from snapstream.engine.decode import Decode
+from snapstream.engine.graphs import graph_pool
+from snapstream.engine.output import TokenLogprobs
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading, Target
+from snapstream.engine.request import Phase, Request
+from snapstream.engine.sampler import Sampled, SamplingState, sample
+from snapstream.engine.settings import Setup
+from snapstream.models import DecoderModel
+
+
+class Executor:
+    """A model with its staging cache and its slots.
+
+    Attributes:
+        prefill: Reads prompts.
+        decode: Holds the slots.
+        reading: The prompt that is being read.
+        readers: Who it is read for, with where it goes.
+    """
+
+    def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
+        config, spec, eager = setup.config, setup.spec, setup.eager
+        self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
+        self.prefill = Prefill(
+            model, setup.backend, setup.budget, padded=padded, chunk=config.prefill_chunk, eager=eager
+        )
+        self.decode = Decode(
+            model,
+            setup.backend,
+            capacity=setup.budget.capacity,
+            slots=config.slots,
+            steps=config.decode_steps,
+            max_logprobs=config.max_logprobs,
+            eager=eager,
+        )
+        self.reading: Reading | None = None
+        self.readers: list[tuple[Request, Target]] = []
+        self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
+        if not eager:
+            self.prefill.warm_up()
+            self.decode.warm_up(graph_pool(self.device))
+
+    # -- reading prompts ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Begin to read the prompt that some requests have in common; what has no slot gets memory of its own."""
+        first = requests[0]
+        wanted = [r.params.prompt_logprobs for r in requests if r.params.prompt_logprobs is not None]
+        reading = Reading(self.spec, first.prompt, past=first.past, scored=max(wanted, default=None))
+        readers = []
+        for request in requests:
+            count = lay_out(reading.length, request.budget, reading.before).count
+            if request.slot is None:
+                like = self.prefill.staging
+                shape, dtype = self.spec.entry, like.keys.dtype
+                caches = [shape.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.layers)]
+            else:
+                caches = self.decode.slot(request.slot, count)
+            target = reading.add(
+                request.budget, caches, telemetry=request.params.telemetry, wants_positions=request.keep
+            )
+            readers.append((request, target))
+        self.reading, self.readers = reading, readers
+
+    def drop(self, request: Request) -> None:
+        """Read on for the others, if there are any."""
+        self.readers = [one for one in self.readers if one[0] is not request]
+        if self.reading is not None:
+            self.reading.targets = [target for _, target in self.readers]
+            if not self.readers:
+                self.reading = None
+
+    def read(self, units: int) -> list[tuple[Request, Exception | None]]:
+        """Take up to ``units`` chunks of the prompt through a layer each.
+
+        Returns:
+            If all has been read, who it was read for, and why not if that failed; their caches are complete, in their
+            slots or as their ``sequence``.
+        """
+        reading = self.reading
+        assert reading is not None
+        for _ in range(units):
+            self.prefill.advance(reading)
+            if reading.finished:
+                break
+        if not reading.finished:
+            return []
+        readers, self.reading, self.readers = self.readers, None, []
+        for request, target in readers:
+            if target.error is None:
+                self._take_over(request, target, reading)
+        return [(request, target.error) for request, target in readers]
+
+    def _take_over(self, request: Request, target: Target, reading: Reading) -> None:
+        """Give a request what reading its prompt has said."""
+        layout = target.layout
+        shares = target.kept_shares(reading.length + reading.dropped_before)
+        most = request.params.prompt_logprobs
+        if most is not None:
+            request.prompt_logprobs = tuple(_shortened(one, most) for one in reading.logprobs)
+        if request.params.telemetry:
+            request.kept = target.kept_tokens()
+        request.positions = target.positions if request.keep else ()
+        request.shares, request.logits = shares, reading.logits
+        if request.slot is None:
+            tokens = tuple(request.all_tokens)
+            request.sequence = CompressedSequence(target.layers, target.positions, layout, tokens, reading.logits)
+        else:
+            request.layout = layout
+
+    def put(self, request: Request) -> None:
+        """Put a request's compressed prompt, which has been waiting, into its slot."""
+        sequence, slot = request.sequence, request.slot
+        assert sequence is not None
+        assert slot is not None
+        self.decode.put(slot, sequence)
+        request.layout, request.sequence, request.logits = sequence.layout, None, sequence.logits
+        if request.keep:
+            request.positions = sequence.positions
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """Draw the first token of a request whose cache is in its slot, and decode it from the next launch on."""
+        layout, slot, logits = request.layout, request.slot, request.logits
+        assert layout is not None
+        assert slot is not None
+        assert logits is not None
+        token = self._draw_first(request, logits) if request.max_tokens else 0
+        if not request.max_tokens:
+            request.finish_reason = "length"
+        if request.max_tokens or not request.keep:
+            request.logits = None
+        request.phase = Phase.DECODE
+        if request.finish_reason is None or request.keep:
+            position = request.before + len(request.prompt)
+            self.decode.start(slot, layout, position, token, self._first_token)
+
+    @torch.inference_mode()
+    def _draw_first(self, request: Request, logits: Tensor) -> int:
+        """Draw the first token of an output, from what prefill says."""
+        tokens = torch.tensor(request.all_tokens, dtype=torch.int64, device=self.device)
+        self._first_token.assign(0, request.params, request.seed, tokens, request.text.stop_ids)
+        position = torch.tensor([len(tokens)], device=self.device)
+        active = torch.ones(1, dtype=torch.bool, device=self.device)
+        forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
+        sampled = sample(logits, self._first_token, position, active, forced)
+        token = int(sampled.tokens[0])
+        request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
+        return token
+
+    def launch(self, going: Sequence[Request]) -> list[tuple[Request, Exception]]:
+        """Decode a few tokens for requests that have not ended.
+
+        Returns:
+            Whose own work failed, such as making text of tokens, and how.
+        """
+        greedy = all(request.params.plain_greedy for request in going)
+        # No more steps than the request that needs most can use.
+        steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
+        results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
+        tokens = torch.stack([step.tokens for step in results]).tolist()
+        details = None if greedy else [Sampled(*(tensor.cpu() for tensor in step)) for step in results]
+        failed: list[tuple[Request, Exception]] = []
+        for request in going:
+            slot, wanted = request.slot, request.params.logprobs
+            assert slot is not None
+            try:
+                for index in range(steps):
+                    if request.finish_reason is not None:
+                        break  # what was decoded past a stop is thrown away
+                    report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
+                    request.append(tokens[index][slot], report)
+            except Exception as error:
+                failed.append((request, error))
+        return failed
+
+    def save(self, request: Request) -> CompressedSequence:
+        """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
+
+        How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
+        as it can: the same conversation always continues from the same cache.
+        """
+        layout, slot = request.layout, request.slot
+        assert layout is not None
+        assert slot is not None
+        tokens = request.text.whole_tokens()
+        decoded = len(request.tokens) - 1 + self.steps if request.tokens else 0
+        indices = surviving_tokens(layout, layout.count + tokens, layout.count + decoded)
+        saved = self.decode.extract(
+            slot,
+            indices,
+            layout,
+            positions=request.positions,
+            tokens=[*request.all_tokens, *request.tokens[:tokens]],
+            answer=request.text.of(tokens),
+            logits=None if request.tokens else request.logits,
+        )
+        return saved
+
+    def clear(self) -> None:
+        """Forget what is being read, and free all slots."""
+        self.reading, self.readers = None, []
+        for slot in range(self.decode.slots):
+            self.decode.release(slot)
+
+
+def _shortened(one: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
+    """The report with ``most`` alternatives, where others with the same prompt may have asked for more."""
+    if one is None or len(one.top) == most:
+        return one
+    return TokenLogprobs(one.token_id, one.logprob, dict(list(one.top.items())[:most]))
+
+
+def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:
+    """Forced tokens of the next steps, by slot."""
+    coming = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps] for r in requests if r.slot is not None}
+    return {slot: tokens for slot, tokens in coming.items() if tokens}
+
+
+def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
+    if wanted is None:
+        return None
+    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
+    return TokenLogprobs(int(sampled.tokens[row]), float(sampled.logprob[row]), dict(zip(ids, values, strict=True)))

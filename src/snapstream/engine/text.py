@@ -1,0 +1,105 @@
+"""The output of one request: tokens become text, and text is handed out once nothing can change it any more."""
+
+from __future__ import annotations
+
+from snapstream.config import SamplingParams
+from snapstream.engine.detokenizer import Detokenizer
+from snapstream.engine.output import Produced, TokenLogprobs
+
+
+class OutputText:
+    """What a request has generated.
+
+    Text passes through three stages: what the detokenizer holds back is no text yet, the tail may still be cut by a
+    stop string, and the pieces of :attr:`produced` have been handed out. Nothing here grows with the length of the
+    output but lists that are added to.
+
+    Attributes:
+        produced: Tokens, log-probabilities, and text that has been handed out.
+    """
+
+    def __init__(self, params: SamplingParams, stop_ids: frozenset[int], detokenizer: Detokenizer) -> None:
+        self.params, self.stop_ids, self.detokenizer = params, stop_ids, detokenizer
+        self.produced = Produced()
+        self._tail = ""
+        self._handed_out = 0
+        # Per token, the length of the text once it is whole; -1 where it is not.
+        self._ends: list[int] = []
+        self._early = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated tokens."""
+        return self.produced.tokens
+
+    @property
+    def length(self) -> int:
+        """Characters, without what the detokenizer holds back."""
+        return self._handed_out + len(self._tail)
+
+    def append(self, token: int, logprobs: TokenLogprobs | None, *, last: bool) -> bool:
+        """Take one generated token.
+
+        Args:
+            token: Which.
+            logprobs: What is reported of it, if anything.
+            last: There will be no more.
+
+        Returns:
+            Whether it ends the output: a stop token, or the end of a stop string.
+        """
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.produced.logprobs.append(logprobs)
+        is_early = len(self.tokens) <= max(len(self.params.forced), self.params.min_tokens)
+        at_stop = token in self.stop_ids and not is_early
+        if not at_stop:
+            self._tail += self.detokenizer.add(token)
+            self._ends.append(-1 if self.detokenizer.pending else self.length)
+        if at_stop or last:
+            self._tail += self.detokenizer.flush()
+        if is_early:
+            self._early = self.length
+        return self._cut_at_stop_string() or at_stop
+
+    def take_new(self, *, finished: bool) -> str:
+        """Text that is final and was not returned before."""
+        end = len(self._tail)
+        if not finished and self.params.stop:
+            end -= _held_back(self._tail, tuple(self.params.stop))
+        new, self._tail = self._tail[:end], self._tail[end:]
+        if new:
+            self.produced.pieces.append(new)
+            self._handed_out += len(new)
+        return new
+
+    def whole_tokens(self) -> int:
+        """Tokens whose text the output has in full, and after which a next turn may go on; not the last one.
+
+        The last token has not been read, an end token is no text, and a stop string cuts text inside of tokens.
+        """
+        fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self._ends[n - 1] <= self.length)
+        return next(fitting, 0)
+
+    def of(self, tokens: int) -> str:
+        """Text of the first ``tokens`` tokens, which are whole."""
+        return "".join(self.produced.pieces)[: self._ends[tokens - 1]] if tokens else ""
+
+    def _cut_at_stop_string(self) -> bool:
+        """Nothing of the tokens that may not end the output is part of a stop string."""
+        start = max(self._early - self._handed_out, 0)
+        found = [at for at in (self._tail.find(stop, start) for stop in self.params.stop) if at >= 0]
+        if found:
+            self._tail = self._tail[: min(found)]
+        return bool(found)
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of ``text`` that a stop string may begin with."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest
