@@ -46,7 +46,7 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
         for voter in voters:
-            seen = candidates if budget.normalize == "candidates" else list(range(voter + 1))
+            seen = candidates if getattr(budget.policy, "normalize", "all") == "candidates" else list(range(voter + 1))
             logits = {p: float(queries[head, voter] @ keys[p]) / math.sqrt(dim) for p in seen}
             top = max(logits.values(), default=0.0)
             total = sum(math.exp(x - top) for x in logits.values())
@@ -57,11 +57,12 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
 
 def naive_pool(votes: dict[int, float], budget) -> dict[int, float]:
     """Smooth votes along the sequence."""
-    half = budget.kernel // 2
+    kernel = getattr(budget.policy, "kernel", 1)  # policies without one do not smooth
+    half = kernel // 2
     pooled = {}
     for p in votes:
         neighbours = [votes.get(p + d, 0.0) for d in range(-half, half + 1)]
-        pooled[p] = max(neighbours) if budget.pooling == "max" else sum(neighbours) / budget.kernel
+        pooled[p] = max(neighbours) if getattr(budget.policy, "pooling", "avg") == "max" else sum(neighbours) / kernel
     return pooled
 
 

@@ -305,7 +305,7 @@ def test_bad_settings(checkpoint):
 
 
 def test_budget_above_max_model_len_is_a_full_cache(checkpoint):
-    assert make(checkpoint, budget=100_000).budget.capacity == 256
+    assert make(checkpoint, budget=100_000).engine.budget.capacity == 256
 
 
 def test_memory_is_refused_before_loading_and_the_advice_fits(checkpoint, monkeypatch):
@@ -373,7 +373,7 @@ def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
     def fail(token):
         raise OverflowError("cannot decode")
 
-    llm.engine._requests["bad"].detokenizer.add = fail
+    llm.engine._requests["bad"].text.detokenizer.add = fail
     finished = {}
     while llm.engine.busy:
         finished.update((o.request_id, o) for o in llm.engine.step() if o.finished)

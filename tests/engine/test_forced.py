@@ -8,6 +8,7 @@ import torch
 from snapstream import CacheBudget, RequestError, SamplingParams
 from tests.checkpoints import prompt
 from tests.engine.test_engine import BUDGET, greedy, make, naive_generate
+from tests.readings import record_readings
 
 FORCED = tuple(prompt(40, seed=9))
 OTHERS = [
@@ -69,7 +70,7 @@ def test_nothing_forced_ends_the_output(checkpoint):
     assert make(checkpoint).generate(prompt(50), ended)[0].token_ids == free.token_ids[:7]
 
 
-@pytest.mark.parametrize("budget", OTHERS, ids=lambda b: f"{b.selection}-{b.pooling}-{b.capacity}-{b.window}")
+@pytest.mark.parametrize("budget", OTHERS, ids=lambda b: f"{b.policy}-{b.capacity}")
 def test_a_request_with_a_policy_of_its_own(checkpoint, budget):
     """The same as an engine with that policy, next to requests with others."""
     want = make(checkpoint, budget).generate(prompt(140), greedy(50))[0]
@@ -82,22 +83,16 @@ def test_a_request_with_a_policy_of_its_own(checkpoint, budget):
 
 
 def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
-    """Five budgets, one prefill; another prompt between makes it two, and so does an equal one after that."""
+    """Five budgets and three slots, one prefill; wherever in the queue they are."""
     llm = make(checkpoint)
-    chunks = []
-    read = llm.engine.executor.prefill.run_chunk
-    monkeypatch.setattr(
-        llm.engine.executor.prefill,
-        "run_chunk",
-        lambda tokens, start, ahead=0: (chunks.append(start), read(tokens, start))[1],
-    )
+    read = record_readings(llm.engine.executor, monkeypatch)
     params = [greedy(20, kv_budget=budget) for budget in OTHERS]
     got = llm.generate([prompt(140)] * 5, params)
-    assert chunks == [0, 32, 64, 96, 128]
+    assert read == [prompt(140)]
     assert [o.token_ids for o in got] == [make(checkpoint).generate(prompt(140), p)[0].token_ids for p in params]
-    chunks.clear()
+    read.clear()
     llm.generate([prompt(140), prompt(30, seed=5), prompt(140), prompt(139)], greedy(3))
-    assert chunks == [0, *range(0, 140, 32), *range(0, 139, 32)]
+    assert read == [prompt(140), prompt(30, seed=5), prompt(139)]
 
 
 def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
@@ -109,16 +104,14 @@ def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
     assert llm.generate(prompt(140), greedy(20))[0].token_ids == want
 
 
-@pytest.mark.parametrize(
-    "budget", [BUDGET, *OTHERS], ids=lambda b: f"{b.selection}-{b.pooling}-{b.capacity}-{b.window}"
-)
+@pytest.mark.parametrize("budget", [BUDGET, *OTHERS], ids=lambda b: f"{b.policy}-{b.capacity}")
 @pytest.mark.parametrize("length", [30, 140])
 def test_telemetry_tells_what_was_kept(checkpoint, budget, length):
     llm = make(checkpoint)
     out = llm.generate(prompt(length), greedy(4, kv_budget=budget, telemetry=True))[0]
     assert llm.generate(prompt(length), greedy(4, kv_budget=budget))[0].cache.kept is None
     kept = out.cache.kept
-    if budget.selection == "random":
+    if budget.policy.name == "random":
         shared = CacheBudget.preset("random", 48)
         assert kept.positions[0][0] != kept.positions[0][1] or out.cache.dropped == 0
         assert all(len(set(head)) == min(length, shared.capacity) for layer in kept.positions for head in layer)

@@ -263,13 +263,13 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
         assert llm.generate(prompt(50), greedy(20))[0].token_ids == want
 
 
-@pytest.mark.parametrize("place", ["insert", "finish"])
+@pytest.mark.parametrize("place", ["start", "_compress"])
 def test_an_interrupt_between_reading_and_decoding(checkpoint, alone, monkeypatch, place):
-    """Half of a prompt's cache is in the slot, or the window's queries have been shifted by a short chunk already."""
+    """A prompt's cache is in the slot, but is not decoded yet; or one layer has been read, but not compressed."""
     llm = make(checkpoint, sessions=2, slots=2)
     stream = llm.stream(*JOBS[1])
     next(stream)
-    part = llm.engine.executor.decode if place == "insert" else llm.engine.executor.prefill
+    part = llm.engine.executor.decode if place == "start" else llm.engine.executor.prefill
     with monkeypatch.context() as patch:
         patch.setattr(part, place, interrupt)
         with pytest.raises(KeyboardInterrupt):

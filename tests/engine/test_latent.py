@@ -64,12 +64,10 @@ def test_output_depends_on_nothing_else(deepseek, attention):
 
 def test_one_latent_is_stored_per_token(deepseek):
     llm = make(deepseek, sessions=1)
-    assert llm.engine.executor.decode.values is llm.engine.executor.decode.keys
-    assert llm.engine.executor.prefill.values is llm.engine.executor.prefill.keys
-    held = sum(keys.nbytes for keys in llm.engine.executor.decode.keys)
+    held = sum(layer.nbytes for layer in llm.engine.executor.decode.layers)
     assert held == llm.engine.plan.slots == 3 * BUDGET.capacity * llm.engine.plan.bytes_per_token
     output = run(llm, prompt(130), greedy(10, telemetry=True), keep=True)
-    assert output.saved.values is output.saved.keys
+    assert all(len(layer.tensors) == 1 for layer in output.saved.layers)
     assert output.saved.nbytes <= llm.engine.plan.sessions
     assert [len(layer) for layer in output.cache.kept.positions] == [1, 1]  # one choice for all heads
 

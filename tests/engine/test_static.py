@@ -41,7 +41,7 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True),
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1),
-        SamplingParams(max_tokens=5, logprobs=3, stop="w5"),
+        SamplingParams(max_tokens=5, logprobs=3, stop="w5", prompt_logprobs=2),
         SamplingParams(max_tokens=100, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
         SamplingParams(max_tokens=30, forced=tuple(prompt(17, seed=3)), ignore_eos=True),
         SamplingParams(

@@ -78,15 +78,15 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
 
 
 def test_all_policies_share_one_reading(tmp_path, monkeypatch):
-    from snapstream.engine.prefill import Prefill
+    from snapstream.engine.executor import Executor
 
-    starts, read = [], Prefill.run_chunk
+    begun, begin = [], Executor.begin
     monkeypatch.setattr(
-        Prefill, "run_chunk", lambda self, tokens, at, ahead=0: (starts.append(at), read(self, tokens, at))[1]
+        Executor, "begin", lambda self, requests: (begun.append(len(requests)), begin(self, requests))[1]
     )
     policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
     run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)
-    assert starts.count(0) == 3 * 2  # 13 caches each
+    assert begun == [13] * 3 * 2
 
 
 def test_one_picture_of_what_was_kept_per_cell(tmp_path):

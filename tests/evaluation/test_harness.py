@@ -31,6 +31,7 @@ from snapstream.evaluation.tasks import TASKS as GENERATED
 from snapstream.evaluation.tasks import make_sample
 from tests import peers
 from tests.checkpoints import prompt
+from tests.readings import record_readings
 
 TASKS = Path(__file__).parent / "harness_tasks"
 SETTINGS = {"max_length": 256, "slots": 3, "prefill_chunk": 32, "device": "cpu"}
@@ -161,16 +162,11 @@ def test_a_continuation_is_scored_from_the_compressed_cache(checkpoint, full):
 
 
 def test_equal_contexts_are_read_once(checkpoint, monkeypatch):
-    model, starts = make(checkpoint, **SMALL), []
-    read = model.llm.engine.executor.prefill.run_chunk
-    monkeypatch.setattr(
-        model.llm.engine.executor.prefill,
-        "run_chunk",
-        lambda tokens, start, ahead=0: (starts.append(start), read(tokens, start))[1],
-    )
+    model = make(checkpoint, **SMALL)
+    read = record_readings(model.llm.engine.executor, monkeypatch)
     first, second = prompt(70, seed=1), prompt(70, seed=2)
     score(model, *((context, [choice]) for choice in range(3, 12) for context in (first, second)))
-    assert starts == [0, 32, 64] * 2
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("length", [1, 40, 63, 64, 200])
@@ -287,10 +283,10 @@ def test_answers_reach_lm_evals_cache_one_by_one(full, monkeypatch):
         next(left)
         return step()
 
-    monkeypatch.setattr(full.llm, "step", breaking)
+    monkeypatch.setattr(full.llm.engine, "step", breaking)
     with pytest.raises((StopIteration, RuntimeError)):
         generate(full, *asked)
-    monkeypatch.setattr(full.llm, "step", step)
+    monkeypatch.setattr(full.llm.engine, "step", step)
     assert 0 < len(kept) < len(asked)
     assert kept.items() <= want.items()
     assert not full.llm.engine.busy
@@ -301,7 +297,7 @@ def test_a_request_that_fails_is_an_error(full, monkeypatch):
     def fail(*_):
         raise OSError("no such thing")
 
-    monkeypatch.setattr(full.llm.engine.executor.prefill, "run_chunk", fail)
+    monkeypatch.setattr(full.llm.engine.executor.prefill, "advance", fail)
     with pytest.raises(RequestError, match="a generate_until request failed: OSError: no such thing"):
         generate(full, (text(prompt(33, seed=8)), {"max_gen_toks": 3}))
 
@@ -430,7 +426,11 @@ def test_model_args_may_be_text(checkpoint, monkeypatch):
     assert model.max_gen_toks == 256
     quoted = {"pretrained": str(checkpoint), "budget": "48", "kernel": "5", "max_gen_toks": "9", "prefill_chunk": 16.0}
     model = SnapStreamLM.create_from_arg_obj(quoted, {"batch_size": "8"})
-    assert (model.llm.engine.budget.kernel, model.max_gen_toks, model.llm.engine.config.prefill_chunk) == (5, 9, 16)
+    assert (model.llm.engine.budget.policy.kernel, model.max_gen_toks, model.llm.engine.config.prefill_chunk) == (
+        5,
+        9,
+        16,
+    )
     assert model.llm.engine.config.slots == 8
     for size, most, slots in [("auto", None, 4), ("auto:4", 6, 6), (None, None, 4), (5, 9, 5)]:
         model = make(checkpoint, slots=None, batch_size=size, max_batch_size=most, budget="none", policy="full")

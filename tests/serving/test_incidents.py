@@ -409,7 +409,7 @@ def test_requests_that_all_fail_in_prefill_end_the_server(llm, monkeypatch):
 
     with running(llm) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.executor.prefill, "run_chunk", failing)
+            patched.setattr(llm.engine.executor.prefill, "advance", failing)
             for index in range(3):
                 assert post(server, prompt=f"w{index + 5}", max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from snapstream import SamplingParams
 from tests.checkpoints import prompt
+from tests.readings import record_readings
 from tests.serving.servers import running
 
 WORDS = " ".join(f"w{token}" for token in prompt(150))
@@ -285,14 +286,10 @@ def with_beginning(tokenizer):
 
 
 def test_a_prompt_is_scored_once_for_all_answers(server, monkeypatch):
-    read = []
-    chunk = server.llm.engine.executor.prefill.run_chunk
-    monkeypatch.setattr(
-        server.llm.engine.executor.prefill, "run_chunk", lambda *a, **k: (read.append(1), chunk(*a, **k))[1]
-    )
+    read = record_readings(server.llm.engine.executor, monkeypatch)
     body = {"prompt": WORDS, "n": 4, "max_tokens": 0, "echo": True, "logprobs": 1}
     assert len(httpx.post(server.url + "/v1/completions", json=body).json()["choices"]) == 4
-    assert len(read) == 5  # chunks of 32 of 150 tokens
+    assert len(read) == 1
 
 
 def test_min_tokens(create, alone):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snapstream.cache.layer import EntryShape, LayerCache
 from snapstream.compression import Layout
+from snapstream.config import CacheBudget
 from snapstream.errors import CacheFileError
 
 _FORMAT = "snapstream-sequence-1"
@@ -36,7 +37,9 @@ class CompressedSequence:
         tokens: All tokens of the conversation that the cache was made from, kept or dropped.
         logits: Of the last of them, float32 ``[1, vocab]``: what the next one is drawn from. ``None`` after an answer,
             whose last token has not been read.
+        budget: What it was compressed by; ``None`` if that is not known.
         answer: Text of the last turn's output as far as it is in ``tokens``.
+        note: What whoever saves it wants to find again.
     """
 
     layers: Sequence[LayerCache]
@@ -44,7 +47,9 @@ class CompressedSequence:
     layout: Layout
     tokens: tuple[int, ...]
     logits: Tensor | None = None
+    budget: CacheBudget | None = None
     answer: str = ""
+    note: str = ""
 
     @property
     def entries(self) -> int:
@@ -103,8 +108,11 @@ class CompressedSequence:
             "format": _FORMAT,
             "model": model,
             "layout": asdict(self.layout),
+            "budget": None if self.budget is None else self.budget.as_dict(),
+            "tokens": len(self.tokens),
             "latent": self.layers[0].stored == 1,
             "answer": self.answer,
+            "note": self.note,
             "digest": _digest(tensors),
         }
         target = Path(path)
@@ -190,8 +198,12 @@ class CompressedSequence:
             Layout(**described["layout"]),
             tuple(tensors["tokens"].tolist()),
             None if logits is None else logits.to(device),
+            None if described["budget"] is None else CacheBudget.parse(described["budget"]),
             str(described["answer"]),
+            str(described["note"]),
         )
+        if len(sequence.tokens) != described["tokens"]:
+            raise CacheFileError(f"{path} has {len(sequence.tokens)} tokens, not {described['tokens']}; it is damaged")
         sequence.check_integrity()
         return sequence
 

@@ -63,6 +63,17 @@ def serve(
     session_ttl: Annotated[
         float, typer.Option(help="Seconds a session is kept after its last turn.", rich_help_panel=CACHE)
     ] = 600,
+    session_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for sessions that have no room in memory, and for all of them when the server stops: the "
+            "next one goes on with them. It holds the text of conversations.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    session_disk: Annotated[
+        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
+    ] = 4,
     prefill_chunk: Chunk = 512,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
@@ -124,6 +135,8 @@ def serve(
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
         session_ttl=session_ttl,
+        session_dir=session_dir,
+        session_disk=int(session_disk * 2**30),
         example=Example(**json.loads(EXAMPLE.read_text())) if is_shipped(name) else None,
     )
     config = EngineConfig(

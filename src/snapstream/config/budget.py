@@ -248,12 +248,13 @@ class CacheBudget:
         """
         return most_queries(self.policy.queries if self.top_k else 0, WINDOW)
 
-    def for_request(self, asked: int | CacheBudget | None) -> CacheBudget:
+    def for_request(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
         """The cache of a request, where this is the host's.
 
         Args:
             asked: ``None`` is the host's own cache. A number is :meth:`of` that number, whatever the host's policy is,
                 so that it means the same cache everywhere.
+            kept_queries: Queries the host keeps besides those that this budget asks for.
 
         Raises:
             RequestError: No cache, one with more entries than the host's, or more voters than queries are kept.
@@ -272,9 +273,13 @@ class CacheBudget:
                 f"kv_budget is {asked.capacity}; a cache has {self.capacity} entries here, give at most that"
             )
         needed = asked.policy.queries
-        if asked.top_k and not enough_queries(needed, self.queries):
+        kept = most_queries(self.queries, kept_queries)
+        if asked.top_k and not enough_queries(needed, kept):
             wants = "its policy looks at all queries" if needed == ALL else f"its window is {needed}"
-            raise RequestError(f"kv_budget: {wants}, but {self.queries} queries are kept here; give at most that")
+            raise RequestError(
+                f"kv_budget: {wants}, but {kept} queries are kept here; give at most that, or make the engine with "
+                "more kept_queries"
+            )
         return asked
 
     def as_dict(self) -> dict[str, Any]:

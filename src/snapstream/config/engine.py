@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from snapstream.config.budget import MIN_CAPACITY
 from snapstream.config.checks import require_integer
+from snapstream.config.policy import ALL, WINDOW
 from snapstream.errors import ConfigurationError
 
 
@@ -25,6 +26,8 @@ class EngineConfig:
         enforce_eager: Do not compile the graphs; slower, starts at once.
         sessions: Conversations whose compressed cache may be kept between turns, see
             :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
+        kept_queries: Last queries of a prompt that are kept at least, for requests whose own policy looks at more of
+            them than the engine's; -1 for all.
         max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
         memory_fraction: Share of the device's free memory the engine may plan with.
     """
@@ -38,6 +41,7 @@ class EngineConfig:
     attention: str = "auto"
     enforce_eager: bool = False
     sessions: int = 0
+    kept_queries: int = WINDOW
     max_logprobs: int = 20
     memory_fraction: float = 0.9
 
@@ -54,6 +58,11 @@ class EngineConfig:
         require_integer("engine: sessions", self.sessions)
         if self.sessions < 0:
             raise ConfigurationError(f"engine: sessions is {self.sessions}; it must be 0 or more")
+        require_integer("engine: kept_queries", self.kept_queries)
+        if self.kept_queries < 0 and self.kept_queries != ALL:
+            raise ConfigurationError(
+                f"engine: kept_queries is {self.kept_queries}; it must be 0 or more, or -1 for all"
+            )
         if self.max_model_len is not None:
             require_integer("engine: max_model_len", self.max_model_len)
             if self.max_model_len < MIN_CAPACITY:

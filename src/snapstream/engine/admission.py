@@ -74,7 +74,7 @@ class Admission:
             prompt=tokens,
             params=params,
             seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
-            budget=self.budget.for_request(params.kv_budget),
+            budget=self.budget.for_request(params.kv_budget, self.config.kept_queries),
             max_tokens=min(params.max_tokens, room),
             text=OutputText(
                 params,

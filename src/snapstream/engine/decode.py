@@ -11,6 +11,7 @@ from torch import Tensor
 from snapstream.attention import AttentionBackend
 from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, entry_of, next_slot
+from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.models import DecoderModel
@@ -104,6 +105,7 @@ class Decode:
         tokens: Sequence[int],
         answer: str,
         logits: Tensor | None,
+        budget: CacheBudget,
     ) -> CompressedSequence:
         """Copy a sequence out of its slot, oldest entry first.
 
@@ -115,6 +117,7 @@ class Decode:
             tokens: See :class:`CompressedSequence`.
             answer: See :class:`CompressedSequence`.
             logits: See :class:`CompressedSequence`.
+            budget: See :class:`CompressedSequence`.
         """
         device = self.token.device
         stored = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -131,6 +134,7 @@ class Decode:
             layout=layout.turned_to(len(indices)),
             tokens=tuple(tokens),
             logits=logits,
+            budget=budget,
             answer=answer,
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +22,9 @@ from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
-from snapstream.errors import ConfigurationError, RequestError
+from snapstream.errors import CacheFileError, ConfigurationError, RequestError
 from snapstream.models import load_model, resolve_checkpoint
+from snapstream.models.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +247,49 @@ class Engine:
             RequestError: Not text, or tokens that the model does not have.
         """
         return self._admission.tokenize(prompt)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells models and tokenizers apart, see :func:`~snapstream.models.fingerprint.fingerprint`."""
+        return fingerprint(self._checkpoint)
+
+    def save_sequence(self, sequence: CompressedSequence, path: str | Path, *, note: str = "") -> None:
+        """Write a compressed sequence, the ``saved`` of an output, to a file; may be called from any thread.
+
+        Args:
+            sequence: Of this engine.
+            path: Replaced in one step if it is there.
+            note: Kept with it.
+
+        Raises:
+            CacheFileError: It could not be written.
+        """
+        replace(sequence, note=note).save(path, model=self.fingerprint)
+
+    def load_sequence(self, path: str | Path) -> CompressedSequence:
+        """Read a compressed sequence, to be given to :meth:`add_request` as ``past``; may be called from any thread.
+
+        Raises:
+            CacheFileError: No such file, a damaged one, one of another model, or with a larger cache than a slot has.
+        """
+        sequence = CompressedSequence.load(
+            path,
+            model=self.fingerprint,
+            shape=self.spec.entry,
+            layers=self.spec.layers,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        if sequence.layout.limit > self.budget.capacity:
+            raise CacheFileError(
+                f"{path} holds a cache of up to {sequence.layout.limit} entries, a slot of this engine "
+                f"{self.budget.capacity}; make the engine with a budget of at least that"
+            )
+        if len(sequence.tokens) >= self.max_model_len:
+            raise CacheFileError(
+                f"{path} goes on after {len(sequence.tokens)} tokens; max_model_len is {self.max_model_len}, raise it"
+            )
+        return sequence
 
     # -- staying consistent -------------------------------------------------------------------------------------------
 

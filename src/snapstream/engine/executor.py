@@ -37,7 +37,7 @@ class Executor:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
         self.prefill = Prefill(
-            model, setup.backend, setup.budget, padded=padded, chunk=config.prefill_chunk, eager=eager
+            model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk, eager=eager
         )
         self.decode = Decode(
             model,
@@ -119,8 +119,14 @@ class Executor:
         request.positions = target.positions if request.keep else ()
         request.shares, request.logits = shares, reading.logits
         if request.slot is None:
-            tokens = tuple(request.all_tokens)
-            request.sequence = CompressedSequence(target.layers, target.positions, layout, tokens, reading.logits)
+            request.sequence = CompressedSequence(
+                layers=target.layers,
+                positions=target.positions,
+                layout=layout,
+                tokens=tuple(request.all_tokens),
+                logits=reading.logits,
+                budget=request.budget,
+            )
         else:
             request.layout = layout
 
@@ -211,6 +217,7 @@ class Executor:
             tokens=[*request.all_tokens, *request.tokens[:tokens]],
             answer=request.text.of(tokens),
             logits=None if request.tokens else request.logits,
+            budget=request.budget,
         )
         return saved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,6 +18,14 @@ def compiled(function: Callable[P, R], *, eager: bool) -> Callable[P, R]:
     What it is given may change from call to call, tensors and modules alike, as long as their shapes and kinds do not.
     """
     return function if eager else torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def compiling() -> AbstractContextManager[None]:
+    """Around calls that compile: engines in one process share the code that is traced, and each counts as again."""
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=1024, accumulated_recompile_limit=4096
+    )
+    return patch
 
 
 def repeated(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,8 +70,7 @@ class StaticGraph:
         Args:
             pool: CUDA memory that graphs share, from :func:`graph_pool`.
         """
-        # Engines in one process share the code that is traced, and each counts as a recompilation of it.
-        with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        with compiling():
             self._function()
         if not self._capture:
             return

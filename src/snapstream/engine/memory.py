@@ -172,7 +172,7 @@ def _plan(
     length = setup.max_model_len if length is None else length
     chunk, per_token = config.prefill_chunk, spec.kv_bytes_per_token(setup.dtype)
     padded = staging_length(length, chunk, continued=config.sessions > 0)
-    queries = setup.budget.queries
+    queries = setup.queries
     inner = 2 * spec.intermediate_size
     if spec.experts is not None:  # a row for each expert of a token: what goes in, what is inside, what comes out
         inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))

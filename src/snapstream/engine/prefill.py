@@ -23,9 +23,9 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
-from snapstream.config import WINDOW, CacheBudget, LayerPrompt
+from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
-from snapstream.engine.graphs import compiled
+from snapstream.engine.graphs import compiled, compiling
 from snapstream.engine.output import KEPT_PARTS, TokenLogprobs
 from snapstream.engine.reading import Reading, Target
 from snapstream.models import DecoderModel
@@ -42,8 +42,8 @@ class Prefill:
         self,
         model: DecoderModel,
         backend: AttentionBackend,
-        budget: CacheBudget,
         *,
+        queries: int,
         padded: int,
         chunk: int,
         eager: bool,
@@ -53,19 +53,19 @@ class Prefill:
         Args:
             model: The model.
             backend: Attention.
-            budget: The engine's cache budget.
+            queries: Last queries of a prompt to keep, or ALL.
             padded: Tokens of the staging cache, see :func:`staging_length`.
             chunk: Prompt tokens of one launch.
             eager: Do not compile.
         """
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
-        self.model, self.backend, self.budget, self.chunk = model, backend, budget, chunk
+        self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device, self.eager = spec.scale, device, eager
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
-            spec.heads, rows_of_queries(budget.queries, padded), spec.head_dim, dtype=dtype, device=device
+            spec.heads, rows_of_queries(queries, padded), spec.head_dim, dtype=dtype, device=device
         )
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
@@ -81,10 +81,11 @@ class Prefill:
         """Compile all that a prompt of any length may need."""
         kinds = {type(block.feed_forward): block for block in self.model.layers}
         x = self.hidden[: self.chunk]
-        for block in kinds.values():
-            for read in self._read.values():
-                read(block, x)
-        self._store(self.model.layers[-1], x)
+        with compiling():
+            for block in kinds.values():
+                for read in self._read.values():
+                    read(block, x)
+            self._store(self.model.layers[-1], x)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
+from snapstream.config.policy import most_queries
 from snapstream.errors import CheckpointError, ConfigurationError
 from snapstream.kernels.cpu import compiler_available
 from snapstream.models.spec import ModelSpec
@@ -41,6 +42,11 @@ class Setup:
     budget: CacheBudget
     backend: AttentionBackend
     eager: bool
+
+    @property
+    def queries(self) -> int:
+        """Last queries of a prompt that are kept; ALL for all of them."""
+        return most_queries(self.budget.queries, self.config.kept_queries)
 
     @property
     def captured(self) -> bool:

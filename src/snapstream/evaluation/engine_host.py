@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import WINDOW, CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config.policy import most_queries
 from snapstream.engine import LLM, RequestOutput
 from snapstream.engine.output import KeptTokens
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.tasks import Sample, Task
-from snapstream.models import resolve_checkpoint
 
 BINS = 100
 """Parts of the prompt for which the kept share is recorded."""
@@ -47,12 +46,15 @@ class EngineHost:
         budgets = [variant.budget(length) for variant, length in asked]
         sized = [budget for budget in budgets if budget is not None]
         capacity = self.max_length if None in budgets else max(budget.capacity for budget in sized)
-        window = max([WINDOW, *(budget.window for budget in sized)])
-        # A full cache that keeps the queries of the largest window: any policy can be computed from it.
-        self.full = CacheBudget(sink=0, recent=capacity, top_k=0, window=min(window, capacity))
+        # As many queries are kept as any of them looks at.
+        queries = most_queries(*(budget.policy.queries for budget in sized))
+        self.full = CacheBudget.preset("full", capacity)
         self.model, self.telemetry = model, telemetry
         self.llm = LLM(
-            model, budget=self.full, config=replace(config, max_model_len=self.max_length), report_plan=lambda _: None
+            model,
+            budget=self.full,
+            config=replace(config, max_model_len=self.max_length, kept_queries=queries),
+            report_plan=lambda _: None,
         )
         self.prompts = Prompts(self.llm.tokenizer, chat=chat)
         self.count, self.overhead = self.prompts.count, self.prompts.overhead
@@ -74,7 +76,7 @@ class EngineHost:
         return {
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
-            "checkpoint": fingerprint(resolve_checkpoint(self.model)),
+            "checkpoint": self.llm.engine.fingerprint,
             "dtype": str(self.llm.engine.dtype).removeprefix("torch."),
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,
@@ -140,23 +142,3 @@ def _binned(kept: KeptTokens, length: int) -> list[list[list[float]]]:
             heads.append([round(n / total, 3) for n, total in zip(counts, totals, strict=True)])
         result.append(heads)
     return result
-
-
-def fingerprint(checkpoint: Path) -> str:
-    """SHA-256 that tells checkpoints apart without reading all of them.
-
-    It covers configuration, tokenizer and chat template in full, and of weight files names, sizes and samples: the
-    first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.json", "*.jinja", "*.model") for path in checkpoint.glob(pattern)):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            for block in range(64):
-                file.seek(max(0, size - (1 << 16)) * block // 63)  # the last one ends with the file
-                digest.update(file.read(1 << 16))
-    return digest.hexdigest()

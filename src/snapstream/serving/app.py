@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.to_thread
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from snapstream import __version__
 from snapstream.engine import LLM
+from snapstream.errors import ConfigurationError
 from snapstream.serving import errors, operation, page, routes
 from snapstream.serving.completions import Completions
 from snapstream.serving.driver import EngineDriver
@@ -18,6 +20,7 @@ from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, ErrorMiddleware, KeyMiddleware
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
+from snapstream.serving.session_files import SessionFiles
 from snapstream.serving.sessions import SessionStore
 from snapstream.serving.settings import ServerSettings
 
@@ -35,7 +38,12 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     """
     metrics = ServerMetrics()
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
-    sessions = SessionStore(llm.engine.config.sessions, settings.session_ttl)
+    files = None
+    if settings.session_dir is not None:
+        if not llm.engine.config.sessions:
+            raise ConfigurationError("a session directory needs sessions; start the server with --sessions N")
+        files = SessionFiles(settings.session_dir, settings.session_disk, settings.session_ttl, llm.engine)
+    sessions = SessionStore(llm.engine.config.sessions, settings.session_ttl, files=files)
     reader = PromptReader(llm, settings.template_timeout)
     parts = Parts(llm, settings, driver, reader, sessions, metrics)
     metrics.watch(lambda: operation.gauges(parts))
@@ -44,6 +52,8 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
         while True:
             await anyio.sleep(min(settings.session_ttl / 4, 30))
             sessions.sweep()
+            if files is not None:
+                await anyio.to_thread.run_sync(files.sweep)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -53,6 +63,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             yield
             group.cancel_scope.cancel()
         await driver.stop()
+        await anyio.to_thread.run_sync(sessions.close)
 
     app = FastAPI(
         title="SnapStream",

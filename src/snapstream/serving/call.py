@@ -50,10 +50,12 @@ class Call:
         self.batch: Batch | None = None
         self.writers: list[LogprobWriter] = []
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Take the session, if one was asked for."""
         if self.body.session_id is not None:
-            self.turn = Turn(self.parts.sessions, (self.log.get("key", ""), self.body.session_id))
+            key = self.log.get("key", ""), self.body.session_id
+            await self.parts.sessions.fetch(key)
+            self.turn = Turn(self.parts.sessions, key)
 
     async def start(self, prompts: Sequence[Prompt]) -> None:
         """Queue every answer to every prompt."""

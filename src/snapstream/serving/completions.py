@@ -113,7 +113,7 @@ class Completions:
                 answer = await call.collect()
 
         try:
-            call.begin()
+            await call.begin()
             with anyio.fail_after(max(limit - spent, 0)):
                 await until_disconnect(request.receive, work)
         except BaseException as error:

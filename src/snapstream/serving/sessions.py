@@ -5,9 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
 
 from snapstream.engine import CompressedSequence
 from snapstream.serving.prompts import Prompt
+
+if TYPE_CHECKING:
+    from snapstream.serving.session_files import SessionFiles
 
 Key = tuple[str, str]
 """Who it belongs to, and what they call it: one key cannot reach another's sessions."""
@@ -61,16 +67,32 @@ class SessionStore:
     A session that a turn continues from counts, too: its cache is needed until the turn has ended.
 
     Args:
-        limit: Sessions; each holds at most one compressed cache.
+        limit: Sessions in memory; each holds at most one compressed cache.
         seconds: How long a session is kept after its last turn.
         clock: For tests.
+        files: Where sessions go that have no room in memory; ``None``: they are forgotten.
     """
 
-    def __init__(self, limit: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit, self.seconds, self.clock = limit, seconds, clock
+    def __init__(
+        self,
+        limit: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        files: SessionFiles | None = None,
+    ) -> None:
+        self.limit, self.seconds, self.clock, self.files = limit, seconds, clock, files
         self._kept: dict[Key, tuple[Session, float]] = {}
         self._running: dict[Key, tuple[Session, float] | None] = {}
         self._deleted: set[Key] = set()
+
+    async def fetch(self, key: Key) -> None:
+        """Bring a session back from the disk, if it is there and not in memory; to be called before :meth:`begin`."""
+        if self.files is None or key in self._kept or key in self._running:
+            return
+        found = await anyio.to_thread.run_sync(self.files.take, key)
+        if found is not None and key not in self._kept and key not in self._running:
+            self._kept[key] = found, self.clock()
+            self._make_room()
 
     def begin(self, key: Key) -> Session | None:
         """Start a turn; :meth:`end` must follow.
@@ -94,23 +116,44 @@ class SessionStore:
         after = before if session is None else (session, self.clock())
         if after is not None and key not in self._deleted:
             self._kept[key] = after
+        elif key in self._deleted and self.files is not None:
+            self.files.delete(key)
         self._deleted.discard(key)
-        while self._kept and len(self) > self.limit:
-            del self._kept[min(self._kept, key=lambda one: self._kept[one][1])]
-        return key in self._kept
+        self._make_room()
+        return key in self._kept or (self.files is not None and after is not None)
 
     def delete(self, key: Key) -> bool:
         """Forget a session, at the end of its turn if one is running; whether there was one."""
         if key in self._running:
             self._deleted.add(key)
             return True
-        return self._kept.pop(key, None) is not None
+        on_disk = self.files is not None and self.files.delete(key)
+        return self._kept.pop(key, None) is not None or on_disk
 
     def sweep(self) -> None:
         """Forget what has been kept for too long."""
         now = self.clock()
         for key in [key for key, (_, used) in self._kept.items() if now - used > self.seconds]:
             del self._kept[key]
+            if self.files is not None:
+                self.files.delete(key)
+
+    def close(self) -> None:
+        """Write all sessions to the disk, if there is one, for the next server."""
+        if self.files is not None:
+            for key, (session, used) in self._kept.items():
+                self.files.put(key, session, self.clock() - used)
+                self.files.flush()
+            self.files.close()
+        self._kept.clear()
+
+    def _make_room(self) -> None:
+        """Take the sessions that were not used for the longest time out of memory, until the rest fits."""
+        while self._kept and len(self) > self.limit:
+            oldest = min(self._kept, key=lambda one: self._kept[one][1])
+            session, used = self._kept.pop(oldest)
+            if self.files is not None:
+                self.files.put(oldest, session, self.clock() - used)
 
     def _all(self) -> list[Session]:
         return [one[0] for one in (*self._kept.values(), *self._running.values()) if one is not None]

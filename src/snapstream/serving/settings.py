@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from snapstream.errors import ConfigurationError
 
@@ -41,6 +42,9 @@ class ServerSettings:
         template_timeout: Seconds a chat template may take.
         stall_timeout: Seconds one step of the engine may take before ``/health`` says that it hangs.
         session_ttl: Seconds a session is kept after its last turn.
+        session_dir: Where sessions go that have no room in memory, and all of them when the server stops; ``None``:
+            they are forgotten.
+        session_disk: Most bytes of this directory.
         example: For the page.
     """
 
@@ -57,6 +61,8 @@ class ServerSettings:
     template_timeout: float = 5.0
     stall_timeout: float = 300.0
     session_ttl: float = 600.0
+    session_dir: Path | None = None
+    session_disk: int = 4 * 2**30
     example: Example | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +75,7 @@ class ServerSettings:
             raise ConfigurationError("server: the model needs a name")
         if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise ConfigurationError("server: an API key is empty, not ASCII, or has spaces around it")
-        for name in ("max_body_bytes", "max_choices"):
+        for name in ("max_body_bytes", "max_choices", "session_disk"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"server: {name} is {getattr(self, name)}; it must be 1 or more")
         if self.max_queue < 0:
