@@ -18,7 +18,8 @@ from engine import CPU, filled_decode, interleaved, ratio, set_position
 from snapstream import CacheBudget
 from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
-from snapstream.kernels.experts import grouped_linear
+from snapstream.engine.reading import Reading
+from snapstream.kernels.products import grouped_linear
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
@@ -67,10 +68,10 @@ def bench_experts(model: DecoderModel) -> None:
         few = [c[:chosen].flatten(0, 1) for c in copies]
 
         def kernel(copies=copies, ends=ends, turn=turn) -> None:
-            grouped_linear(x, copies[next(turn) % 6], ends, 16)
+            grouped_linear(x, copies[next(turn) % 6], ends)
 
         def stock(copies=copies, ends=ends, turn=turn) -> None:
-            grouped_linear(x, copies[next(turn) % 6], ends, 0)
+            torch.ops.snapstream.grouped_linear(x, copies[next(turn) % 6], ends)
 
         def read(few=few, turn=turn) -> None:
             torch.ops.snapstream_cpu.skinny_linear(x[:1], few[next(turn) % 6], None)
@@ -131,12 +132,16 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
     for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
-        prefill = Prefill(model, backend, CacheBudget.of(1024), padded=length, chunk=512, eager=False)
+        budget, spec = CacheBudget.of(1024), model.spec
+        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512, eager=False)
         prefill.warm_up()
+        slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
-        def read(prefill=prefill, tokens=tokens) -> None:
-            for start in range(0, len(tokens), 512):
-                prefill.run_chunk(tokens[start : start + 512], start)
+        def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:
+            reading = Reading(spec, tokens)
+            reading.add(budget, slot)
+            while not reading.finished:
+                prefill.advance(reading)
 
         @torch.inference_mode()
         def theirs(tokens=tokens) -> None:

@@ -29,6 +29,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
 from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
@@ -87,8 +88,9 @@ def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context:
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim)
     decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=1, max_logprobs=1, eager=False)
-    for cache in (*decode.keys, *decode.values):
-        cache.normal_()
+    for cache in decode.layers:
+        for tensor in cache.tensors:
+            tensor.normal_()
     decode.warm_up()
     set_position(decode, budget, context)
     return decode
@@ -244,21 +246,32 @@ def bench_prefill(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resu
     length, budget = 16384, CacheBudget.of(BUDGET)
     tokens = torch.randint(0, 4096, (length,)).tolist()
     backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
+    spec = model.spec
+    slot = [spec.entry.empty(1, BUDGET, dtype=torch.bfloat16) for _ in range(spec.layers)]
     rows = results["prefill"] = []
     print("| chunk | ours / transformers (time) | compression, share of prefill |\n|---|---|---|")
     for chunk in (512,):
-        prefill = Prefill(model, backend, budget, padded=length, chunk=chunk, eager=False)
+        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=chunk, eager=False)
         prefill.warm_up()
         shares: list[float] = []
 
-        def ours(prefill: Prefill = prefill, chunk: int = chunk, shares: list[float] = shares) -> None:
+        def ours(prefill: Prefill = prefill, shares: list[float] = shares) -> None:
+            spent = 0.0
+            compress = Prefill._compress
+
+            def timed(reading: Reading) -> None:
+                nonlocal spent
+                begin = time.perf_counter()
+                compress(prefill, reading)
+                spent += time.perf_counter() - begin
+
+            prefill._compress = timed  # type: ignore[method-assign]
+            reading = Reading(spec, tokens)
+            reading.add(budget, slot)
             start = time.perf_counter()
-            for at in range(0, length, chunk):
-                logits = prefill.run_chunk(tokens[at : at + chunk], at)
-            read = time.perf_counter()
-            prefill.finish(tokens, budget, logits)
-            end = time.perf_counter()
-            shares.append((end - read) / (end - start))
+            while not reading.finished:
+                prefill.advance(reading)
+            shares.append(spent / (time.perf_counter() - start))
 
         @torch.inference_mode()
         def theirs() -> None:
@@ -352,14 +365,14 @@ def main() -> None:
         options.json.write_text(json.dumps(results))
 
 
-def make_checkpoint(directory: str) -> None:
+def make_checkpoint(directory: str, **changes: int) -> None:
     """A random model with a tokenizer, as transformers saves it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16).save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**(CONFIG | changes))).to(torch.bfloat16).save_pretrained(directory)
     words = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(directory)
 

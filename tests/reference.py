@@ -74,10 +74,12 @@ def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[in
     return sink, sorted(best), recent
 
 
-def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0) -> NaiveCache:
+def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None) -> NaiveCache:
     """Compress one KV head's prompt. Tokens are positions; look keys and values up by them."""
     length = keys.shape[0]
-    if scores is None:
+    if scores is None and hasattr(budget.policy, "naive_scores"):  # a policy of a test, with an oracle of its own
+        scores = budget.policy.naive_scores(queries, keys, values, budget)
+    elif scores is None:
         scores = naive_votes(queries, keys, budget, first_voter)
     sink, pinned, recent = naive_select(scores, length, budget)
     spare = budget.top_k - len(pinned) if budget.ring == "elastic" else 0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import (
+    CacheFileError,
     CheckpointError,
     ConfigurationError,
     MemoryPlanError,
@@ -23,6 +24,7 @@ except PackageNotFoundError:  # a source tree that was not installed
 __all__ = [
     "LLM",
     "CacheBudget",
+    "CacheFileError",
     "CheckpointError",
     "ConfigurationError",
     "EngineConfig",

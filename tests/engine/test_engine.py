@@ -45,7 +45,7 @@ def naive_generate(checkpoint, tokens, budget, steps, forced=(), seen=None):
         keys[layer], values[layer] = list(key), list(value)
         for n in range(spec.kv_heads):
             queries = query[:, n * group : (n + 1) * group].transpose(0, 1)
-            caches[layer, n] = naive_compress(queries, key[:, n], budget)
+            caches[layer, n] = naive_compress(queries, key[:, n], budget, values=value[:, n])
             if seen is not None:
                 seen[layer, n] = queries, key[:, n], caches[layer, n].tokens()
         out = torch.nn.functional.scaled_dot_product_attention(

@@ -18,13 +18,14 @@ from snapstream.assets import TASK_MODEL
 from snapstream.cli import app
 from snapstream.config import EngineConfig
 from snapstream.errors import SnapStreamError
-from snapstream.evaluation.engine_host import EngineHost, fingerprint
+from snapstream.evaluation.engine_host import EngineHost
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.lab import run_grid
 from snapstream.evaluation.policies import ENGINE_POLICIES, make_variants
 from snapstream.evaluation.records import RecordFile, read_records
 from snapstream.evaluation.tasks import TASKS, Sample, find_tasks, make_sample
+from snapstream.models.fingerprint import fingerprint
 
 MODEL = str(TASK_MODEL)
 LENGTH = 400

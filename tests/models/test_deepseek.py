@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config
 
 from snapstream.errors import CheckpointError
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.experts import grouped_linear
+from snapstream.kernels.products import grouped_linear
 from snapstream.models.deepseek import MixtureOfExperts
 from snapstream.models.spec import ExpertShape, ModelSpec
 from snapstream.models.weights import dequantise, load_model, load_spec
@@ -18,9 +18,7 @@ from tests.models.test_weights import edit_config, rewrite
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-skinny = pytest.param(
-    kernels.SKINNY_ROWS, marks=pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler")
-)
+own = pytest.param(True, marks=pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,16 +30,17 @@ def sizes_of(rows, experts, generator):
     return torch.randint(0, experts, (rows,), generator=generator).bincount(minlength=experts)
 
 
-@pytest.mark.parametrize("skinny_rows", [0, skinny])
+@pytest.mark.parametrize("own_kernel", [False, own])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "experts", "out"), [(1, 1, 1), (2, 8, 64), (7, 3, 33), (16, 4, 100), (60, 5, 31)])
-def test_grouped_linear_equals_float64(skinny_rows, dtype, rows, experts, out):
+def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, monkeypatch):
+    monkeypatch.setattr(kernels, "loaded", own_kernel)
     generator = torch.Generator().manual_seed(rows)
     sizes = sizes_of(rows, experts, generator)
     x = torch.randn(rows, 96, generator=generator).to(dtype)
     weight = torch.randn(experts, out, 96, generator=generator).to(dtype)
     weight[sizes == 0] = float("nan")  # what nobody chose is not touched
-    got = grouped_linear(x, weight, sizes.cumsum(0), skinny_rows)
+    got = grouped_linear(x, weight, sizes.cumsum(0))
     expert = torch.arange(experts).repeat_interleave(sizes)
     want = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     assert got.dtype == dtype
@@ -52,12 +51,12 @@ def test_grouped_linear_equals_float64(skinny_rows, dtype, rows, experts, out):
 def test_grouped_linear_checks_its_arguments():
     x, weight = torch.randn(4, 64), torch.randn(3, 8, 64)
     with pytest.raises(RuntimeError, match="not in order"):
-        grouped_linear(x, weight, torch.tensor([3, 2, 4]), 16)
+        grouped_linear(x, weight, torch.tensor([3, 2, 4]))
     for last in (3, 5):
         with pytest.raises(RuntimeError, match="not the number of rows"):
-            grouped_linear(x, weight, torch.tensor([1, 2, last]), 16)
+            grouped_linear(x, weight, torch.tensor([1, 2, last]))
     with pytest.raises(RuntimeError, match="multiple of 32"):
-        grouped_linear(x[:, :40], weight[..., :40], torch.tensor([1, 2, 4]), 16)
+        torch.ops.snapstream_cpu.grouped_linear(x[:, :40], weight[..., :40], torch.tensor([1, 2, 4]))
 
 
 def shape(**changes):

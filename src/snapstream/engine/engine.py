@@ -23,6 +23,7 @@ from snapstream.engine.request import Request
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
+from snapstream.kernels import cpu as cpu_kernels
 from snapstream.models import load_model, resolve_checkpoint
 from snapstream.models.fingerprint import fingerprint
 
@@ -81,6 +82,8 @@ class Engine:
         self.tokenizer = load_tokenizer(str(self._checkpoint))
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(self._checkpoint))
+        if self.device.type == "cpu":
+            cpu_kernels.available()  # products of the model look for them
         loaded = load_model(self._checkpoint, spec, self.dtype, self.device)
         self.executor = Executor(setup, loaded, padded=self.plan.padded_len)
         # What prompts that were read for several requests at once may take until these have a slot: what is left over.

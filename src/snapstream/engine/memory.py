@@ -230,6 +230,19 @@ def gigabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 
+def _free_address_space() -> list[int]:
+    """Bytes that the process may still take, if it has a limit of its own (``ulimit -v``)."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return []
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    status = Path("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not status.exists():
+        return []
+    return [max(0, limit - int(status.read_text().split()[0]) * resource.getpagesize())]
+
+
 def _free_host_memory() -> int | None:
     limits = []
     meminfo = Path("/proc/meminfo")
@@ -242,6 +255,7 @@ def _free_host_memory() -> int | None:
         # Cached file pages count as used but are given up when memory is asked for.
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         limits.append(int(maximum.read_text()) - int(used.read_text()) + int(stat.get("inactive_file", 0)))
+    limits += _free_address_space()
     if not limits and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)

@@ -36,6 +36,10 @@ def compiler_available() -> bool:
     return sys.platform.startswith("linux") and shutil.which(compiler) is not None and headers.exists()
 
 
+loaded = False
+"""Whether :func:`available` has loaded the kernels; products of models look here."""
+
+
 @functools.cache
 def available() -> bool:
     """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
@@ -51,6 +55,8 @@ def available() -> bool:
         logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
         return False
     _register_shapes()
+    global loaded  # noqa: PLW0603 (like the registry of operations that it tells about)
+    loaded = True
     return True
 
 
@@ -103,12 +109,6 @@ def _register_shapes() -> None:
     torch.library.register_fake("snapstream_cpu::skinny_linear", linear)
     torch.library.register_fake("snapstream_cpu::grouped_linear", grouped)
     torch.library.register_fake("snapstream_cpu::decode_attention", attention)
-
-
-def rows_for_skinny_linear(weight: Tensor) -> int:
-    """Most rows of ``x`` for which to use :func:`skinny_linear` with this weight; 0 if it cannot be used."""
-    fits = weight.shape[-1] % MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
-    return SKINNY_ROWS if weight.device.type == "cpu" and fits and available() else 0
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

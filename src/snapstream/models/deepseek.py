@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from snapstream.kernels.experts import grouped_linear
+from snapstream.kernels.products import grouped_linear
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.rope import rotate, rotate_pairs
 from snapstream.models.spec import ExpertShape, ModelSpec
@@ -109,8 +109,6 @@ class MixtureOfExperts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(shape.count, 2 * shape.inner, hidden_size))
         self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
         self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
-        # Rows per expert up to which a kernel of our own is used; set once the weights are in place.
-        self.skinny_in = self.skinny_out = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, hidden]`` to ``[T, hidden]``.
@@ -122,8 +120,8 @@ class MixtureOfExperts(nn.Module):
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ends = F.one_hot(flat, self.router.shape.count).sum(0).cumsum(0)
-        gate, up = grouped_linear(x[order // self.chosen], self.gate_up, ends, self.skinny_in).chunk(2, -1)
-        rows = grouped_linear(F.silu(gate) * up, self.down, ends, self.skinny_out)
+        gate, up = grouped_linear(x[order // self.chosen], self.gate_up, ends).chunk(2, -1)
+        rows = grouped_linear(F.silu(gate) * up, self.down, ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         routed: Tensor = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
         if self.shared is not None:

@@ -6,23 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from snapstream.kernels import cpu as cpu_kernels
+from snapstream.kernels.products import linear
 
 
 class Linear(nn.Linear):
-    """A linear layer that reads its weight once where there are few rows (see :mod:`snapstream.kernels.cpu`).
-
-    Attributes:
-        skinny_rows: Most rows for which it does; set once the weight is in place.
-    """
-
-    skinny_rows = 0
+    """A linear layer, by whatever kernel is fastest (:mod:`snapstream.kernels.products`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, K]`` to ``[T, out]``."""
-        if x.shape[0] <= self.skinny_rows:
-            return cpu_kernels.skinny_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from snapstream.assets import SHIPPED
 from snapstream.errors import CheckpointError
-from snapstream.kernels.cpu import rows_for_skinny_linear
 from snapstream.models.decoder import DecoderModel
-from snapstream.models.deepseek import MixtureOfExperts, Router
-from snapstream.models.layers import Linear
+from snapstream.models.deepseek import Router
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
@@ -130,12 +128,6 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.skinny_rows = rows_for_skinny_linear(module.weight)
-        elif isinstance(module, MixtureOfExperts):
-            module.skinny_in = rows_for_skinny_linear(module.gate_up)
-            module.skinny_out = rows_for_skinny_linear(module.down)
     return model.requires_grad_(False).eval()
 
 

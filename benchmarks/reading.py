@@ -1,0 +1,163 @@
+"""How a prompt is read: time, memory of the process, start; beside another checkout of this repository, if given.
+
+Each version runs in a process of its own, through nothing but `LLM.generate`; they take turns, and ratios are of
+measurements next to each other. Prints Markdown.
+
+    python benchmarks/reading.py                          # this checkout
+    git worktree add /tmp/before COMMIT                   # another one, built and installed nowhere
+    python benchmarks/reading.py --against /tmp/before    # both
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine import Spread, make_checkpoint, ratio
+from model import CONFIG
+
+HERE = Path(__file__).resolve().parent
+BUDGET, LONG = 4096, 16384
+
+
+class Worker:
+    """One version in a process of its own, idle until it is asked."""
+
+    def __init__(self, source: Path, *arguments: str, limit: int | None = None) -> None:
+        environment = os.environ | {"PYTHONPATH": str(source / "src")}
+        command = [sys.executable, str(HERE / "reading_worker.py"), *arguments]
+        if limit is not None:
+            environment["SNAPSTREAM_BENCH_LIMIT"] = str(limit)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.first = self._read()
+
+    def ask(self, *words: object) -> dict:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"error": "the process died"}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def workers(sources: dict[str, Path], *arguments: str) -> Iterator[dict[str, Worker]]:
+    made: dict[str, Worker] = {}
+    try:
+        for name, source in sources.items():
+            made[name] = Worker(source, *arguments)
+        yield made
+    finally:
+        for worker in made.values():
+            worker.close()
+
+
+def bench_times(sources: dict[str, Path], checkpoint: str, rounds: int) -> None:
+    print("\n## Time: this checkout / the other, one request; below 1 is faster\n")
+    print("| what | time, ratio | s |\n|---|---|---|")
+    with workers(sources, "serve", checkpoint, str(BUDGET), str(LONG + 512), "4", "compiled") as both:
+        jobs = [("prefill", 2048, rounds), ("prefill", LONG, max(3, rounds // 3)), ("decode", 1, rounds)]
+        for kind, size, times in (*jobs, ("decode", 4, rounds)):
+            measured: dict[str, list[float]] = {name: [] for name in both}
+            for turn in range(times + 1):
+                for name, worker in both.items():
+                    seconds = worker.ask(kind, size)["seconds"]
+                    if turn:
+                        measured[name].append(seconds)
+            beside = ratio(measured["this"], measured["other"]).show(3) if "other" in measured else ""
+            label = f"prefill, {size} tokens" if kind == "prefill" else f"a decode step, batch {size}"
+            print(f"| {label} | {beside} | {Spread(measured['this']).show(4)} |", flush=True)
+
+
+def bench_memory(sources: dict[str, Path], checkpoint: str) -> None:
+    print(f"\n## Memory: reading {LONG} tokens, cache of {BUDGET}, one slot, eager; MiB\n")
+    print("| | weights | slot | plan: reading | measured: beyond weights, slot and an empty process |")
+    print("|---|---|---|---|---|")
+    beyond = {}
+    for name, source in sources.items():
+        worker = Worker(source, "memory", checkpoint, str(BUDGET), str(LONG), "1", "eager")
+        found = worker.first
+        worker.close()
+        beyond[name] = found["peak"] - found["empty"] - found["weights"] - found["slots"]
+        cells = (found["weights"], found["slots"], found["planned"], beyond[name])
+        print(f"| {name} | {' | '.join(f'{cell / 2**20:.1f}' for cell in cells)} |", flush=True)
+    if "other" in beyond:
+        print(f"\nThis checkout takes {beyond['this'] / beyond['other']:.2f} of what the other takes.")
+
+
+def bench_start(sources: dict[str, Path]) -> None:
+    print("\n## Cold start with torch.compile, nothing in its caches: 30 layers / 6 layers\n")
+    print("| | 6 layers, s | 30 layers, s | ratio |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        for layers in (6, 30):
+            make_checkpoint(f"{directory}/{layers}", num_hidden_layers=layers)
+        for name, source in sources.items():
+            taken = {}
+            for layers in (6, 30):
+                worker = Worker(source, "start", f"{directory}/{layers}", str(BUDGET), "8192", "1", "compiled")
+                taken[layers] = worker.first["seconds"]
+                worker.close()
+            print(f"| {name} | {taken[6]:.1f} | {taken[30]:.1f} | {taken[30] / taken[6]:.2f} |", flush=True)
+
+
+def bench_limit(sources: dict[str, Path]) -> None:
+    """A deep, narrow model with a long prompt in a process that may not have more memory than so much."""
+    length, layers = 32768, 32
+    print(f"\n## {layers} layers, {length} tokens of prompt, cache of 1024, under a limit on the process (RLIMIT_AS)\n")
+    print("| | limit: what an empty engine has, and MiB | what happens |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+        make_checkpoint(directory, num_hidden_layers=layers, **shape)
+        for name, source in sources.items():
+            worker = Worker(source, "limit", directory, "1024", str(length), "1", "eager", limit=256)
+            found = worker.first
+            worker.close()
+            print(f"| {name} | 256 | {found.get('answer') or found['error']} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--only", choices=("times", "memory", "start", "limit"), action="append")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    sources = {"this": HERE.parent}
+    if options.against is not None:
+        sources["other"] = options.against
+    wanted = options.only or ("times", "memory", "start", "limit")
+    with tempfile.TemporaryDirectory() as checkpoint:
+        make_checkpoint(checkpoint)
+        print(f"model: {CONFIG}")
+        if "memory" in wanted:
+            bench_memory(sources, checkpoint)
+        if "limit" in wanted:
+            bench_limit(sources)
+        if "times" in wanted:
+            bench_times(sources, checkpoint, options.rounds)
+    if "start" in wanted:
+        bench_start(sources)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What is true of an engine between two steps; tests check it after every one."""
+
+from __future__ import annotations
+
+import torch
+
+from snapstream.engine.engine import Engine
+from snapstream.engine.request import Phase, Request
+
+
+@torch.inference_mode()
+def check_integrity(engine: Engine) -> None:
+    """See that host and device agree about every slot, and that every cache is what its layout says.
+
+    Raises:
+        AssertionError: They do not.
+    """
+    executor, scheduler = engine.executor, engine.scheduler
+    decode, readers = executor.decode, [request for request, _ in executor.readers]
+    for slot, request in enumerate(scheduler.slots):
+        if request is None or request.phase is not Phase.DECODE:
+            assert not bool(decode.active[slot]), f"slot {slot} decodes for nobody"
+            assert int(decode.count[slot]) == 0
+            assert request is None or request in readers, f"{request.request_id} has a slot, but nobody reads for it"
+        else:
+            assert request.slot == slot
+            _check_slot(engine, slot, request)
+    for request in scheduler.waiting:
+        assert request.slot is None
+        assert request.phase is Phase.WAITING
+        if request.sequence is not None:
+            request.sequence.check_integrity()
+    known = set(engine.request_ids)
+    assert known >= {request.request_id for request in (*scheduler.waiting, *scheduler.running, *readers)}
+    reading = executor.reading
+    assert (reading is None) == (not readers)
+    if reading is not None:
+        assert reading.targets == [target for _, target in executor.readers]
+        assert 0 <= reading.done < len(reading.tokens)
+        assert reading.length <= executor.prefill.staging.entries
+        for target in reading.targets:
+            assert len(target.layers) == engine.spec.layers
+            assert target.error is not None or len(target.mass) == reading.layer * target.telemetry
+
+
+def _check_slot(engine: Engine, slot: int, request: Request) -> None:
+    decode, layout = engine.executor.decode, request.layout
+    assert layout is not None
+    base, count, limit = (int(column[slot]) for column in (decode.base, decode.count, decode.limit))
+    assert bool(decode.active[slot])
+    assert (base, limit) == (layout.base, layout.limit)
+    assert layout.base <= layout.limit <= decode.layers[0].entries
+    # Tokens are stored when they are read, so the one drawn last is not there; a launch may have gone past an end.
+    assert count >= layout.count + max(len(request.tokens) - 1, 0)
+    assert int(decode.position[slot]) - count == request.before + len(request.prompt) - layout.count
+    if request.finish_reason is None:
+        assert count == layout.count + len(request.tokens) - 1
+        assert int(decode.token[slot]) == request.tokens[-1]
+    for layer in decode.layers:
+        valid = layer.row(slot, min(count, limit))
+        assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in valid.tensors), (
+            f"slot {slot} has no numbers"
+        )

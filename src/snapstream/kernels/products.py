@@ -1,0 +1,61 @@
+"""Products of rows with weights: each asks which kernel there is for its device, type and shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.kernels import cpu
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``x @ weight.T + bias``; few rows on a CPU read the weight once.
+
+    Args:
+        x: ``[T, K]``.
+        weight: ``[out, K]``.
+        bias: ``[out]`` or ``None``.
+
+    Returns:
+        ``[T, out]``.
+    """
+    if x.shape[0] <= _skinny_rows(weight):
+        return cpu.skinny_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows that are sorted by expert, each with the weights of its own; each expert's weights are read once.
+
+    Weights of experts without rows are not read. On CUDA torch's grouped product needs bfloat16.
+
+    Args:
+        x: ``[M, K]``, sorted by expert.
+        weight: ``[E, out, K]``.
+        ends: Where the rows of each expert end, int64 ``[E]``; the last is ``M``.
+
+    Returns:
+        ``[M, out]``.
+    """
+    few = x.shape[0] <= weight.shape[0] * _skinny_rows(weight)  # on average
+    operation = torch.ops.snapstream_cpu.grouped_linear if few else torch.ops.snapstream.grouped_linear
+    result: Tensor = operation(x, weight, ends)
+    return result
+
+
+def _skinny_rows(weight: Tensor) -> int:
+    """Most rows for which the kernels of this package beat the library's product; 0 where there are none."""
+    fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
+    return cpu.SKINNY_ROWS if cpu.loaded and weight.device.type == "cpu" and fits else 0
+
+
+@torch.library.custom_op("snapstream::grouped_linear", mutates_args=())
+def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Torch's product; an operation of our own because its tracing knows bfloat16 only."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32)).contiguous()
+
+
+@_grouped_linear.register_fake
+def _grouped_linear_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])

@@ -1,0 +1,200 @@
+"""One matrix of cases for all policies, those of other packages included, on the hosts that need no server.
+
+The plugin's part of it is in tests/integrations/vllm/test_policies.py.
+"""
+
+import importlib.metadata
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from snapstream import CacheBudget, ConfigurationError, RequestError
+from snapstream.compression import choose_entries, lay_out, layout_tensors
+from snapstream.config import EngineConfig, LayerPrompt, Policy, make_policy, policy_names
+from snapstream.config import policy as registry
+from snapstream.config.policy import ALL
+from snapstream.integrations.transformers import SnapStreamCache
+from tests.checkpoints import prompt
+from tests.engine.test_engine import greedy, make, naive_generate
+from tests.integrations.test_transformers import generate
+from tests.policies import LargeValues, SpreadVotes
+
+OWN = ["full", "streaming", "sage-kv", "snapstream", "random"]
+OTHERS = ["spread", "large-values"]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """As if another package were installed that has entry points."""
+    points = [
+        importlib.metadata.EntryPoint(name, f"tests.policies:{attribute}", registry.ENTRY_POINTS)
+        for name, attribute in [
+            ("spread", "SpreadVotes"),
+            ("large-values", "LargeValues"),
+            ("wrong", "NotAPolicy"),
+            ("missing", "Nothing"),
+        ]
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.ENTRY_POINTS else [])
+
+
+def layer(length, padded, seed=0, H=4, N=2, D=8, queries=None):
+    generator = torch.Generator().manual_seed(seed)
+    rows = length if queries is None else min(queries, length)
+    return {
+        "queries": torch.randn(1, H, rows, D, generator=generator),
+        "keys": torch.randn(1, N, padded, D, generator=generator),
+        "values": torch.randn(1, N, padded, D, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("name", OWN + OTHERS)
+@pytest.mark.parametrize("length", [1, 5, 47, 48, 49, 150])
+def test_what_every_policy_keeps(name, length):
+    """Sinks, recent tokens, as many as fit, each once and in order; the same whatever the padding says."""
+    budget = CacheBudget.preset(name, 48)
+    layout = lay_out(length, budget)
+    kept = []
+    for padded in (length, length + 30):
+        shown = layer(length, length + 30)
+        cut = {part: tensor[:, :, :padded] for part, tensor in shown.items()} | {"queries": shown["queries"]}
+        made = LayerPrompt(**cut, layout=layout_tensors([layout]), sink=budget.sink, scale=8**-0.5)
+        kept.append(choose_entries(made, budget))
+    assert torch.equal(*kept)
+    for head in kept[0][0]:
+        positions = head[: layout.count].tolist()
+        assert positions == sorted(set(positions))
+        assert positions[: min(4, length)] == list(range(min(4, length)))
+        recent = min(budget.recent, length)
+        assert positions[-recent:] == list(range(length - recent, length))
+        assert head[layout.count :].eq(-1).all()
+
+
+@pytest.mark.parametrize("name", OWN + OTHERS)
+def test_votes_of_a_batch_are_those_of_each(name):
+    budget = CacheBudget.preset(name, 48)
+    lengths = [150, 90]
+    both = [layer(n, 150, seed=n, queries=32 if budget.policy.queries != ALL else 150) for n in lengths]
+    if budget.policy.queries == ALL:  # rows before the first token mean nothing
+        for one, n in zip(both, lengths, strict=True):
+            one["queries"] = torch.cat((torch.full((1, 4, 150 - n, 8), 9.0), one["queries"][:, :, :n]), 2)
+    layouts = [lay_out(n, budget) for n in lengths]
+
+    def chosen(parts, of):
+        return choose_entries(LayerPrompt(**parts, layout=layout_tensors(of), sink=budget.sink, scale=8**-0.5), budget)
+
+    together = chosen({part: torch.cat([one[part] for one in both]) for part in both[0]}, layouts)
+    for row, (one, layout) in enumerate(zip(both, layouts, strict=True)):
+        assert torch.equal(together[row : row + 1], chosen(one, [layout]))
+
+
+@pytest.mark.parametrize("name", [*OWN[:-1], *OTHERS])
+@pytest.mark.parametrize("length", [30, 140])
+def test_on_the_engine(checkpoint, name, length):
+    """Equal to lists in float64: as the engine's own policy, and as that of one request next to others."""
+    budget = CacheBudget.preset(name, 48)
+    want = naive_generate(checkpoint, prompt(length), budget, 40)
+    assert make(checkpoint, budget).generate(prompt(length), greedy(40))[0].token_ids == want
+    keeps = ALL if budget.policy.queries == ALL else 32
+    shared = make(checkpoint, CacheBudget.preset("full", 256), kept_queries=keeps)
+    answers = shared.generate([prompt(length)] * 2, [greedy(40), greedy(40, kv_budget=budget)])
+    assert answers[1].token_ids == want
+
+
+@pytest.mark.parametrize("name", OWN + OTHERS)
+@pytest.mark.parametrize("length", [30, 140])
+def test_on_transformers(checkpoint, name, length):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="snapstream", dtype=torch.float32)
+    budget = CacheBudget.preset(name, 48)
+    expected = make(checkpoint, budget).generate(prompt(length), greedy(40))[0].token_ids
+    assert generate(model, [prompt(length)], SnapStreamCache(model.config, budget), 40) == [list(expected)]
+    # In a batch with padding, and in chunks.
+    pair = generate(model, [prompt(length), prompt(90, 5)], SnapStreamCache(model.config, budget), 40)
+    assert pair[0] == list(expected)
+    cache = SnapStreamCache(model.config, budget, chunked_prefill=True)
+    assert generate(model, [prompt(length)], cache, 40, prefill_chunk_size=33) == [list(expected)]
+
+
+@pytest.mark.parametrize("name", OWN + OTHERS)
+def test_names_numbers_and_json(name):
+    budget = CacheBudget.preset(name, 64)
+    assert budget.capacity == 64
+    assert CacheBudget.parse({"capacity": 64, "policy": name}) == budget
+    assert CacheBudget.parse(budget.as_dict()) == budget
+    assert CacheBudget(budget.sink, budget.recent, budget.top_k, policy=name).policy == make_policy(name, {})
+    assert name in policy_names()
+    with pytest.raises(FrozenInstanceError):
+        budget.policy.name_of_nothing = 1
+    with pytest.raises(ConfigurationError, match="unknown field colour"):
+        CacheBudget.parse({"capacity": 64, "policy": name, "colour": 3})
+    with pytest.raises(ConfigurationError, match="has no colour"):
+        make_policy(name, {"colour": 3})
+
+
+def test_settings_of_a_policy_of_others():
+    assert CacheBudget.parse({"capacity": 64, "policy": "spread", "every": 4}).policy == SpreadVotes(every=4)
+    assert CacheBudget(4, 30, 30, policy=LargeValues()).as_dict()["policy"] == "large-values"
+
+
+def test_what_is_no_policy_is_refused():
+    for name, message in [
+        ("nobody's", 'unknown policy "nobody\'s"; allowed: full, streaming'),
+        ("wrong", "no subclass of"),
+        ("missing", "could not be loaded"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            CacheBudget.preset(name, 64)
+
+
+def test_budgets_written_for_earlier_versions_mean_the_same():
+    old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
+    assert (old.policy.window, old.policy.pooling, old.policy.kernel, old.policy.normalize) == (
+        8,
+        "max",
+        5,
+        "candidates",
+    )
+    assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
+    assert replace(CacheBudget.of(64), window=1).policy == make_policy("snapstream", {"window": 1})
+    assert replace(CacheBudget.of(64), selection="random").policy == make_policy("random", {})
+    assert replace(CacheBudget.preset("random", 64), selection="votes").policy == make_policy("snapstream", {})
+    assert CacheBudget.parse(
+        '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
+    ).policy.name == ("random")
+    assert CacheBudget.parse({"capacity": 64, "policy": "random", "seed": 7}).policy.seed == 7
+
+
+def test_a_request_for_more_queries_than_are_kept_is_refused(checkpoint):
+    llm = make(checkpoint, CacheBudget.of(64))
+    for budget, message in [
+        (CacheBudget(4, 40, 10, window=33), "its window is 33, but 32 queries are kept here"),
+        (CacheBudget.preset("spread", 48), "its policy looks at all queries, but 32 queries are kept"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt(100), greedy(3, kv_budget=budget))
+    with pytest.raises(ConfigurationError, match="kept_queries"):
+        EngineConfig(kept_queries=-2)
+
+
+def test_a_policy_that_fails_ends_its_own_request(checkpoint):
+    class Failing(LargeValues):
+        def votes(self, prompt):
+            raise ArithmeticError("somebody else's mistake")
+
+    llm = make(checkpoint, CacheBudget.of(64))
+    budgets = [None, CacheBudget(4, 24, 20, policy=Failing()), CacheBudget.of(48)]
+    want = [llm.generate(prompt(140), greedy(9, kv_budget=b))[0].token_ids for b in (budgets[0], budgets[2])]
+    answers = llm.generate([prompt(140)] * 3, [greedy(9, kv_budget=budget) for budget in budgets])
+    assert [a.finish_reason for a in answers] == ["length", "error", "length"]
+    assert answers[1].error == "ArithmeticError: somebody else's mistake"
+    assert [answers[0].token_ids, answers[2].token_ids] == want
+
+
+def test_policies_are_plain_data():
+    for name in OWN:
+        policy = make_policy(name, {})
+        assert isinstance(policy, Policy)
+        assert policy == make_policy(name, policy.settings())
+        assert hash(policy) == hash(make_policy(name, {}))
