@@ -48,7 +48,7 @@ def test_a_prompt_that_was_read_is_decoded_from_a_file(model, tmp_path, length):
     """Bit for bit as if it had been read here, sampled or not, by this engine and by another one."""
     llm = make(model, budget=BUDGET, sessions=1)
     params = [greedy(30, logprobs=2), SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)]
-    want = llm.generate([prompt(length)] * 2, params)
+    want = [llm.generate(prompt(length), one)[0] for one in params]
     read = run(llm, prompt(length), SamplingParams(max_tokens=0), keep=True).saved
     read.check_integrity()
     path = tmp_path / "read.safetensors"
@@ -62,7 +62,8 @@ def test_a_prompt_that_was_read_is_decoded_from_a_file(model, tmp_path, length):
             for past in (read, loaded):
                 got = run(engine, [], one, past=past)
                 assert got.token_ids == expected.token_ids
-                assert got.logprobs == expected.logprobs
+                if not llm.engine.spec.experts:  # products of experts are grouped with those of other slots
+                    assert got.logprobs == expected.logprobs
                 assert got.cache.prompt_tokens == length
 
 
@@ -102,7 +103,7 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
     path = tmp_path / "read.safetensors"
     llm.engine.save_sequence(read, path)
     other = tmp_path / "other"
-    save_checkpoint(other, "llama", initializer_range=0.03)
+    save_checkpoint(other, "llama3-gqa", initializer_range=0.03)
     save_tokenizer(other)
     for engine, message in [
         (make(other, budget=BUDGET, sessions=1), "another model or tokenizer"),

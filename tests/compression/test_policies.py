@@ -119,16 +119,16 @@ def test_on_transformers(checkpoint, name, length):
 
 @pytest.mark.parametrize("name", OWN + OTHERS)
 def test_names_numbers_and_json(name):
-    budget = CacheBudget.preset(name, 64)
-    assert budget.capacity == 64
-    assert CacheBudget.parse({"capacity": 64, "policy": name}) == budget
+    budget = CacheBudget.preset(name, 128)
+    assert budget.capacity == 128
+    assert CacheBudget.parse({"capacity": 128, "policy": name}) == budget
     assert CacheBudget.parse(budget.as_dict()) == budget
     assert CacheBudget(budget.sink, budget.recent, budget.top_k, policy=name).policy == make_policy(name, {})
     assert name in policy_names()
     with pytest.raises(FrozenInstanceError):
         budget.policy.name_of_nothing = 1
     with pytest.raises(ConfigurationError, match="unknown field colour"):
-        CacheBudget.parse({"capacity": 64, "policy": name, "colour": 3})
+        CacheBudget.parse({"capacity": 128, "policy": name, "colour": 3})
     with pytest.raises(ConfigurationError, match="has no colour"):
         make_policy(name, {"colour": 3})
 

@@ -35,7 +35,7 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
         sessions=1,
     )
     warm = graphs_compiled()
-    assert warm - before >= 3  # a prefill graph and two decode graphs at least, so the counter counts
+    assert warm > before  # so the counter counts; engines of one process share what is compiled where they can
     rng = random.Random(0)
     lengths = [1, 2, 28, 47, 48, 49, 64, 65, 128, 199, *(rng.randrange(1, 200) for _ in range(10))]
     params = [

@@ -362,7 +362,7 @@ def test_a_chat_template_is_applied_once(chat, tasks, monkeypatch):
     model, prompts = make(chat), []
     add = model.llm.engine.add_request
     monkeypatch.setattr(
-        model.llm, "add_request", lambda tokens, params: (prompts.append(tokens), add(tokens, params))[1]
+        model.llm.engine, "add_request", lambda tokens, params: (prompts.append(tokens), add(tokens, params))[1]
     )
     Path("answers.json").write_text(json.dumps([{"context": "w5 w6", "answer": "w7"}]))
     Path("choices.json").write_text(json.dumps([{"context": "w5 w6", "choices": ["w7", "w8 w9"], "label": 0}]))
@@ -421,7 +421,7 @@ def test_model_args_may_be_text(checkpoint, monkeypatch):
     line = f"pretrained={checkpoint},budget=64,policy=streaming,sink=2,max_length=128,slots=2,compiled=False"
     added = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
     model = SnapStreamLM.create_from_arg_string(line, added)
-    assert model.llm.engine.budget == CacheBudget(sink=2, recent=62, top_k=0, window=1)
+    assert model.llm.engine.budget == CacheBudget(sink=2, recent=62, top_k=0, policy="streaming")
     assert (model.llm.engine.config.slots, model.max_length, model.llm.engine.device.type) == (2, 128, "cpu")
     assert model.max_gen_toks == 256
     quoted = {"pretrained": str(checkpoint), "budget": "48", "kernel": "5", "max_gen_toks": "9", "prefill_chunk": 16.0}

@@ -9,8 +9,8 @@ import time
 import httpx
 import pytest
 
-from snapstream.engine.request import Request
 from snapstream.engine.sampler import SamplingState
+from snapstream.engine.text import OutputText
 from tests.checkpoints import prompt
 from tests.serving.servers import idle, post, running, wait_until
 
@@ -43,7 +43,7 @@ class Gate:
     def __init__(self, llm, monkeypatch):
         self.steps, self._open, self._step = 0, threading.Semaphore(0), llm.engine.step
         self._free = self.closed = False
-        monkeypatch.setattr(llm, "step", self.step)
+        monkeypatch.setattr(llm.engine, "step", self.step)
 
     def step(self):
         if not self._free:
@@ -288,9 +288,9 @@ def test_a_crash_in_one_request_is_its_own(server, monkeypatch, place, stream):
         original = SamplingState.assign
         monkeypatch.setattr(SamplingState, "assign", crash(original, lambda _, slot, params, *rest: params.seed == 66))
     else:
-        name = "_cut_at_stop_string" if place == "stop handling" else "take_new_text"
-        which = lambda request: request.params.seed == 66 and len(request.tokens) > 10  # noqa: E731
-        monkeypatch.setattr(Request, name, crash(getattr(Request, name), which))
+        name = "_cut_at_stop_string" if place == "stop handling" else "take_new"
+        which = lambda text, **_: text.params.seed == 66 and len(text.tokens) > 10  # noqa: E731
+        monkeypatch.setattr(OutputText, name, crash(getattr(OutputText, name), which))
     others = [background(server, prompt=WORDS, max_tokens=20, **FOREVER) for _ in range(4)]
     reply = post(server, prompt=WORDS, max_tokens=100, seed=66, stream=stream, **FOREVER)
     if stream:
@@ -320,15 +320,15 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
     if part == "decode":
         monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     else:
-        original = server.llm.engine.scheduler.next_prefill
+        original = server.llm.engine.scheduler.next
 
-        def next_prefill():
+        def next_turn():
             if fails:
                 fails.pop()
                 raise RuntimeError("on purpose")
             return original()
 
-        monkeypatch.setattr(server.llm.engine.scheduler, "next_prefill", next_prefill)
+        monkeypatch.setattr(server.llm.engine.scheduler, "next", next_turn)
     reply = post(server, prompt=WORDS, max_tokens=200, **FOREVER)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "engine_error"
@@ -394,7 +394,7 @@ def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
     with running(llm) as server:
         with monkeypatch.context() as patched:
             patched.setattr(llm.engine.executor.decode, "launch", failing)
-            patched.setattr(llm, "reset", failing)
+            patched.setattr(llm.engine, "reset", failing)
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
         assert not server.thread.is_alive()

@@ -454,7 +454,9 @@ def test_errors_say_what_to_do(server, body, message):
 
 
 def test_defaults_are_the_model_makers(server, create, alone, monkeypatch):
-    monkeypatch.setattr(server.llm, "sampling_defaults", {"temperature": 0.5, "top_k": 5, "repetition_penalty": 1.2})
+    monkeypatch.setattr(
+        server.llm.engine, "sampling_defaults", {"temperature": 0.5, "top_k": 5, "repetition_penalty": 1.2}
+    )
     expected = alone(WORDS, max_tokens=25, temperature=0.5, top_k=5, repetition_penalty=1.2, seed=4, ignore_eos=True)
     reply = create("text", prompt=WORDS, max_tokens=25, seed=4, extra_body=FOREVER)
     assert reply.choices[0].text == expected.text

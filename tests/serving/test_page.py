@@ -64,7 +64,7 @@ def answer(page, text):
 def slow_steps(server, monkeypatch):
     """Gives a person, or a test, the time to press a button."""
     step = server.llm.engine.step
-    monkeypatch.setattr(server.llm, "step", lambda: (time.sleep(0.02), step())[1])
+    monkeypatch.setattr(server.llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
 
 
 def longer_than(page, body, length):

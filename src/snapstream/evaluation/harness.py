@@ -10,7 +10,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -36,7 +35,9 @@ NAME = "snapstream"
 
 Job = tuple[list[int], SamplingParams]
 
-_BUDGET_FIELDS = {field.name: field.type for field in fields(CacheBudget)}
+_BUDGET_FIELDS = dict.fromkeys(("sink", "recent", "top_k", "window", "kernel", "seed"), "int") | dict.fromkeys(
+    ("pooling", "normalize", "ring", "selection"), "str"
+)
 _SAMPLING = ["top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
 
