@@ -150,19 +150,14 @@ def test_what_is_no_policy_is_refused():
 
 def test_budgets_written_for_earlier_versions_mean_the_same():
     old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
-    assert (old.policy.window, old.policy.pooling, old.policy.kernel, old.policy.normalize) == (
-        8,
-        "max",
-        5,
-        "candidates",
-    )
+    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates"}
+    assert (old.ring, old.policy.settings()) == ("paper", settings)
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("snapstream", {"window": 1})
     assert replace(CacheBudget.of(64), selection="random").policy == make_policy("random", {})
-    assert replace(CacheBudget.preset("random", 64), selection="votes").policy == make_policy("snapstream", {})
-    assert CacheBudget.parse(
-        '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
-    ).policy.name == ("random")
+    assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("snapstream", {})
+    text = '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
+    assert CacheBudget.parse(text).policy.name == "random"
     assert CacheBudget.parse({"capacity": 64, "policy": "random", "seed": 7}).policy.seed == 7
 
 

@@ -165,7 +165,7 @@ def test_a_client_that_goes_frees_its_slot_within_one_step(server, monkeypatch, 
     connection.close()
     wait_until(lambda: not server.driver._commands.empty())  # it has been noticed; the engine is in the next step
     gate.let(1)
-    wait_until(lambda: not any(server.llm.engine.scheduler.decoding))
+    wait_until(lambda: not any(server.llm.engine.scheduler.slots))
     gate.open()
     wait_until(lambda: idle(server))
     assert gate.steps <= 10  # and the one that reports it

@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -268,14 +268,16 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
     def _run(self, jobs: Iterable[Job], total: int, what: str, quiet: bool) -> Iterator[tuple[int, RequestOutput]]:
         """Final outputs with the numbers of their jobs, as they come."""
-        source = enumerate(jobs)
+        # Equal prompts are read once if they wait together.
+        alike = groupby(enumerate(jobs), lambda numbered: numbered[1][0])
         queue = 2 * self.llm.engine.config.slots  # no slot is ever without work, nor are all prompts tokens at a time
         waiting: dict[str, int] = {}
         try:
             with tqdm(total=total, desc=f"Running {what} requests", disable=quiet) as bar:
                 while True:
-                    for number, (prompt, params) in islice(source, queue - len(waiting)):
-                        waiting[self.llm.engine.add_request(prompt, params)] = number
+                    while len(waiting) < queue and (group := next(alike, None)) is not None:
+                        for number, (prompt, params) in group[1]:
+                            waiting[self.llm.engine.add_request(prompt, params)] = number
                     if not waiting:
                         return
                     for output in self.llm.engine.step():
