@@ -56,10 +56,17 @@ def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, 
     out, lse = fused(rows[None], own_keys[None], own_values[None], 0.0, True, scale=scale)
     out, lse = out[0], lse.reshape(H, T)
     if past:
-        # All heads of a group see the same keys: their queries are rows of one product.
-        grouped = rows.reshape(1, N, H // N * T, D)
-        before, before_lse = fused(grouped, keys[None, :, :past], values[None, :, :past], 0.0, False, scale=scale)
-        before, before_lse = before.reshape(H, T, D), before_lse.reshape(H, T)
+        # All heads of a group see the same keys: their queries are rows of one product. One KV head after the other,
+        # as the library packs all keys and values it is given before it begins.
+        grouped = rows.reshape(N, 1, H // N * T, D)
+        parts = [
+            fused(
+                grouped[n][None], keys[None, n : n + 1, :past], values[None, n : n + 1, :past], 0.0, False, scale=scale
+            )
+            for n in range(N)
+        ]
+        before = torch.cat([part for part, _ in parts]).reshape(H, T, D)
+        before_lse = torch.cat([part for _, part in parts]).reshape(H, T)
         share = torch.sigmoid(lse - before_lse)[..., None]
         out = torch.lerp(before.float(), out.float(), share)
     result: Tensor = out.transpose(0, 1).to(query.dtype).contiguous()

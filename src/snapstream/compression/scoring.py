@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
 
-KEY_CHUNK = 4096
+KEY_CHUNK = 1024
 """Keys scored at a time. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
 
 

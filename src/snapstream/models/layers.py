@@ -43,5 +43,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, hidden]`` to ``[T, hidden]``."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        result: Tensor = self.down(F.silu(gate) * up)
+        inner = F.silu(gate).mul_(up)
+        del gate, up  # the widest there is, while a prompt is read
+        result: Tensor = self.down(inner)
         return result
