@@ -1,15 +1,21 @@
 """Conversations over HTTP: what is reused, what is read anew, and why."""
 
 import json
+import os
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from snapstream import ConfigurationError
 from snapstream.assets import EXAMPLE
+from snapstream.serving.app import create_app
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.sessions import Session, SessionBusyError, SessionStore
+from snapstream.serving.settings import ServerSettings
 from tests.checkpoints import prompt
 from tests.serving.servers import idle, metric, post, running, wait_until
 
@@ -267,3 +273,100 @@ def test_many_sessions_at_once(server):
     assert len(server.parts.sessions) == 4
     assert not server.parts.sessions._running
     wait_until(lambda: idle(server))
+
+
+def turn(server, ids, name, **more):
+    return post(server, prompt=ids, session_id=name, **(TINY | more)).json()
+
+
+def tokens_of(server, reply):
+    words = ["w" + word for word in reply["choices"][0]["text"].split("w")[1:]]
+    return server.llm.tokenizer.convert_tokens_to_ids(words)
+
+
+def test_sessions_without_room_go_to_the_disk_and_come_back(llm, tmp_path):
+    """The same answers as with room for all; conversations are as many as the disk holds."""
+    limit = llm.engine.config.sessions
+    names = [f"s{index}" for index in range(limit + 3)]
+    with running(llm) as server:
+        want = {}
+        for index, name in enumerate(names):
+            first = turn(server, prompt(100, seed=index), name)
+            ids = prompt(100, seed=index) + tokens_of(server, first) + [7, 8, 9]
+            want[name] = turn(server, ids, name)["choices"][0]["text"]
+            assert httpx.delete(f"{server.url}/v1/sessions/{name}").status_code == 200
+    with running(llm, session_dir=tmp_path / "sessions") as server:
+        asked = {}
+        for index, name in enumerate(names):
+            first = turn(server, prompt(100, seed=index), name)
+            assert first["session"]["kept"]
+            asked[name] = prompt(100, seed=index) + tokens_of(server, first) + [7, 8, 9]
+        assert len(server.parts.sessions) == limit
+        for name in names:
+            second = turn(server, asked[name], name)
+            assert second["session"]["reused_tokens"] == 119, second["session"]
+            assert second["choices"][0]["text"] == want[name]
+            assert len(server.parts.sessions) <= limit
+        assert metric(server, "snapstream_session_bytes") <= llm.engine.plan.sessions
+
+
+def test_a_restart_goes_on_with_what_is_on_the_disk(llm, tmp_path):
+    ids = prompt(100)
+    with running(llm, session_dir=tmp_path, api_keys=("one", "two")) as server:
+        headers = {"Authorization": "Bearer one"}
+        first = turn(server, ids, "mine", headers=headers)
+        more = ids + tokens_of(server, first) + [7, 8, 9]
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1
+    assert b"mine" not in files[0].name.encode() + files[0].read_bytes()
+    assert files[0].stat().st_mode & 0o777 == 0o600
+    with running(llm, session_dir=tmp_path, api_keys=("one", "two")) as server:
+        other = turn(server, more, "mine", headers={"Authorization": "Bearer two"})
+        assert other["session"]["reused_tokens"] == 0
+        second = turn(server, more, "mine", headers=headers)
+        assert second["session"]["reused_tokens"] == 119
+        assert httpx.delete(f"{server.url}/v1/sessions/mine", headers=headers).status_code == 200
+        assert httpx.delete(f"{server.url}/v1/sessions/mine", headers=headers).status_code == 404
+    with running(llm, session_dir=tmp_path, api_keys=("one", "two")) as server:
+        assert turn(server, more, "mine", headers=headers)["session"]["reused_tokens"] == 0
+
+
+def test_damaged_old_and_too_many_files_are_dropped(llm, tmp_path):
+    ids = prompt(100)
+    with running(llm, session_dir=tmp_path) as server:
+        more = {}
+        for name in ("a", "b"):
+            first = turn(server, ids, name)
+            more[name] = ids + tokens_of(server, first) + [7, 8, 9]
+    (tmp_path / ".x.session.safetensors.abc").write_bytes(b"half")  # of a process that was killed while it wrote
+    files = sorted(tmp_path.glob("*.session.safetensors"))
+    assert len(files) == 2
+    size = files[0].stat().st_size
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-3])
+    with running(llm, session_dir=tmp_path) as server:
+        assert not (tmp_path / ".x.session.safetensors.abc").exists()
+        again = turn(server, more["a"], "a")
+        assert again["session"]["reused_tokens"] == 0
+        assert again["session"]["kept"]
+    old = time.time() - 700
+    for path in tmp_path.glob("*.session.safetensors"):
+        os.utime(path, (old, old))
+    with running(llm, session_dir=tmp_path, session_ttl=600):
+        assert not list(tmp_path.glob("*.session.safetensors"))
+    with running(llm, session_dir=tmp_path, session_disk=3 * size) as server:
+        for index in range(llm.engine.config.sessions + 5):
+            turn(server, prompt(100, seed=index), f"n{index}")
+    kept = list(tmp_path.glob("*.session.safetensors"))
+    assert 1 <= len(kept) <= 3
+    assert sum(path.stat().st_size for path in kept) <= 3 * size
+
+
+def test_a_session_directory_that_cannot_work_is_refused(llm, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = ServerSettings(model_name="tiny", session_dir=tmp_path / "file" / "x")
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        create_app(llm, settings)
+    none = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(sessions=0, slots=1)))
+    with pytest.raises(ConfigurationError, match="needs sessions"):
+        create_app(none, ServerSettings(model_name="tiny", session_dir=tmp_path))
