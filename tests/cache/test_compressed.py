@@ -52,11 +52,11 @@ def test_a_prompt_that_was_read_is_decoded_from_a_file(model, tmp_path, length):
     read = run(llm, prompt(length), SamplingParams(max_tokens=0), keep=True).saved
     read.check_integrity()
     path = tmp_path / "read.safetensors"
-    llm.engine.save_sequence(read, path)
+    llm.engine.files.save(read, path)
     assert os.stat(path).st_mode & 0o777 == 0o600
     other = make(model, budget=CacheBudget.preset("streaming", 64), sessions=1, slots=1)
     for engine in (llm, other):
-        loaded = engine.engine.load_sequence(path)
+        loaded = engine.engine.files.load(path)
         same(loaded, read)
         for one, expected in zip(params, want, strict=True):
             for past in (read, loaded):
@@ -72,8 +72,8 @@ def test_a_turn_goes_on_from_a_file(model, tmp_path, steps):
     llm = make(model, budget=BUDGET, sessions=1)
     first = run(llm, prompt(100), greedy(steps, logit_bias=NO_SPECIAL), keep=True).saved
     path = tmp_path / "turn.safetensors"
-    llm.engine.save_sequence(first, path, note="hello")
-    loaded = make(model, budget=BUDGET, sessions=1).engine.load_sequence(path)
+    llm.engine.files.save(first, path, note="hello")
+    loaded = make(model, budget=BUDGET, sessions=1).engine.files.load(path)
     assert loaded.note == "hello"
     same(loaded, first)
     params = greedy(40, logprobs=1, telemetry=True)
@@ -101,7 +101,7 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
     llm = make(checkpoint, budget=BUDGET, sessions=1)
     read = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved
     path = tmp_path / "read.safetensors"
-    llm.engine.save_sequence(read, path)
+    llm.engine.files.save(read, path)
     other = tmp_path / "other"
     save_checkpoint(other, "llama3-gqa", initializer_range=0.03)
     save_tokenizer(other)
@@ -112,14 +112,14 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
         (make(checkpoint, budget=BUDGET, sessions=1, dtype="bfloat16"), "torch.float32, but caches are torch.bfloat16"),
     ]:
         with pytest.raises(CacheFileError, match=message):
-            engine.engine.load_sequence(path)
+            engine.engine.files.load(path)
     with pytest.raises(CacheFileError, match="could not be read"):
-        llm.engine.load_sequence(tmp_path / "nothing.safetensors")
+        llm.engine.files.load(tmp_path / "nothing.safetensors")
     with pytest.raises(CacheFileError, match="could not be written"):
-        llm.engine.save_sequence(read, tmp_path / "no" / "such" / "place")
+        llm.engine.files.save(read, tmp_path / "no" / "such" / "place")
     save_file({"x": torch.zeros(3)}, path)
     with pytest.raises(CacheFileError, match="no compressed sequence"):
-        llm.engine.load_sequence(path)
+        llm.engine.files.load(path)
 
 
 def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
@@ -127,7 +127,7 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
     llm = make(checkpoint, budget=BUDGET, sessions=1)
     read = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved
     path = tmp_path / "read.safetensors"
-    llm.engine.save_sequence(read, path)
+    llm.engine.files.save(read, path)
     whole = path.read_bytes()
     header = struct.unpack("<Q", whole[:8])[0]
     generator = torch.Generator().manual_seed(0)
@@ -135,11 +135,11 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(CacheFileError):
-            llm.engine.load_sequence(path)
+            llm.engine.files.load(path)
     for place in torch.randint(0, len(whole), (30,), generator=generator).tolist():
         path.write_bytes(whole[:place])
         with pytest.raises(CacheFileError):
-            llm.engine.load_sequence(path)
+            llm.engine.files.load(path)
     with _opened(path, whole) as file:
         described = json.loads(file.metadata()["snapstream"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -158,9 +158,9 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
         changed = {key: val for key, val in (described | {field: value}).items() if val is not None}
         save_file(tensors, path, {"snapstream": json.dumps(changed)})
         with pytest.raises(CacheFileError):
-            llm.engine.load_sequence(path)
+            llm.engine.files.load(path)
     path.write_bytes(whole)
-    same(llm.engine.load_sequence(path), read)
+    same(llm.engine.files.load(path), read)
 
 
 def _opened(path, contents):
@@ -172,13 +172,13 @@ def test_a_save_that_breaks_off_leaves_what_was_there(checkpoint, tmp_path, monk
     llm = make(checkpoint, budget=BUDGET, sessions=1)
     read = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved
     path = tmp_path / "read.safetensors"
-    llm.engine.save_sequence(read, path)
+    llm.engine.files.save(read, path)
 
     def broken(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(KeyboardInterrupt):
-        llm.engine.save_sequence(replace(read, answer="new"), path)
+        llm.engine.files.save(replace(read, answer="new"), path)
     assert os.listdir(tmp_path) == ["read.safetensors"]
-    assert llm.engine.load_sequence(path).answer == ""
+    assert llm.engine.files.load(path).answer == ""

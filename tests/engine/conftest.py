@@ -1,7 +1,7 @@
 import pytest
 
 from snapstream.engine.engine import Engine
-from snapstream.engine.integrity import check_integrity
+from tests.integrity import check_integrity
 
 
 @pytest.fixture(autouse=True)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
+from snapstream.engine.change import Change
 from snapstream.engine.executor import Executor
+from snapstream.engine.files import SequenceFiles
 from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
 from snapstream.engine.output import RequestOutput, SlotUse
 from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
-from snapstream.errors import CacheFileError, ConfigurationError, RequestError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.kernels import cpu as cpu_kernels
 from snapstream.models import load_model, resolve_checkpoint
-from snapstream.models.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +75,14 @@ class Engine:
         self.plan = plan.ours
         (report_plan or _print_plan)(plan)
         plan.check()
-        self._checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
-        self.tokenizer = load_tokenizer(str(self._checkpoint))
+        checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
+        self.files = SequenceFiles(setup, checkpoint)
+        self.tokenizer = load_tokenizer(str(checkpoint))
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
-        self.sampling_defaults = load_sampling_defaults(str(self._checkpoint))
+        self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         if self.device.type == "cpu":
             cpu_kernels.available()  # products of the model look for them
-        loaded = load_model(self._checkpoint, spec, self.dtype, self.device)
+        loaded = load_model(checkpoint, spec, self.dtype, self.device)
         self.executor = Executor(setup, loaded, padded=self.plan.padded_len)
         # What prompts that were read for several requests at once may take until these have a slot: what is left over.
         self._spare = self.plan.slots if plan.available is None else max(0, plan.available - self.plan.total)
@@ -131,7 +129,7 @@ class Engine:
         if self._is_known(name):
             raise RequestError(f"request id {name!r} is in use")
         request = self._admission.admit(name, prompt, params, past=past, keep=keep)
-        with _Change(self):
+        with Change(self):
             self._requests[name] = request
             self.scheduler.add(request, first=first)
         return name
@@ -147,7 +145,7 @@ class Engine:
         self._mend()
         request = self._requests.get(request_id)
         if request is not None:
-            with _Change(self):
+            with Change(self):
                 request.finish_reason = "abort"
                 self._undelivered.append(self._output(request))
                 self._finish(request)
@@ -251,49 +249,6 @@ class Engine:
         """
         return self._admission.tokenize(prompt)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Tells models and tokenizers apart, see :func:`~snapstream.models.fingerprint.fingerprint`."""
-        return fingerprint(self._checkpoint)
-
-    def save_sequence(self, sequence: CompressedSequence, path: str | Path, *, note: str = "") -> None:
-        """Write a compressed sequence, the ``saved`` of an output, to a file; may be called from any thread.
-
-        Args:
-            sequence: Of this engine.
-            path: Replaced in one step if it is there.
-            note: Kept with it.
-
-        Raises:
-            CacheFileError: It could not be written.
-        """
-        replace(sequence, note=note).save(path, model=self.fingerprint)
-
-    def load_sequence(self, path: str | Path) -> CompressedSequence:
-        """Read a compressed sequence, to be given to :meth:`add_request` as ``past``; may be called from any thread.
-
-        Raises:
-            CacheFileError: No such file, a damaged one, one of another model, or with a larger cache than a slot has.
-        """
-        sequence = CompressedSequence.load(
-            path,
-            model=self.fingerprint,
-            shape=self.spec.entry,
-            layers=self.spec.layers,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        if sequence.layout.limit > self.budget.capacity:
-            raise CacheFileError(
-                f"{path} holds a cache of up to {sequence.layout.limit} entries, a slot of this engine "
-                f"{self.budget.capacity}; make the engine with a budget of at least that"
-            )
-        if len(sequence.tokens) >= self.max_model_len:
-            raise CacheFileError(
-                f"{path} goes on after {len(sequence.tokens)} tokens; max_model_len is {self.max_model_len}, raise it"
-            )
-        return sequence
-
     # -- staying consistent -------------------------------------------------------------------------------------------
 
     def _mend(self) -> None:
@@ -333,7 +288,7 @@ class Engine:
     def _discard_unwanted(self) -> None:
         if not self._unwanted:
             return
-        with _Change(self):
+        with Change(self):
             while self._unwanted:  # more may come while this runs
                 name = next(iter(self._unwanted))
                 request = self._requests.get(name)
@@ -356,7 +311,7 @@ class Engine:
 
     def _run_step(self) -> None:
         """Do one step's work; the outputs are put where :meth:`step` takes them from."""
-        with _Change(self):
+        with Change(self):
             touched = {request.request_id: request for request in self._read()}
             running = self.scheduler.running
             going = [request for request in running if request.finish_reason is None]
@@ -384,7 +339,7 @@ class Engine:
                 self._attempt(request, self._put_and_start)
             elif self.executor.reading is None:
                 self.scheduler.give_slot(request)
-                self.executor.begin([request, *self._others_with_the_prompt_of(request)])
+                self.executor.begin([request, *self.scheduler.sharing(request, self._room_for_one_more)])
             else:
                 break
         if self.executor.reading is None:
@@ -407,25 +362,8 @@ class Engine:
                 touched.append(request)
         return touched
 
-    def _others_with_the_prompt_of(self, request: Request) -> list[Request]:
-        """Who else gets the prompt that ``request`` is about to have read.
-
-        Who is next takes a free slot. Others stay in the queue, with their compressed prompt, as far as memory that
-        nobody else was promised has room for it.
-        """
-        with_slot: list[Request] = []
-        waiting: list[Request] = []
-        for other in list(self.scheduler.waiting):
-            if other.sequence is not None or not other.shares_prompt_with(request):
-                continue
-            if other is self.scheduler.next():
-                self.scheduler.give_slot(other)
-                with_slot.append(other)
-            elif self._room_for_one_more(other, waiting):
-                waiting.append(other)
-        return [*with_slot, *waiting]
-
     def _room_for_one_more(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether memory that nobody else was promised has room for the compressed prompts of these, too."""
         held = sum(r.sequence.nbytes for r in self.scheduler.waiting if r.sequence is not None)
         coming = sum(min(len(r.prompt), r.budget.capacity) for r in (*others, request)) * self.plan.bytes_per_token
         return held + coming <= self._spare
@@ -463,33 +401,6 @@ class Engine:
         except Exception as error:
             self._fail(request, error)
         return output_of(request, new_text, saved, self.plan.bytes_per_token)
-
-
-class _Change:
-    """Around everything that changes requests, slots or the device.
-
-    What breaks off in between leaves the engine marked as changing. It is mended at once if that is possible, and in
-    any case before the next change. A generator would be less code, but may be closed at any later moment.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> None:
-        self.engine._mend()
-        self.engine._changing = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.engine._changing = False
-            return
-        self.engine._broken_by = kind.__name__
-        try:
-            self.engine._mend()
-        except Exception as another:  # the first one is what the caller has to know
-            logger.error("the engine could not be mended after %s", kind.__name__, exc_info=another)
 
 
 def _print_plan(plan: EnginePlan) -> None:

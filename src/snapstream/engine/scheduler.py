@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from snapstream.engine.request import Phase, Request
 
@@ -35,6 +36,27 @@ class Scheduler:
         self.slots[slot] = request
         request.slot, request.phase = slot, Phase.PREFILL
         return slot
+
+    def sharing(self, request: Request, has_room: Callable[[Request, Sequence[Request]], bool]) -> list[Request]:
+        """Who else gets the prompt that ``request`` is about to have read.
+
+        Who is next takes a free slot. Others stay in the queue, with their compressed prompt.
+
+        Args:
+            request: Has its slot.
+            has_room: Whether one more may stay, besides some.
+        """
+        with_slot: list[Request] = []
+        staying: list[Request] = []
+        for other in list(self.waiting):
+            if other.sequence is not None or not other.shares_prompt_with(request):
+                continue
+            if other is self.next():
+                self.give_slot(other)
+                with_slot.append(other)
+            elif has_room(other, staying):
+                staying.append(other)
+        return [*with_slot, *staying]
 
     def finish(self, request: Request) -> int | None:
         """Take a request out, wherever it is; returns the slot it frees, if it had one."""

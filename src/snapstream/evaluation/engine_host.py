@@ -76,7 +76,7 @@ class EngineHost:
         return {
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
-            "checkpoint": self.llm.engine.fingerprint,
+            "checkpoint": self.llm.engine.files.model,
             "dtype": str(self.llm.engine.dtype).removeprefix("torch."),
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,

@@ -77,7 +77,7 @@ class SessionFiles:
             if time.time() - path.stat().st_mtime > self.seconds:
                 path.unlink()
                 return None
-            saved = self.engine.load_sequence(path)
+            saved = self.engine.files.load(path)
             text = json.loads(saved.note)["text"]
         except FileNotFoundError:
             return None
@@ -147,7 +147,7 @@ class SessionFiles:
         path = self._path(key)
         try:
             if session.saved.nbytes <= self.max_bytes:
-                self.engine.save_sequence(session.saved, path, note=json.dumps({"text": session.text}))
+                self.engine.files.save(session.saved, path, note=json.dumps({"text": session.text}))
                 os.utime(path, (used, used))
             self.sweep()
         except (CacheFileError, OSError) as error:
