@@ -169,6 +169,22 @@ def test_plan_of_llama_31_8b(tmp_path):
     assert (plan["slots_that_fit"], plan["slots_that_fit_full"]) == (63, 3)
 
 
+def test_reading_a_prompt_takes_one_layer_and_its_hidden_states(tmp_path):
+    """128k tokens, by arithmetic: what grows with the prompt is a layer's keys and values and one hidden state each."""
+    length = 131072
+    layer, hidden = length * 2 * 8 * 128 * 2, length * 4096 * 2
+    plan = plan_of(save_config(tmp_path / "llama", LLAMA_31_8B), budget=4096, slots=16, max_model_len=length)
+    assert (layer, hidden) == (2**29, 2**30)
+    assert layer + hidden < plan["staging"] < layer + hidden + 2**20
+    beyond = plan["total"] - plan["weights"] - plan["slots"]
+    assert layer + hidden < beyond <= 2 * 2**30  # with all layers' keys and values it would be 16.5 GiB
+    plan = plan_of(save_config(tmp_path / "r1", DEEPSEEK_R1), budget=4096, slots=16, max_model_len=length)
+    latent, hidden = length * 576 * 2, length * 7168 * 2
+    queries = 128 * 32 * 576 * 2
+    assert plan["staging"] == latent + hidden + queries
+    assert plan["total"] - plan["weights"] - plan["slots"] <= 4 * 2**30  # 1.9 GiB, and a chunk's rows for each expert
+
+
 def test_plan_of_deepseek_r1(tmp_path):
     """At 128k with a cache of 32k: a fourth of the memory, and four times the batch in the same memory."""
     directory = save_config(tmp_path, DEEPSEEK_R1)

@@ -151,6 +151,26 @@ def test_an_error_in_a_reading_ends_those_it_was_for(checkpoint, monkeypatch):
     assert second.token_ids == want
 
 
+@pytest.mark.parametrize("place", ["begin", "_take_over", "put", "start"])
+def test_an_error_around_a_reading_leaves_nobody_behind(checkpoint, monkeypatch, place):
+    llm = make(checkpoint, slots=2)
+    want = llm.generate(prompt(140), greedy(9))[0].token_ids
+    work, calls = getattr(llm.engine.executor, place), []
+
+    def failing_second(*arguments):
+        calls.append(1)
+        if len(calls) == (1 if place in ("begin", "put") else 2):
+            raise MemoryError("on purpose")
+        return work(*arguments)
+
+    monkeypatch.setattr(llm.engine.executor, place, failing_second)
+    outputs = llm.generate([prompt(140)] * 4, greedy(9))
+    assert {o.finish_reason for o in outputs} == {"length", "error"}
+    assert all(o.token_ids == want for o in outputs if o.finish_reason == "length")
+    assert not llm.engine.busy
+    assert llm.generate(prompt(140), greedy(9))[0].token_ids == want
+
+
 def test_a_free_slot_is_not_written_by_others(checkpoint):
     """Its layers are filled while the other slots decode, greedily or not; a launch must not touch them."""
     rng = random.Random(0)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from snapstream.assets import TASK_MODEL
 from snapstream.commands.options import ENGINE, Chunk, Compiled, Device, Dtype, chosen_model, messages
-from snapstream.config import EngineConfig
+from snapstream.config import EngineConfig, policy_names
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
     ENDPOINT_POLICIES,
@@ -127,7 +127,7 @@ def evaluate(
     if model is not None or model_option is not None:
         model = chosen_model(model, model_option)
     default = "served" if endpoint else "full,streaming,snapstream"
-    allowed = ENDPOINT_POLICIES if endpoint else ENGINE_POLICIES
+    allowed = ENDPOINT_POLICIES if endpoint else tuple(dict.fromkeys([*ENGINE_POLICIES, *policy_names()]))
     chosen = split_names(policies or default, "policies")
     if sweep and (endpoint or "snapstream" not in chosen):
         raise ConfigurationError(

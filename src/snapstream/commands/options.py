@@ -36,7 +36,10 @@ Budget = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option(help="What the budget keeps: snapstream, streaming, sage-kv, random or full.", rich_help_panel=CACHE),
+    typer.Option(
+        help="What the budget keeps: snapstream, streaming, sage-kv, random, full, or one that was installed.",
+        rich_help_panel=CACHE,
+    ),
 ]
 MaxLength = Annotated[
     str | None,

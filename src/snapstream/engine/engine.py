@@ -339,7 +339,11 @@ class Engine:
                 self._attempt(request, self._put_and_start)
             elif self.executor.reading is None:
                 self.scheduler.give_slot(request)
-                self.executor.begin([request, *self.scheduler.sharing(request, self._room_for_one_more)])
+                readers = [request, *self.scheduler.sharing(request, self._room_for_one_more)]
+                try:
+                    self.executor.begin(readers)
+                except Exception as error:  # such as too little memory after all
+                    touched += self._fail_readers(readers, error)
             else:
                 break
         if self.executor.reading is None:
@@ -347,12 +351,9 @@ class Engine:
         try:
             read = self.executor.read(self.spec.layers)
         except Exception as error:
-            for request, _ in self.executor.readers:
-                if request.slot is not None:  # the others wait, and will have a reading of their own
-                    self._fail(request, error)
-                    touched.append(request)
+            readers = [request for request, _ in self.executor.readers]
             self.executor.reading, self.executor.readers = None, []
-            return touched
+            return touched + self._fail_readers(readers, error)
         for request, failure in read:
             if failure is not None:
                 self._fail(request, failure)
@@ -367,6 +368,13 @@ class Engine:
         held = sum(r.sequence.nbytes for r in self.scheduler.waiting if r.sequence is not None)
         coming = sum(min(len(r.prompt), r.budget.capacity) for r in (*others, request)) * self.plan.bytes_per_token
         return held + coming <= self._spare
+
+    def _fail_readers(self, readers: Sequence[Request], error: Exception) -> list[Request]:
+        """End those who have a slot; the others wait, and will have a reading of their own."""
+        failed = [request for request in readers if request.slot is not None]
+        for request in failed:
+            self._fail(request, error)
+        return failed
 
     def _put_and_start(self, request: Request) -> None:
         self.executor.put(request)

@@ -101,10 +101,10 @@ class Executor:
                 break
         if not reading.finished:
             return []
-        readers, self.reading, self.readers = self.readers, None, []
-        for request, target in readers:
+        for request, target in self.readers:
             if target.error is None:
                 self._take_over(request, target, reading)
+        readers, self.reading, self.readers = self.readers, None, []
         return [(request, target.error) for request, target in readers]
 
     def _take_over(self, request: Request, target: Target, reading: Reading) -> None:

@@ -179,7 +179,10 @@ def _plan(
     wide = max(inner, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
     if setup.device.type == "cpu":  # the library packs a weight before it multiplies, and keys and values of one head
-        chunk_temporaries += inner * spec.hidden_size * item + padded * spec.entry.nbytes(setup.dtype) // spec.kv_heads
+        chunk_temporaries += (
+            2 * spec.intermediate_size * spec.hidden_size * item
+            + padded * spec.entry.nbytes(setup.dtype) // spec.kv_heads
+        )
     if setup.backend.reads_all_keys_in_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
     voters = WINDOW if queries == ALL else queries

@@ -33,7 +33,7 @@ class Variant:
     """One column of a comparison.
 
     Attributes:
-        policy: One of :data:`ENGINE_POLICIES` or :data:`ENDPOINT_POLICIES`.
+        policy: One of :data:`ENGINE_POLICIES` or :data:`ENDPOINT_POLICIES`, or what another package has registered.
         size: Entries (``512``) or a share of the prompt's length (``1/4``), as it was given; empty for ``UNSIZED``.
         settings: Fields of :class:`CacheBudget` that differ from the policy's defaults; ``recent`` may be a share of
             the entries.
