@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -306,8 +305,8 @@ def memory_child(checkpoint: str, entries: int) -> None:
     """Run one engine and report what the process holds beyond what it held before."""
     status = Path("/proc/self/status")
 
-    def held() -> int:
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmRSS" in line) * 1024
+    def held(field: str = "VmRSS") -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if field in line) * 1024
 
     torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
     before = held()
@@ -319,6 +318,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
         enforce_eager=True,
         report_plan=lambda _: None,
     )
+    Path("/proc/self/clear_refs").write_text("5")  # pages of the checkpoint were mapped while it was loaded
     prompts = [torch.randint(0, 4096, (MEMORY_PROMPT,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
         llm.engine.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
@@ -326,7 +326,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
         llm.engine.step()
     llm.engine.step()
     plan = llm.engine.plan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = held("VmHWM")
     row = {"weights": plan.weights, "slots": plan.slots, "staging": plan.staging, "metadata": plan.metadata}
     print(json.dumps(row | {"steady": held() - before, "peak": peak - before}))
 
