@@ -19,6 +19,7 @@ from snapstream import CacheBudget
 from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
+from snapstream.kernels import cpu as kernels
 from snapstream.kernels.products import grouped_linear
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
@@ -58,6 +59,7 @@ def bench_experts(model: DecoderModel) -> None:
     print("|---|---|---|")
     weight = model.blocks[1].feed_forward.gate_up
     x = torch.randn(32, weight.shape[2], dtype=weight.dtype)
+    kernels.available()
     for chosen in (4, 8, 16, 32):
         sizes = torch.zeros(weight.shape[0], dtype=torch.int64)
         sizes[:chosen] = 32 // chosen

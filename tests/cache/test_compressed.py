@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_conversation import NO_SPECIAL, run
 from tests.engine.test_engine import greedy, make
+from tests.policies import LargeValues
 
 BUDGET = CacheBudget.of(48)
 
@@ -129,9 +129,8 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
     path = tmp_path / "read.safetensors"
     llm.engine.files.save(read, path)
     whole = path.read_bytes()
-    header = struct.unpack("<Q", whole[:8])[0]
     generator = torch.Generator().manual_seed(0)
-    places = torch.randint(8 + header, len(whole), (60,), generator=generator).tolist()
+    places = torch.randint(8, len(whole), (60,), generator=generator).tolist()
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(CacheFileError):
@@ -150,7 +149,7 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
         ("layout", described["layout"] | {"limit": 0}),
         ("layout", described["layout"] | {"count": 47}),
         ("tokens", 139),
-        ("budget", {"policy": "nobody's", "capacity": 48}),
+        ("budget", None),
         ("format", "snapstream-sequence-0"),
         ("digest", None),
         ("answer", None),
@@ -161,6 +160,30 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
             llm.engine.files.load(path)
     path.write_bytes(whole)
     same(llm.engine.files.load(path), read)
+
+
+def test_a_budget_by_a_policy_that_is_not_here_is_left_out(checkpoint, tmp_path):
+    llm = make(checkpoint, budget=CacheBudget(4, 24, 20, policy=LargeValues()), sessions=1)
+    read = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved
+    llm.engine.files.save(read, tmp_path / "read.safetensors")
+    loaded = llm.engine.files.load(tmp_path / "read.safetensors")
+    assert (read.budget.policy, loaded.budget) == (LargeValues(), None)
+    want = llm.generate(prompt(140), greedy(20))[0]
+    assert run(llm, [], greedy(20), past=loaded).token_ids == want.token_ids
+
+
+def test_what_was_only_read_is_not_decoded_with_others(checkpoint):
+    """A launch of others between reading and saving must not write into its ring."""
+    llm = make(checkpoint, budget=BUDGET, sessions=1)
+    want = llm.generate(prompt(140), greedy(20))[0]
+    others = [llm.engine.add_request(prompt(30, seed=i), greedy(100)) for i in range(2)]
+    llm.engine.step()
+    llm.engine.step()
+    read = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved
+    llm.engine.discard(others)
+    again = run(llm, [], greedy(20), past=read)
+    assert again.token_ids == want.token_ids
+    assert again.cache == want.cache
 
 
 def _opened(path, contents):

@@ -165,7 +165,8 @@ def test_an_error_around_a_reading_leaves_nobody_behind(checkpoint, monkeypatch,
 
     monkeypatch.setattr(llm.engine.executor, place, failing_second)
     outputs = llm.generate([prompt(140)] * 4, greedy(9))
-    assert {o.finish_reason for o in outputs} == {"length", "error"}
+    # Where there is no memory for those who wait, they have a reading of their own.
+    assert {o.finish_reason for o in outputs} == ({"length"} if place == "begin" else {"length", "error"})
     assert all(o.token_ids == want for o in outputs if o.finish_reason == "length")
     assert not llm.engine.busy
     assert llm.generate(prompt(140), greedy(9))[0].token_ids == want
@@ -182,7 +183,7 @@ def test_a_free_slot_is_not_written_by_others(checkpoint):
     assert [o.token_ids for o in together] == alone
 
 
-@pytest.mark.parametrize("policy", [name for name in policy_names() if name != "every-16th"])
+@pytest.mark.parametrize("policy", policy_names())
 def test_reading_for_a_second_policy_changes_nothing(checkpoint, policy):
     budget = CacheBudget.preset(policy, 48)
     llm = make(checkpoint, slots=3)

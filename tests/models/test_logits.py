@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from snapstream.attention import SdpaAttention
+from snapstream.kernels import cpu as kernels
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, save_checkpoint
 
@@ -30,6 +31,11 @@ class DenseCache:
         logits = model.logits(model(tokens, positions, self.attend))
         self.start += len(tokens)
         return logits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _build_kernels():
+    kernels.available()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

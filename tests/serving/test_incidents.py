@@ -178,7 +178,7 @@ def test_a_client_that_goes_in_the_queue_or_in_mid_prefill(server, monkeypatch):
     waiting = [raw_request(server, prompt=WORDS, max_tokens=5, **FOREVER) for _ in range(5)]
     wait_until(lambda: server.driver.unfinished == 6)
     gate.let(3)
-    assert server.llm.engine.reading is not None
+    assert server.llm.engine.reading
     for connection in (*waiting, reading):
         connection.close()
     gate.open()
@@ -198,7 +198,7 @@ def test_a_stream_dropped_while_another_prompt_is_read(server, monkeypatch):
     thread.start()
     wait_until(lambda: server.driver.unfinished == 2)
     gate.let(5)
-    assert server.llm.engine.reading is not None
+    assert server.llm.engine.reading
     dropped.close()
     gate.open()
     thread.join(30)

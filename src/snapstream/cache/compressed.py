@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from snapstream.cache.layer import EntryShape, LayerCache
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
-from snapstream.errors import CacheFileError
+from snapstream.errors import CacheFileError, ConfigurationError
 
 _FORMAT = "snapstream-sequence-1"
 
@@ -68,27 +68,42 @@ class CompressedSequence:
         Args:
             positions: Of one layer, counted from the cache's first entry, int64 ``[N, C]``.
             layer: Which.
+
+        Returns:
+            int64 ``[N, C]``.
         """
         mine = self.positions[layer].to(torch.int64)
         looked_up = mine.gather(1, positions.clamp(0, self.entries - 1))
         return torch.where(positions < self.entries, looked_up, positions - self.entries + len(self.tokens))
 
+    def to(self, device: torch.device | str) -> CompressedSequence:
+        """The same on another device."""
+        return replace(
+            self,
+            layers=[type(one)([tensor.to(device) for tensor in one.tensors]) for one in self.layers],
+            positions=[one.to(device) for one in self.positions],
+            logits=None if self.logits is None else self.logits.to(device),
+        )
+
     def check_integrity(self) -> None:
-        """See that the cache is what its layout says; for tests.
+        """See that the cache is what its layout says.
 
         Raises:
             AssertionError: It is not.
         """
         layout = self.layout
-        assert 0 <= layout.base <= layout.limit
-        assert 1 <= layout.count <= layout.limit
-        assert layout.count <= len(self.tokens)
-        assert all(one.rows == 1 and one.entries >= layout.count for one in self.layers)
+        _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "the layout is none")
+        _require(layout.count <= len(self.tokens), "there are more entries than tokens")
+        _require(all(one.rows == 1 and one.entries >= layout.count for one in self.layers), "entries are missing")
+        _require(len(self.positions) in (0, len(self.layers)), "positions of some layers are missing")
+        for layer in self.layers:
+            finite = (torch.isfinite(tensor[:, :, : layout.count].float()).all() for tensor in layer.tensors)
+            _require(all(map(bool, finite)), "an entry is no number")
         for layer, positions in zip(self.layers, self.positions, strict=False):
-            assert bool(torch.isfinite(layer.keys[:, :, : layout.count].float()).all())
-            assert positions.shape[1] == layout.count
-            assert bool((positions[:, 1:] > positions[:, :-1]).all()), "entries are not in the order of the text"
-            assert int(positions[:, -1].max()) < len(self.tokens)
+            _require(positions.shape == (layer.keys.shape[1], layout.count), "positions have another shape")
+            _require(bool((positions[:, 1:] > positions[:, :-1]).all()), "entries are not in the order of the text")
+            _require(int(positions[:, 0].min()) >= 0, "a position is negative")
+            _require(int(positions[:, -1].max()) < len(self.tokens), "a position is behind the end")
 
     def save(self, path: str | Path, *, model: str) -> None:
         """Write the sequence to a file; whatever was there is replaced in one step, or not at all.
@@ -101,6 +116,7 @@ class CompressedSequence:
         Raises:
             CacheFileError: It could not be written.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self._named()}
@@ -113,8 +129,8 @@ class CompressedSequence:
             "latent": self.layers[0].stored == 1,
             "answer": self.answer,
             "note": self.note,
-            "digest": _digest(tensors),
         }
+        described["digest"] = _digest(tensors, described)
         target = Path(path)
         try:
             handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -125,7 +141,7 @@ class CompressedSequence:
             except BaseException:
                 Path(name).unlink(missing_ok=True)
                 raise
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise CacheFileError(f"{target} could not be written: {error}") from error
 
     @classmethod
@@ -161,9 +177,10 @@ class CompressedSequence:
         except (SafetensorError, OSError, ValueError) as error:
             raise CacheFileError(f"{path} could not be read: {error}") from error
         try:
-            return cls._from(Path(path), described, tensors, model, shape, layers, dtype, torch.device(device))
+            sequence = cls._from(Path(path), described, tensors, model, shape, layers, dtype)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
             raise CacheFileError(f"{path} is damaged, or of another version of SnapStream: {error!r}") from error
+        return sequence.to(device)
 
     @classmethod
     def _from(
@@ -175,11 +192,10 @@ class CompressedSequence:
         shape: EntryShape,
         layers: int,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> CompressedSequence:
         if described.get("format") != _FORMAT:
             raise CacheFileError(f"{path} is no compressed sequence of this version of SnapStream")
-        if described["digest"] != _digest(tensors):
+        if described.pop("digest") != _digest(tensors, described):
             raise CacheFileError(f"{path} is damaged: its contents are not what was written")
         if described["model"] != model:
             raise CacheFileError(f"{path} was made by another model or tokenizer; read its text with this one instead")
@@ -188,17 +204,16 @@ class CompressedSequence:
             stored = [tensors[f"layer.{layer}.{part}"] for part in range(1 if shape.latent else 2)]
             if stored[0].dtype != dtype:
                 raise CacheFileError(f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run in that dtype")
-            caches.append(shape.of([tensor.to(device) for tensor in stored]))
+            caches.append(shape.of(stored))
         names = [f"positions.{layer}" for layer in range(layers)]
-        positions = [tensors[name].to(device) for name in names if name in tensors]
-        logits = tensors.get("logits")
+        positions = [tensors[name] for name in names if name in tensors]
         sequence = cls(
             caches,
             positions,
             Layout(**described["layout"]),
             tuple(tensors["tokens"].tolist()),
-            None if logits is None else logits.to(device),
-            None if described["budget"] is None else CacheBudget.parse(described["budget"]),
+            tensors.get("logits"),
+            _budget(described["budget"]),
             str(described["answer"]),
             str(described["note"]),
         )
@@ -219,9 +234,22 @@ class CompressedSequence:
             yield "logits", self.logits
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of all tensors: safetensors itself would not notice a flipped bit."""
-    digest = hashlib.sha256()
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def _budget(described: dict[str, Any] | None) -> CacheBudget | None:
+    """The budget; ``None`` if its policy is not known here, as decoding does not need it."""
+    try:
+        return None if described is None else CacheBudget.parse(described)
+    except ConfigurationError:
+        return None
+
+
+def _digest(tensors: dict[str, Tensor], described: dict[str, Any]) -> str:
+    """SHA-256 of everything in the file: safetensors itself would not notice a flipped bit."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

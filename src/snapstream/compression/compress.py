@@ -10,6 +10,7 @@ from torch import Tensor
 from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import candidates
 from snapstream.config import CacheBudget, LayerPrompt
+from snapstream.errors import ConfigurationError
 
 
 def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: int, capacity: int) -> Tensor:
@@ -77,5 +78,11 @@ def choose_entries(
         if combine is not None and budget.policy.queries:
             votes = combine(votes)
         scores = budget.policy.smooth(votes.masked_fill(~is_candidate, 0.0), prompt)
+        if scores.dtype != torch.float32 or scores.shape != keys.shape[:3]:
+            raise ConfigurationError(
+                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of {scores.dtype}; they must be "
+                f"{tuple(keys.shape[:3])} of torch.float32"
+            )
+        scores = scores + 0.0  # no negative zero: select_entries() looks at bits
     scores = scores.masked_fill(~is_candidate, -1.0)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

@@ -36,7 +36,7 @@ class CacheBudget:
     Attributes:
         sink: First tokens of the prompt, always kept (``S``).
         recent: Last tokens of the prompt that are kept, and the least length of the ring of recent tokens (``R``); at
-            least the last queries that the policy looks at, so that every voter sees every candidate.
+            least the window of a policy that has one, so that every voter sees every candidate.
         top_k: Prompt tokens between sinks and recent ones that are kept by vote (``K``).
         ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
             full; ``paper``: the ring always has ``recent`` entries.

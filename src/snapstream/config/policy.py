@@ -94,7 +94,15 @@ class Policy(ABC):
         """
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """Make scores of votes. A host that spreads the query heads of a KV head over devices joins votes before."""
+        """Make scores of votes. A host that spreads the query heads of a KV head over devices joins votes before.
+
+        Args:
+            votes: As :meth:`votes` returns them; 0 for what is no candidate.
+            prompt: The layer.
+
+        Returns:
+            float32 ``[B, N, L]``, 0 or more; equal ones go to the earlier token.
+        """
         return votes
 
     def settings(self) -> dict[str, Any]:

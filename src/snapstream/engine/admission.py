@@ -67,6 +67,9 @@ class Admission:
                 f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
                 f"max_model_len={self.max_model_len}"
             )
+        budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
+        if past is not None and not tokens:  # decoded as it is
+            budget = past.budget or self.budget
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
         return Request(
@@ -74,7 +77,7 @@ class Admission:
             prompt=tokens,
             params=params,
             seed=random.getrandbits(62) if params.seed is None else params.seed & (2**62 - 1),
-            budget=self.budget.for_request(params.kv_budget, self.config.kept_queries),
+            budget=budget,
             max_tokens=min(params.max_tokens, room),
             text=OutputText(
                 params,

@@ -66,7 +66,9 @@ class Decode:
             graph.warm_up(pool)
 
     @torch.inference_mode()
-    def start(self, slot: int, layout: Layout, position: int, token: int, sampling: SamplingState) -> None:
+    def start(
+        self, slot: int, layout: Layout, position: int, token: int, sampling: SamplingState, *, active: bool = True
+    ) -> None:
         """Begin to decode a sequence whose cache is in its slot.
 
         Args:
@@ -75,6 +77,7 @@ class Decode:
             position: True position of the next token.
             token: That token, which the next step reads.
             sampling: State whose row 0 is the request's.
+            active: Whether launches decode it, or it is only to be taken out again.
         """
         self.token[slot] = token
         self.position[slot] = position
@@ -82,7 +85,7 @@ class Decode:
         self.count[slot] = layout.count
         self.limit[slot] = layout.limit
         self.sampling.copy_row(slot, sampling, 0)
-        self.active[slot] = True
+        self.active[slot] = active
 
     def slot(self, slot: int, entries: int) -> list[LayerCache]:
         """The first entries of a slot's cache, layer by layer, in the slot's own memory."""

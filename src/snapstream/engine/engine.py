@@ -113,9 +113,10 @@ class Engine:
             prompt: Text, or token ids; only what is new if there is a ``past``.
             params: How to sample; greedy by default.
             request_id: A name of the caller's, not in use; made up if not given.
-            past: The turns before, as the ``saved`` of an earlier output. The prompt is read over this compressed
-                cache, and both are compressed again at its end.
-            keep: Give the compressed cache out with the last output, for a next turn.
+            past: The turns before, as the ``saved`` of an earlier output, or from a file (:attr:`files`). The prompt is
+                read over this compressed cache, and both are compressed again at its end. With a prompt of no tokens,
+                what was read with ``max_tokens=0`` is decoded as it is.
+            keep: Give the compressed cache out with the last output, for a next turn or a file.
             first: Put it at the head of the queue.
 
         Returns:
@@ -229,9 +230,9 @@ class Engine:
         return [*self._requests, *(output.request_id for output in self._undelivered)]
 
     @property
-    def reading(self) -> str | None:
-        """The request whose prompt is being read."""
-        return self.executor.readers[0][0].request_id if self.executor.readers else None
+    def reading(self) -> list[str]:
+        """The requests whose prompt is being read, which is the same."""
+        return [request.request_id for request, _ in self.executor.readers]
 
     def slots(self) -> list[SlotUse | None]:
         """What each slot holds, or held last; ``None`` for one that was never used."""
@@ -340,10 +341,16 @@ class Engine:
             elif self.executor.reading is None:
                 self.scheduler.give_slot(request)
                 readers = [request, *self.scheduler.sharing(request, self._room_for_one_more)]
+                with_slot = [reader for reader in readers if reader.slot is not None]
                 try:
-                    self.executor.begin(readers)
-                except Exception as error:  # such as too little memory after all
-                    touched += self._fail_readers(readers, error)
+                    try:
+                        self.executor.begin(readers)
+                    except Exception:  # such as too little memory after all for those who wait
+                        if len(with_slot) == len(readers):
+                            raise
+                        self.executor.begin(with_slot)
+                except Exception as error:
+                    touched += self._fail_readers(with_slot, error)
             else:
                 break
         if self.executor.reading is None:

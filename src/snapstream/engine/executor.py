@@ -16,7 +16,7 @@ from snapstream.engine.decode import Decode
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading, Target
+from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
@@ -97,9 +97,9 @@ class Executor:
         assert reading is not None
         for _ in range(units):
             self.prefill.advance(reading)
-            if reading.finished:
+            if reading.finished or reading.failed:
                 break
-        if not reading.finished:
+        if not reading.finished and not reading.failed:
             return []
         for request, target in self.readers:
             if target.error is None:
@@ -137,6 +137,7 @@ class Executor:
         assert slot is not None
         self.decode.put(slot, sequence)
         request.layout, request.sequence, request.logits = sequence.layout, None, sequence.logits
+        request.shares = request.shares or kept_shares(sequence)
         if request.keep:
             request.positions = sequence.positions
 
@@ -156,7 +157,7 @@ class Executor:
         request.phase = Phase.DECODE
         if request.finish_reason is None or request.keep:
             position = request.before + len(request.prompt)
-            self.decode.start(slot, layout, position, token, self._first_token)
+            self.decode.start(slot, layout, position, token, self._first_token, active=bool(request.max_tokens))
 
     @torch.inference_mode()
     def _draw_first(self, request: Request, logits: Tensor) -> int:

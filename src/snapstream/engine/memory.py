@@ -35,7 +35,8 @@ class MemoryPlan:
         max_model_len: Longest sequence.
         padded_len: Tokens of the staging cache: ``max_model_len`` in whole chunks.
         bytes_per_token: Keys and values of one token over all layers.
-        keeps_workspace: Captured graphs hold their temporaries for ever, so these belong to the steady state.
+        keeps_workspace: On CUDA, captured graphs and torch's allocator keep what they have worked with, so it belongs
+            to the steady state.
     """
 
     weights: int
@@ -194,12 +195,13 @@ def _plan(
     return MemoryPlan(
         weights=weights,
         slots=slots * entries * per_token,
-        staging=padded * (spec.entry.nbytes(setup.dtype) + spec.hidden_size * item)
+        staging=padded * spec.entry.nbytes(setup.dtype)
+        + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         workspace=max(chunk_temporaries, votes + leaving, sampling, scores),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
-        # Token counts, a bias and two flags per token of the vocabulary.
-        metadata=(slots + 1) * (spec.vocab_size * 10 + 100),
+        # Token counts, a bias, logits and two flags per token of the vocabulary.
+        metadata=(slots + 1) * (spec.vocab_size * 14 + 100),
         slot_count=slots,
         cache_entries=entries,
         max_model_len=length,

@@ -123,7 +123,7 @@ class RequestOutput:
     An output is made in every step, so it holds what is new and finds the rest when it is asked for.
 
     Attributes:
-        request_id: Given or made by :meth:`LLM.add_request`.
+        request_id: Given or made by :meth:`~snapstream.engine.engine.Engine.add_request`.
         new_text: What was added to :attr:`text` since the last output.
         token_count: Generated tokens.
         finished: Whether this is the last output.

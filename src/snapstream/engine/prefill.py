@@ -67,6 +67,7 @@ class Prefill:
         self.queries = torch.zeros(
             spec.heads, rows_of_queries(queries, padded), spec.head_dim, dtype=dtype, device=device
         )
+        self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
         self.ahead = torch.zeros((), dtype=torch.int64, device=device)
@@ -107,6 +108,8 @@ class Prefill:
         if last_layer and reading.scored is None:
             query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
         else:
+            if last_layer:  # what the last token goes into the layer with, before its place is written over
+                self._last_input.copy_(x[used - 1 : used])
             query = self._read[self._bucket(reading.before + start + len(x))](block, x)
         self._keep_queries(query[:used], reading.before + start, reading.length)
         reading.done += used
@@ -151,15 +154,15 @@ class Prefill:
             self.queries[:, at : at + rows.shape[1]] = rows
 
     def _last_logits(self, reading: Reading, block: Block) -> Tensor:
-        """Logits of the prompt's last token, whose way through the last layer is not complete if it was not scored."""
-        x = self.hidden[len(reading.tokens) - 1 : len(reading.tokens)]
-        if reading.scored is None:
-            query = self.queries[:, -1:].transpose(0, 1)
-            start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
-            seen = self.staging.row(0, reading.length)
-            attended = self.backend.prefill(query, seen.keys[0], seen.values[0], start, self.scale)
-            x = block.complete(x, attended)
-        return self.model.logits(x)
+        """Logits of the prompt's last token: it alone goes through the rest of the last layer."""
+        # In this one way, whether the prompt is scored for somebody or not.
+        last = len(reading.tokens) - 1
+        x = self.hidden[last : last + 1] if reading.scored is None else self._last_input
+        query = self.queries[:, -1:].transpose(0, 1)
+        start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
+        seen = self.staging.row(0, reading.length)
+        attended = self.backend.prefill(query, seen.keys[0], seen.values[0], start, self.scale)
+        return self.model.logits(block.complete(x, attended))
 
     def _score(self, reading: Reading, x: Tensor, start: int) -> None:
         """Log-probabilities of the tokens that follow those of a chunk, from its hidden states of the last layer."""
@@ -214,7 +217,7 @@ class Prefill:
         return LayerPrompt(
             queries=self.queries[None, :, self.queries.shape[1] - rows :],
             keys=staged.keys,
-            values=staged.values,
+            values=staged.values if target.budget.policy.needs_values else None,
             layout=layout_tensors([target.layout], self.device),
             sink=target.budget.sink,
             scale=self.scale,

@@ -48,11 +48,7 @@ class Target:
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
         """How much of each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens was kept."""
-        if self.parts is None:
-            return (1.0,) * KEPT_PARTS
-        copies = len(self.layers) * self.layers[0].keys.shape[1]
-        sizes = torch.bincount(torch.arange(length) * KEPT_PARTS // length, minlength=KEPT_PARTS)
-        return tuple((self.parts.cpu() / (sizes * copies).clamp(min=1)).tolist())
+        return _shares(self.parts, length, len(self.layers) * self.layers[0].keys.shape[1])
 
 
 class Reading:
@@ -107,6 +103,11 @@ class Reading:
         return self.layer == self._layers
 
     @property
+    def failed(self) -> bool:
+        """Whether nobody is left to whom going on would be of use."""
+        return all(target.error is not None for target in self.targets)
+
+    @property
     def share(self) -> float:
         """How much of the work is done, between 0 and 1."""
         return min(1.0, (self.layer + self._work(self.done) / self._work(len(self.tokens))) / self._layers)
@@ -119,7 +120,17 @@ class Reading:
         telemetry: bool = False,
         wants_positions: bool = False,
     ) -> Target:
-        """Compress the prompt for one more request; before anything is read."""
+        """Compress the prompt for one more request; before anything is read.
+
+        Args:
+            budget: The request's.
+            layers: Per layer, a cache of one row with room for what is kept.
+            telemetry: See :class:`Target`.
+            wants_positions: See :class:`Target`.
+
+        Returns:
+            What is filled layer by layer.
+        """
         assert self.layer == self.done == 0
         layout = lay_out(self.length, budget, self.before)
         self.targets.append(Target(budget, layers, layout, telemetry, telemetry or wants_positions))
@@ -128,3 +139,20 @@ class Reading:
     def _work(self, tokens: int) -> float:
         """Multiplications of a layer for the first ``tokens`` tokens."""
         return tokens * (self._constant + self._per_key * (self.before + tokens / 2))
+
+
+def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
+    """How much of each of :data:`KEPT_PARTS` equal parts of its conversation a sequence holds."""
+    length = len(sequence.tokens)
+    if sequence.entries == length:
+        return _shares(None, length, 1)
+    positions = torch.stack(list(sequence.positions)).cpu().to(torch.int64)
+    parts = torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    return _shares(parts, length, positions.shape[0] * positions.shape[1])
+
+
+def _shares(parts: Tensor | None, length: int, copies: int) -> tuple[float, ...]:
+    if parts is None:  # nothing was dropped
+        return (1.0,) * KEPT_PARTS
+    sizes = torch.bincount(torch.arange(length) * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    return tuple((parts.cpu() / (sizes * copies).clamp(min=1)).tolist())

@@ -2,8 +2,9 @@
 
 Tokens come as one flat row ``[T]``: a chunk of one prompt, or one token of each of ``T`` sequences. What attention
 attends to is the caller's business, and so is the order: a block says what goes into attention
-(:meth:`Block.project`) and what follows from its result (:meth:`Block.complete`). :meth:`DecoderModel.forward` goes
-through all layers for the same tokens, as decoding does; prefill takes all tokens through one layer after the other.
+(:meth:`Block.project`) and what follows from its result (:meth:`Block.complete`). Prefill takes all tokens through one
+layer after the other; decoding takes one token of each slot through all. :meth:`DecoderModel.forward` is the plain loop
+over the layers, for whoever needs no more.
 """
 
 from __future__ import annotations

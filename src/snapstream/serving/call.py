@@ -40,6 +40,7 @@ class Call:
         self.parts, self.body, self.logprobs = parts, body, logprobs
         self.request_id: str = state["request_id"]
         self.log: dict[str, Any] = state["log"]
+        self.owner: str = state.get("owner", "")
         self.asked: float = state["began"]
         self.max_tokens = max_tokens
         self.is_chat = isinstance(body, ChatRequest)
@@ -53,7 +54,7 @@ class Call:
     async def begin(self) -> None:
         """Take the session, if one was asked for."""
         if self.body.session_id is not None:
-            key = self.log.get("key", ""), self.body.session_id
+            key = self.owner, self.body.session_id
             await self.parts.sessions.fetch(key)
             self.turn = Turn(self.parts.sessions, key)
 

@@ -123,7 +123,7 @@ class Snapshot(NamedTuple):
     """The engine after a step: its slots, and whose prompt is being read how far."""
 
     slots: Sequence[SlotUse | None]
-    reading: str
+    reading: Sequence[str]
     read: int
     length: int
 
@@ -192,7 +192,7 @@ class EngineDriver:
         self.draining = False
         self.dead = False
         self.step_started: float | None = None
-        self.snapshot = Snapshot([None] * llm.engine.config.slots, "", 0, 0)
+        self.snapshot = Snapshot([None] * llm.engine.config.slots, (), 0, 0)
         self._names = (f"sequence-{number}" for number in itertools.count())
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._closed = False
@@ -325,9 +325,10 @@ class EngineDriver:
     def _deliver(self, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float) -> None:
         """Hand out what one step made, which began at ``now``."""
         self.snapshot = snapshot
-        if snapshot.reading in self._live:
-            generation = self._live[snapshot.reading][1]
-            generation.started = generation.started or now
+        for name in snapshot.reading:
+            if name in self._live:
+                generation = self._live[name][1]
+                generation.started = generation.started or now
         for output in outputs:
             if output.request_id not in self._live:
                 continue
@@ -380,7 +381,7 @@ class EngineDriver:
             if name in self._live:
                 self._live[name][0].fail(EngineError(f"the engine failed: {type(error).__name__}"))
                 self._forget(name)
-        self.snapshot = Snapshot([None] * self.engine.config.slots, "", 0, 0)
+        self.snapshot = Snapshot([None] * self.engine.config.slots, (), 0, 0)
         if names is None:
             self.dead = True
             self.on_death()
@@ -414,9 +415,9 @@ class EngineDriver:
             raise
 
     def _look(self) -> Snapshot:
-        name = self.engine.reading
-        read, length = self.engine.prefill_progress(name) if name is not None else (0, 0)
-        return Snapshot(self.engine.slots(), name or "", read, length)
+        names = self.engine.reading
+        read, length = self.engine.prefill_progress(names[0]) if names else (0, 0)
+        return Snapshot(self.engine.slots(), names, read, length)
 
     def _run(self) -> None:
         try:

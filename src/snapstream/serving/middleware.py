@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -137,6 +138,8 @@ class KeyMiddleware:
         matches = [hmac.compare_digest(given, known) for known in self.api_keys]
         if any(matches):
             scope["state"]["log"]["key"] = f"key-{matches.index(True) + 1}"
+            # Sessions may outlive the server, and the order in which keys are given to it.
+            scope["state"]["owner"] = hashlib.sha256(given).hexdigest()
             await self.app(scope, receive, send)
             return
         refusal = ApiError(

@@ -125,7 +125,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
     @routes.delete("/v1/sessions/{name}", tags=["Sessions"])
     async def forget(name: str, request: Request) -> Deleted:
         """Forget a session and free its cache."""
-        if not parts.sessions.delete((request.scope["state"]["log"].get("key", ""), name)):
+        if not parts.sessions.delete((request.scope["state"].get("owner", ""), name)):
             raise ApiError(404, f"there is no session {name!r}")
         return Deleted(id=name)
 

@@ -47,6 +47,9 @@ class SessionFiles:
         if not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigurationError(f"the session directory {directory} cannot be written to")
         self._unwritten: dict[Key, tuple[Session, float]] = {}
+        self._writing: Key | None = None
+        self._deleted = False  # what is being written
+        self._closed = False
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "session-files")
         for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # of a process that was killed while it wrote
@@ -56,41 +59,46 @@ class SessionFiles:
     def put(self, key: Key, session: Session, idle: float = 0.0) -> None:
         """Write a session, which was used ``idle`` seconds ago, as soon as the disk has time."""
         with self._lock:
+            if self._closed:
+                return
             self._unwritten.pop(key, None)
             self._unwritten[key] = session, time.time() - idle
-            while len(self._unwritten) > _MOST_UNWRITTEN:
-                self._unwritten.pop(next(iter(self._unwritten)))
+            waiting = [one for one in self._unwritten if one != self._writing]
+            if len(waiting) > _MOST_UNWRITTEN:
+                del self._unwritten[waiting[0]]
                 logger.warning("a session is lost: the disk of %s is too slow", self.directory)
-        self._writer.submit(self._write, key)
+            self._writer.submit(self._write, key)
 
     def take(self, key: Key) -> Session | None:
-        """What was put under a key, if it is still there and of this engine's model. Its file stays, as an older state.
+        """What was put under a key, if it is still there and of this engine's model; its file stays, as an older state.
 
         A turn that breaks off, or a server that is killed in it, goes on from there.
         """
         with self._lock:
-            waiting = self._unwritten.pop(key, None)
+            waiting = self._unwritten.get(key)
         if waiting is not None:
             return waiting[0]
         path = self._path(key)
         try:
-            if time.time() - path.stat().st_mtime > self.seconds:
-                path.unlink()
-                return None
-            saved = self.engine.files.load(path)
-            text = json.loads(saved.note)["text"]
+            if time.time() - path.stat().st_mtime <= self.seconds:
+                saved = self.engine.files.load(path)
+                return Session(saved, json.loads(saved.note)["text"])
+            path.unlink()
         except FileNotFoundError:
-            return None
-        except (CacheFileError, OSError, ValueError, LookupError) as error:
-            logger.warning("a saved session is dropped: %s", error)
-            path.unlink(missing_ok=True)
-            return None
-        return Session(saved, text)
+            pass
+        except (CacheFileError, ValueError, LookupError, TypeError) as error:
+            logger.warning("a saved session cannot be gone on with: %s", error)
+            if not isinstance(error.__cause__, OSError):  # that is the disk's trouble, not the file's
+                path.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:  # such as too little memory
+            logger.warning("a saved session cannot be read now: %s", error)
+        return None
 
     def delete(self, key: Key) -> bool:
         """Forget a session; whether there was one."""
         with self._lock:
             waiting = self._unwritten.pop(key, None)
+            self._deleted = self._deleted or self._writing == key
         path = self._path(key)
         there = path.exists()
         path.unlink(missing_ok=True)
@@ -98,33 +106,15 @@ class SessionFiles:
 
     def sweep(self) -> None:
         """Delete what has been kept for too long, and the oldest until the rest fits."""
-        files = []
-        for path in self.directory.glob(f"*{_SUFFIX}"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue
-            if time.time() - stat.st_mtime > self.seconds:
-                path.unlink(missing_ok=True)
-            else:
-                files.append((stat.st_mtime, stat.st_size, path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.max_bytes:
-                break
-            path.unlink(missing_ok=True)
-            total -= size
-
-    @property
-    def bytes(self) -> int:
-        """Size of all files."""
-        total = 0
-        for path in self.directory.glob(f"*{_SUFFIX}"):
-            try:
-                total += path.stat().st_size
-            except FileNotFoundError:
-                continue
-        return total
+        try:
+            files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self._paths())
+            total = sum(size for _, size, _ in files)
+            for used, size, path in files:
+                if total > self.max_bytes or time.time() - used > self.seconds:
+                    path.unlink(missing_ok=True)
+                    total -= size
+        except OSError as error:  # somebody else's deletion, or the disk's trouble; there will be a next time
+            logger.warning("the session directory could not be swept: %s", error)
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -132,7 +122,12 @@ class SessionFiles:
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
+        with self._lock:
+            self._closed = True
         self._writer.shutdown(wait=True)
+
+    def _paths(self) -> list[Path]:
+        return list(self.directory.glob(f"*{_SUFFIX}"))
 
     def _path(self, key: Key) -> Path:
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -141,17 +136,26 @@ class SessionFiles:
     def _write(self, key: Key) -> None:
         with self._lock:
             waiting = self._unwritten.get(key)
-        if waiting is None:  # taken again, or lost
-            return
+            if waiting is None:  # deleted, or lost
+                return
+            self._writing, self._deleted = key, False
         session, used = waiting
         path = self._path(key)
         try:
-            if session.saved.nbytes <= self.max_bytes:
+            if session.saved.nbytes > self.max_bytes:
+                logger.warning(
+                    "a session of %d bytes is lost: the directory may have %d", session.saved.nbytes, self.max_bytes
+                )
+            else:
                 self.engine.files.save(session.saved, path, note=json.dumps({"text": session.text}))
                 os.utime(path, (used, used))
             self.sweep()
-        except (CacheFileError, OSError) as error:
+        except Exception as error:
             logger.warning("a session is lost: %s", error)
-        with self._lock:
-            if self._unwritten.get(key) is waiting:
-                del self._unwritten[key]
+        finally:
+            with self._lock:
+                if self._unwritten.get(key) is waiting:
+                    del self._unwritten[key]
+                if self._deleted:
+                    path.unlink(missing_ok=True)
+                self._writing = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import anyio
 import anyio.to_thread
 
 from snapstream.engine import CompressedSequence
@@ -84,13 +85,22 @@ class SessionStore:
         self._kept: dict[Key, tuple[Session, float]] = {}
         self._running: dict[Key, tuple[Session, float] | None] = {}
         self._deleted: set[Key] = set()
+        # What is on its way from the disk; a deletion takes it out.
+        self._fetching: set[Key] = set()
+        self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def fetch(self, key: Key) -> None:
         """Bring a session back from the disk, if it is there and not in memory; to be called before :meth:`begin`."""
-        if self.files is None or key in self._kept or key in self._running:
+        used = sum(one is not None for one in self._running.values())
+        if self.files is None or key in self._kept or key in self._running or used >= self.limit:
             return
-        found = await anyio.to_thread.run_sync(self.files.take, key)
-        if found is not None and key not in self._kept and key not in self._running:
+        self._fetching.add(key)
+        try:
+            found = await anyio.to_thread.run_sync(self.files.take, key, limiter=self._one_at_a_time)
+            deleted = key not in self._fetching
+        finally:
+            self._fetching.discard(key)
+        if found is not None and not deleted and key not in self._kept and key not in self._running:
             self._kept[key] = found, self.clock()
             self._make_room()
 
@@ -114,19 +124,21 @@ class SessionStore:
         """
         before = self._running.pop(key)
         after = before if session is None else (session, self.clock())
-        if after is not None and key not in self._deleted:
-            self._kept[key] = after
-        elif key in self._deleted and self.files is not None:
-            self.files.delete(key)
+        deleted = key in self._deleted
         self._deleted.discard(key)
+        if deleted and self.files is not None:
+            self.files.delete(key)
+        elif after is not None and not deleted:
+            self._kept[key] = after
         self._make_room()
-        return key in self._kept or (self.files is not None and after is not None)
+        return key in self._kept or (self.files is not None and after is not None and not deleted)
 
     def delete(self, key: Key) -> bool:
         """Forget a session, at the end of its turn if one is running; whether there was one."""
         if key in self._running:
             self._deleted.add(key)
             return True
+        self._fetching.discard(key)
         on_disk = self.files is not None and self.files.delete(key)
         return self._kept.pop(key, None) is not None or on_disk
 
@@ -141,10 +153,13 @@ class SessionStore:
     def close(self) -> None:
         """Write all sessions to the disk, if there is one, for the next server."""
         if self.files is not None:
-            for key, (session, used) in self._kept.items():
-                self.files.put(key, session, self.clock() - used)
-                self.files.flush()
-            self.files.close()
+            running = {key: one for key, one in self._running.items() if one is not None}
+            try:
+                for key, (session, used) in {**running, **self._kept}.items():
+                    self.files.put(key, session, self.clock() - used)
+                    self.files.flush()
+            finally:
+                self.files.close()
         self._kept.clear()
 
     def _make_room(self) -> None:
