@@ -8,8 +8,9 @@ from snapstream.config import CacheBudget
 from snapstream.config import policy as registry
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.settings import check_supported
+from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import generate, vllm_engine
-from tests.integrations.vllm.test_engine import builtin
+from tests.integrations.vllm.test_engine import LENGTHS, builtin
 from tests.integrations.vllm.test_settings import vllm_config
 
 
@@ -20,6 +21,11 @@ def registered(monkeypatch):
         for name, attribute in [("spread", "SpreadVotes"), ("large-values", "LargeValues")]
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.ENTRY_POINTS else [])
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "sage-kv", "snapstream", "random", "large-values"])
