@@ -193,3 +193,21 @@ def test_policies_are_plain_data():
         assert isinstance(policy, Policy)
         assert policy == make_policy(name, policy.settings())
         assert hash(policy) == hash(make_policy(name, {}))
+
+
+def test_votes_that_are_none_are_refused_and_negative_zeros_are_zeros(checkpoint):
+    class Wrong(LargeValues):
+        def votes(self, prompt):
+            return prompt.values.double().norm(dim=-1)
+
+    class NegativeZeros(LargeValues):
+        def votes(self, prompt):
+            return -torch.zeros(prompt.keys.shape[:3])
+
+    llm = make(checkpoint, CacheBudget.of(64))
+    answer = llm.generate(prompt(140), greedy(3, kv_budget=CacheBudget(4, 24, 20, policy=Wrong())))[0]
+    assert answer.finish_reason == "error"
+    assert "of torch.float64; they must be" in answer.error
+    budget = CacheBudget(4, 24, 20, policy=NegativeZeros())
+    kept = llm.generate(prompt(140), greedy(3, kv_budget=budget, telemetry=True))[0].cache.kept
+    assert kept.positions[0][0] == (*range(24), *range(116, 140))  # all alike: the first ones, each once

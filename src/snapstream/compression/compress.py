@@ -75,14 +75,14 @@ def choose_entries(
         scores = torch.zeros(keys.shape[:3], device=keys.device)
     else:
         votes = budget.policy.votes(prompt)
+        if votes.dtype != torch.float32 or votes.shape != keys.shape[:3]:
+            raise ConfigurationError(
+                f"policy {budget.policy.name} made votes {tuple(votes.shape)} of {votes.dtype}; they must be "
+                f"{tuple(keys.shape[:3])} of torch.float32"
+            )
         if combine is not None and budget.policy.queries:
             votes = combine(votes)
         scores = budget.policy.smooth(votes.masked_fill(~is_candidate, 0.0), prompt)
-        if scores.dtype != torch.float32 or scores.shape != keys.shape[:3]:
-            raise ConfigurationError(
-                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of {scores.dtype}; they must be "
-                f"{tuple(keys.shape[:3])} of torch.float32"
-            )
         scores = scores + 0.0  # no negative zero: select_entries() looks at bits
     scores = scores.masked_fill(~is_candidate, -1.0)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)
