@@ -11,9 +11,6 @@ measurements next to each other. Prints Markdown.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,51 +19,32 @@ from pathlib import Path
 
 from engine import Spread, make_checkpoint, ratio
 from model import CONFIG
+from process import Process
 
 HERE = Path(__file__).resolve().parent
 BUDGET, LONG = 4096, 16384
 
 
-class Worker:
+def start(source: Path, *arguments: str) -> Process:
     """One version in a process of its own, idle until it is asked."""
+    command = [sys.executable, HERE / "reading_worker.py", *arguments]
+    return Process(source.name, command, {"PYTHONPATH": str(source / "src")})
 
-    def __init__(self, source: Path, *arguments: str, limit: int | None = None) -> None:
-        environment = os.environ | {"PYTHONPATH": str(source / "src")}
-        command = [sys.executable, str(HERE / "reading_worker.py"), *arguments]
-        if limit is not None:
-            environment["SNAPSTREAM_BENCH_LIMIT"] = str(limit)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self.first = self._read()
 
-    def ask(self, *words: object) -> dict:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"error": "the process died"}
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def ask_once(source: Path, what: str, *arguments: str) -> dict:
+    """One measurement in a process that ends with it."""
+    process = start(source, *arguments)
+    found: dict = process.ask(what)
+    process.close()
+    return found
 
 
 @contextmanager
-def workers(sources: dict[str, Path], *arguments: str) -> Iterator[dict[str, Worker]]:
-    made: dict[str, Worker] = {}
+def workers(sources: dict[str, Path], *arguments: str) -> Iterator[dict[str, Process]]:
+    made: dict[str, Process] = {}
     try:
         for name, source in sources.items():
-            made[name] = Worker(source, *arguments)
+            made[name] = start(source, *arguments)
         yield made
     finally:
         for worker in made.values():
@@ -76,13 +54,13 @@ def workers(sources: dict[str, Path], *arguments: str) -> Iterator[dict[str, Wor
 def bench_times(sources: dict[str, Path], checkpoint: str, rounds: int) -> None:
     print("\n## Time: this checkout / the other, one request; below 1 is faster\n")
     print("| what | time, ratio | s |\n|---|---|---|")
-    with workers(sources, "serve", checkpoint, str(BUDGET), str(LONG + 512), "4", "compiled") as both:
+    with workers(sources, checkpoint, str(BUDGET), str(LONG + 512), "4", "compiled") as both:
         jobs = [("prefill", 2048, rounds), ("prefill", LONG, max(3, rounds // 3)), ("decode", 1, rounds)]
         for kind, size, times in (*jobs, ("decode", 4, rounds)):
             measured: dict[str, list[float]] = {name: [] for name in both}
             for turn in range(times + 1):
                 for name, worker in both.items():
-                    seconds = worker.ask(kind, size)["seconds"]
+                    seconds = worker.ask(kind, size)
                     if turn:
                         measured[name].append(seconds)
             beside = ratio(measured["this"], measured["other"]).show(3) if "other" in measured else ""
@@ -98,9 +76,7 @@ def bench_memory(sources: dict[str, Path], checkpoint: str) -> None:
     last: dict[str, dict] = {}
     for _ in range(5):  # what an allocator keeps differs from process to process
         for name, source in sources.items():
-            worker = Worker(source, "memory", checkpoint, str(BUDGET), str(LONG), "1", "eager")
-            last[name] = worker.first
-            worker.close()
+            last[name] = ask_once(source, "memory", checkpoint, str(BUDGET), str(LONG + 64), "1", "eager")
             held = last[name]["peak"] - last[name]["empty"]
             beyond[name].append((held - last[name]["weights"] - last[name]["slots"]) / 2**20)
     for name, found in last.items():
@@ -121,9 +97,8 @@ def bench_start(sources: dict[str, Path]) -> None:
         for name, source in sources.items():
             taken = {}
             for layers in (6, 30):
-                worker = Worker(source, "start", f"{directory}/{layers}", str(BUDGET), "8192", "1", "compiled")
-                taken[layers] = worker.first["seconds"]
-                worker.close()
+                arguments = (f"{directory}/{layers}", str(BUDGET), "8256", "1", "compiled")
+                taken[layers] = ask_once(source, "start", *arguments)["seconds"]
             print(f"| {name} | {taken[6]:.1f} | {taken[30]:.1f} | {taken[30] / taken[6]:.2f} |", flush=True)
 
 
@@ -136,10 +111,8 @@ def bench_limit(sources: dict[str, Path]) -> None:
         shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
         make_checkpoint(directory, num_hidden_layers=layers, **shape)
         for name, source in sources.items():
-            worker = Worker(source, "limit", directory, "1024", str(length), "1", "eager", limit=256)
-            found = worker.first
-            worker.close()
-            print(f"| {name} | 256 | {found.get('answer') or found['error']} |", flush=True)
+            found = ask_once(source, "limit", directory, "1024", str(length + 64), "1", "eager")
+            print(f"| {name} | {found['mebibytes']} | {found['said']} |", flush=True)
 
 
 def main() -> None:

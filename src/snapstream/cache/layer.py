@@ -26,7 +26,7 @@ class EntryShape:
 
     def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
-        kind = LatentCache if self.latent else GroupedCache
+        kind = self._kind
         shape = (rows, self.heads, entries, self.size)
         return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
 
@@ -36,7 +36,7 @@ class EntryShape:
         Raises:
             ValueError: They have another shape.
         """
-        kind = LatentCache if self.latent else GroupedCache
+        kind = self._kind
         shapes = {(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}
         if len(tensors) != kind.stored or shapes != {(1, self.heads, self.size)}:
             raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are no entries of {self}")
@@ -44,7 +44,11 @@ class EntryShape:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one entry."""
-        return (LatentCache if self.latent else GroupedCache).stored * self.heads * self.size * dtype.itemsize
+        return self._kind.stored * self.heads * self.size * dtype.itemsize
+
+    @property
+    def _kind(self) -> type[GroupedCache] | type[LatentCache]:
+        return LatentCache if self.latent else GroupedCache
 
 
 class LayerCache(ABC):

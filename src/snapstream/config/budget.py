@@ -23,7 +23,7 @@ Ring = Literal["elastic", "paper"]
 
 MIN_CAPACITY = 16
 _SIZES = ("sink", "recent", "top_k")
-_SELECTIONS = {"votes": "snapstream", "random": "random"}
+_SELECTIONS = ("votes", "random")
 
 
 @dataclass(frozen=True, init=False)
@@ -71,7 +71,7 @@ class CacheBudget:
             recent: See the class.
             top_k: See the class.
             window: Of the policy ``snapstream``, the default one; so are ``pooling``, ``kernel`` and ``normalize``.
-            pooling: See :class:`~snapstream.compression.policies.window.WindowVotes`.
+            pooling: See :class:`~snapstream.compression.policies.attention.AttentionVotes`.
             kernel: The same.
             normalize: The same.
             ring: See the class.

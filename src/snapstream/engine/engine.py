@@ -358,9 +358,7 @@ class Engine:
         try:
             read = self.executor.read(self.spec.layers)
         except Exception as error:
-            readers = [request for request, _ in self.executor.readers]
-            self.executor.reading, self.executor.readers = None, []
-            return touched + self._fail_readers(readers, error)
+            return touched + self._fail_readers([request for request, _ in self.executor.stop_reading()], error)
         for request, failure in read:
             if failure is not None:
                 self._fail(request, failure)

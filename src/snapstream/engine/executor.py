@@ -67,9 +67,8 @@ class Executor:
         for request in requests:
             count = lay_out(reading.length, request.budget, reading.before).count
             if request.slot is None:
-                like = self.prefill.staging
-                shape, dtype = self.spec.entry, like.keys.dtype
-                caches = [shape.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.layers)]
+                entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
+                caches = [entry.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.layers)]
             else:
                 caches = self.decode.slot(request.slot, count)
             target = reading.add(
@@ -104,31 +103,34 @@ class Executor:
         for request, target in self.readers:
             if target.error is None:
                 self._take_over(request, target, reading)
+        return [(request, target.error) for request, target in self.stop_reading()]
+
+    def stop_reading(self) -> list[tuple[Request, Target]]:
+        """Forget what is being read; returns who it was read for."""
         readers, self.reading, self.readers = self.readers, None, []
-        return [(request, target.error) for request, target in readers]
+        return readers
 
     def _take_over(self, request: Request, target: Target, reading: Reading) -> None:
         """Give a request what reading its prompt has said."""
-        layout = target.layout
-        shares = target.kept_shares(reading.length + reading.dropped_before)
         most = request.params.prompt_logprobs
         if most is not None:
             request.prompt_logprobs = tuple(_shortened(one, most) for one in reading.logprobs)
         if request.params.telemetry:
             request.kept = target.kept_tokens()
         request.positions = target.positions if request.keep else ()
-        request.shares, request.logits = shares, reading.logits
+        request.shares = target.kept_shares(reading.length + reading.dropped_before)
+        request.logits = reading.logits
         if request.slot is None:
             request.sequence = CompressedSequence(
                 layers=target.layers,
                 positions=target.positions,
-                layout=layout,
+                layout=target.layout,
                 tokens=tuple(request.all_tokens),
                 logits=reading.logits,
                 budget=request.budget,
             )
         else:
-            request.layout = layout
+            request.layout = target.layout
 
     def put(self, request: Request) -> None:
         """Put a request's compressed prompt, which has been waiting, into its slot."""
@@ -210,7 +212,7 @@ class Executor:
         tokens = request.text.whole_tokens()
         decoded = len(request.tokens) - 1 + self.steps if request.tokens else 0
         indices = surviving_tokens(layout, layout.count + tokens, layout.count + decoded)
-        saved = self.decode.extract(
+        return self.decode.extract(
             slot,
             indices,
             layout,
@@ -220,11 +222,10 @@ class Executor:
             logits=None if request.tokens else request.logits,
             budget=request.budget,
         )
-        return saved
 
     def clear(self) -> None:
         """Forget what is being read, and free all slots."""
-        self.reading, self.readers = None, []
+        self.stop_reading()
         for slot in range(self.decode.slots):
             self.decode.release(slot)
 

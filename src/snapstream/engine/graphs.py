@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compiled(function: Callable[P, R], *, eager: bool) -> Callable[P, R]:
+def compile_function(function: Callable[P, R], *, eager: bool) -> Callable[P, R]:
     """``function``, compiled without graph breaks and without dynamic shapes, unless all is to be eager.
 
     What it is given may change from call to call, tensors and modules alike, as long as their shapes and kinds do not.
@@ -57,7 +57,7 @@ class StaticGraph:
             compiled: Compile it, without graph breaks and without dynamic shapes.
             captured: Capture it as a CUDA graph; ignored on other devices.
         """
-        self._function = torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
+        self._function = compile_function(function, eager=not compiled)
         self._device = device
         self._capture = captured and device.type == "cuda"
         self._captured: torch.cuda.CUDAGraph | None = None

@@ -25,9 +25,9 @@ from snapstream.attention import AttentionBackend
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
-from snapstream.engine.graphs import compiled, compiling
-from snapstream.engine.output import KEPT_PARTS, TokenLogprobs
-from snapstream.engine.reading import Reading, Target
+from snapstream.engine.graphs import compile_function, compiling
+from snapstream.engine.output import TokenLogprobs
+from snapstream.engine.reading import Reading, Target, count_parts
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 
@@ -74,8 +74,8 @@ class Prefill:
         self.buckets = staging_buckets(padded, chunk) if backend.reads_all_keys_in_prefill else (padded,)
         # Each is compiled once per kind of layer, not once per layer: weights are arguments. Nothing is captured: the
         # work of a chunk is much longer than what it takes to launch it.
-        self._read = {size: compiled(self._reader_of(size), eager=eager) for size in self.buckets}
-        self._store = compiled(self._project, eager=eager)
+        self._read = {size: compile_function(self._reader_of(size), eager=eager) for size in self.buckets}
+        self._store = compile_function(self._project, eager=eager)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -200,7 +200,7 @@ class Prefill:
         true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
         total = reading.length + reading.dropped_before
         if layout.count < total:
-            counts = torch.bincount(true.flatten() * KEPT_PARTS // total, minlength=KEPT_PARTS)
+            counts = count_parts(true, total)
             target.parts = counts if target.parts is None else target.parts + counts
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))

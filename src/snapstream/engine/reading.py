@@ -147,12 +147,16 @@ def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
     if sequence.entries == length:
         return _shares(None, length, 1)
     positions = torch.stack(list(sequence.positions)).cpu().to(torch.int64)
-    parts = torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
-    return _shares(parts, length, positions.shape[0] * positions.shape[1])
+    return _shares(count_parts(positions, length), length, positions.shape[0] * positions.shape[1])
+
+
+def count_parts(positions: Tensor, length: int) -> Tensor:
+    """How many of some positions, int64, lie in each of :data:`KEPT_PARTS` equal parts of ``length`` tokens."""
+    return torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
 
 
 def _shares(parts: Tensor | None, length: int, copies: int) -> tuple[float, ...]:
     if parts is None:  # nothing was dropped
         return (1.0,) * KEPT_PARTS
-    sizes = torch.bincount(torch.arange(length) * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    sizes = count_parts(torch.arange(length), length)
     return tuple((parts.cpu() / (sizes * copies).clamp(min=1)).tolist())

@@ -1,0 +1,55 @@
+"""What policies have in common whose votes are the attention of the last queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import Tensor
+
+from snapstream.compression.scoring import observation_votes, pool_votes
+from snapstream.config.checks import require_integer
+from snapstream.config.policy import LayerPrompt, Normalize, Policy, Pooling
+from snapstream.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionVotes(Policy):
+    """Votes of the last :attr:`queries` tokens (paper, equation 3 and listing 6).
+
+    Attributes:
+        pooling: How votes are smoothed along the sequence, so that neighbours of a winner are kept with it.
+        kernel: Odd width of that smoothing; 1 switches it off.
+        normalize: ``all``: the voters' softmax runs over the whole prompt (listing 6 of the paper, SnapKV's code);
+            ``candidates``: over the evictable tokens only (equation 3).
+    """
+
+    pooling: Pooling = "avg"
+    kernel: int = 7
+    normalize: Normalize = "all"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigurationError: A field that cannot work.
+        """
+        for name, allowed in (("pooling", Pooling), ("normalize", Normalize)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigurationError(
+                    f"cache budget: {name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(allowed))}"
+                )
+        require_integer("cache budget: kernel", self.kernel)
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigurationError(f"cache budget: kernel is {self.kernel}; use an odd number, or 1 for no pooling")
+
+    def votes(self, prompt: LayerPrompt) -> Tensor:
+        """See :meth:`Policy.votes`."""
+        queries = prompt.queries[:, :, -self.queries :]
+        return observation_votes(
+            queries, prompt.keys, prompt.layout, sink=prompt.sink, scale=prompt.scale, normalize=self.normalize
+        )
+
+    def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
+        """See :meth:`Policy.smooth`."""
+        return pool_votes(votes, pooling=self.pooling, kernel=self.kernel)
