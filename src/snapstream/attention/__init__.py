@@ -21,19 +21,19 @@ from snapstream.kernels import cpu as cpu_kernels
 __all__ = ["AttentionBackend", "CpuAttention", "SdpaAttention", "choose_backend"]
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend called ``name``, or for ``auto`` the fastest one that supports these.
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
+    """The backend called ``name``, or for ``auto`` the fastest one that supports a device, a type and sizes of heads.
 
     Raises:
         ConfigurationError: An unknown backend, or one that cannot run here; the message says why.
     """
     backends: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "sdpa": SdpaAttention}
     if name == "auto":
-        unsupported = CpuAttention.unsupported(device, dtype, head_dim)
+        unsupported = CpuAttention.unsupported(device, dtype, *sizes)
         return SdpaAttention() if unsupported or not cpu_kernels.available() else CpuAttention()
     if name not in backends:
         raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(backends))}")
-    reason = backends[name].unsupported(device, dtype, head_dim)
+    reason = backends[name].unsupported(device, dtype, *sizes)
     if reason is None and name == "cpu" and not cpu_kernels.available():
         reason = "its kernels could not be built; install g++"
     if reason:

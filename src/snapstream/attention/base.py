@@ -16,22 +16,44 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why the backend cannot run with these, or ``None`` if it can."""
+    def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
+        """Why the backend cannot run with these, or ``None`` if it can.
+
+        Args:
+            device: Where tensors are.
+            dtype: Of what is attended to.
+            sizes: Numbers of a key, and of a value if they differ.
+        """
+
+    def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
+        """Shape in which prefill keeps values ``[N, L, V]`` in the order it multiplies; ``(0,)`` if it does not."""
+        return (0,)
 
     @abstractmethod
-    def prefill(self, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    def prefill(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        scale: float,
+        *,
+        packed: Tensor | None = None,
+        packed_until: Tensor | None = None,
+    ) -> Tensor:
         """Attend causally from one chunk of a prompt to everything before it and to itself.
 
         Args:
             query: Rotated queries of tokens ``start .. start + T``, ``[T, H, D]``.
             keys: Staging cache, ``[N, L, D]``, which already holds the chunk's keys at ``start .. start + T``.
-            values: ``[N, L, D]``.
+            values: ``[N, L, V]``; of latents, the first numbers of the keys.
             start: int64 scalar tensor.
             scale: Factor on the logits.
+            packed: Memory of :meth:`packed_shape` that is kept from chunk to chunk of one layer.
+            packed_until: Entries that chunks before this one have packed, int64 scalar tensor.
 
         Returns:
-            ``[T, H, D]``.
+            ``[T, H, V]``.
         """
 
     @abstractmethod

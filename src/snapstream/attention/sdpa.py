@@ -15,11 +15,21 @@ class SdpaAttention(AttentionBackend):
     reads_all_keys_in_prefill = True
 
     @staticmethod
-    def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
         """Runs everywhere."""
         return None
 
-    def prefill(self, query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    def prefill(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        scale: float,
+        *,
+        packed: Tensor | None = None,
+        packed_until: Tensor | None = None,
+    ) -> Tensor:
         """See :meth:`AttentionBackend.prefill`."""
         T, L = query.shape[0], keys.shape[1]
         key_position = torch.arange(L, device=query.device)

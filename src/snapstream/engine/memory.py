@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class MemoryPlan:
     Attributes:
         weights: Model parameters.
         slots: Compressed caches of all slots.
-        staging: Of the one prompt that is being read: the cache of one layer, the hidden states of all tokens, and the
-            queries of the last ones.
+        staging: Of the one prompt that is being read: the cache of one layer, its values in the order attention
+            multiplies them, the hidden states of all tokens, and the queries of the last ones.
         workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
         metadata: Per-slot state, sampling parameters and token counts.
@@ -179,11 +180,10 @@ def _plan(
         inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))
     wide = max(inner, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
     chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
-    if setup.device.type == "cpu":  # the library packs a weight before it multiplies, and keys and values of one head
-        chunk_temporaries += (
-            2 * spec.intermediate_size * spec.hidden_size * item
-            + padded * spec.entry.nbytes(setup.dtype) // spec.kv_heads
-        )
+    if setup.device.type == "cpu":  # the library packs a weight before it multiplies
+        chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
+    values = torch.Size((spec.kv_heads, padded, spec.value_size))
+    packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
     if setup.backend.reads_all_keys_in_prefill:
         chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
     voters = WINDOW if queries == ALL else queries
@@ -196,6 +196,7 @@ def _plan(
         weights=weights,
         slots=slots * entries * per_token,
         staging=padded * spec.entry.nbytes(setup.dtype)
+        + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         workspace=max(chunk_temporaries, votes + leaving, sampling, scores),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
+from snapstream.cache import LayerCache
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -63,6 +64,10 @@ class Prefill:
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device, self.eager = spec.scale, device, eager
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
+        self._columns = spec.value_size
+        values = self._values(self.staging.row(0))
+        self._packed = torch.zeros(backend.packed_shape(values.shape, dtype), dtype=dtype, device=device)
+        self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
             spec.heads, rows_of_queries(queries, padded), spec.head_dim, dtype=dtype, device=device
@@ -104,6 +109,7 @@ class Prefill:
             x[:used] = self.model.embedding(torch.tensor(tokens, dtype=torch.int64, device=self.device))
             x[used:] = 0
         self.start.fill_(reading.before + start)
+        self._packed_until.fill_(reading.before + start if start else 0)
         self.ahead.fill_(reading.dropped_before)
         if last_layer and reading.scored is None:
             query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
@@ -138,11 +144,26 @@ class Prefill:
         def read(block: Block, x: Tensor) -> Tensor:
             query = self._project(block, x)
             seen = self.staging.row(0, size)
-            attended = self.backend.prefill(query, seen.keys[0], seen.values[0], self.start, self.scale)
+            attended = self._attend(query, seen, self.start)
             x.copy_(block.complete(x, attended))
             return query
 
         return read
+
+    def _attend(self, query: Tensor, seen: LayerCache, start: Tensor) -> Tensor:
+        return self.backend.prefill(
+            query,
+            seen.keys[0],
+            self._values(seen),
+            start,
+            self.scale,
+            packed=self._packed,
+            packed_until=self._packed_until,
+        )
+
+    def _values(self, cache: LayerCache) -> Tensor:
+        """Values of the staging cache, ``[N, L, V]``; of latents, the numbers that are values."""
+        return cache.values[0][..., : self._columns]
 
     def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
         """Keep those of ``query`` ``[T, H, D]``, from entry ``start`` on, that are among the last of the prompt."""
@@ -161,7 +182,8 @@ class Prefill:
         query = self.queries[:, -1:].transpose(0, 1)
         start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
         seen = self.staging.row(0, reading.length)
-        attended = self.backend.prefill(query, seen.keys[0], seen.values[0], start, self.scale)
+        self._packed_until.zero_()  # nothing has attended to the last layer before
+        attended = self._attend(query, seen, start)
         return self.model.logits(block.complete(x, attended))
 
     def _score(self, reading: Reading, x: Tensor, start: int) -> None:

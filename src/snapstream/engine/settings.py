@@ -78,7 +78,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         dtype=dtype,
         max_model_len=max_model_len,
         budget=choose_budget(budget, max_model_len),
-        backend=choose_backend(config.attention, device, dtype, spec.head_dim),
+        backend=choose_backend(config.attention, device, dtype, spec.head_dim, spec.value_size),
         eager=config.enforce_eager or not can_compile(device),
     )
 

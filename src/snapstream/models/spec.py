@@ -196,6 +196,11 @@ class ModelSpec:
         return EntryShape(self.kv_heads, self.head_dim, self.latent is not None)
 
     @property
+    def value_size(self) -> int:
+        """Numbers of a value as attention takes it: of a latent, its first ones."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
     def layer_parameters(self) -> int:
         """About how many weights of a layer one token is multiplied with."""
         inner = self.intermediate_size

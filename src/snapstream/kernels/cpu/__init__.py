@@ -1,4 +1,4 @@
-"""Builds and loads ``cpu.cpp``: decode attention and few-row matrix products that run at the speed of memory.
+"""Builds and loads the kernels of this folder: attention, and products of few rows, at the speed of the processor.
 
 Compiled for this machine at first use (well under a minute) and kept in torch's extension cache. Without a C++
 compiler everything still works, on slower stock operations.
@@ -16,15 +16,21 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 MULTIPLE = 32
 """Sizes the kernels read in one go: inner sizes must be multiples of it."""
+BLOCK = 64
+"""Keys that prefill attention takes at a time; packed values come in blocks of as many."""
+INSTRUCTIONS = ("portable", "pairs", "tiles")
+"""How prefill attention multiplies: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
 SKINNY_ROWS = 16
 """Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
 
@@ -71,7 +77,8 @@ def _library() -> Path:
     # The name carries source, torch version and processor: what differs in one of them is another file.
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     features = next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
-    digest = hashlib.sha256(f"{SOURCE.read_text()}{torch.__version__}{features}".encode()).hexdigest()[:16]
+    text = "".join(path.read_text() for path in (*SOURCES, *_HEADERS))
+    digest = hashlib.sha256(f"{text}{torch.__version__}{features}".encode()).hexdigest()[:16]
     name = f"snapstream_cpu_{digest}"
     # Loading a second time, from its final place, is the same file to the system.
     library = Path(cpp_extension.get_default_build_root()) / f"{name}.so"
@@ -83,7 +90,7 @@ def _library() -> Path:
             try:
                 cpp_extension.load(
                     name=name,
-                    sources=[str(SOURCE)],
+                    sources=[str(path) for path in SOURCES],
                     extra_cflags=["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"],
                     build_directory=directory,
                     is_python_module=False,
@@ -106,6 +113,10 @@ def _register_shapes() -> None:
     def attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
         return query.new_empty(query.shape)
 
+    def chunk(query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        return query.new_empty(*query.shape[:2], values.shape[2])
+
+    torch.library.register_fake("snapstream_cpu::prefill_attention", chunk)
     torch.library.register_fake("snapstream_cpu::skinny_linear", linear)
     torch.library.register_fake("snapstream_cpu::grouped_linear", grouped)
     torch.library.register_fake("snapstream_cpu::decode_attention", attention)
@@ -140,4 +151,59 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
         ``[B, H, D]``. Row ``b`` depends on sequence ``b`` alone, to the bit.
     """
     result: Tensor = torch.ops.snapstream_cpu.decode_attention(query, keys, values, valid, scale)
+    return result
+
+
+def prefill_instructions(dtype: torch.dtype) -> str:
+    """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
+    return INSTRUCTIONS[torch.ops.snapstream_cpu.best_instructions() if dtype == torch.bfloat16 else 0]
+
+
+def has_instructions(name: str) -> bool:
+    """Whether this processor, and its system, has one of :data:`INSTRUCTIONS`."""
+    result: bool = torch.ops.snapstream_cpu.has_instructions(INSTRUCTIONS.index(name))
+    return result
+
+
+def packed_shape(values: torch.Size, instructions: str) -> tuple[int, ...]:
+    """Shape of the packed form of values ``[N, L, V]``, ``[N, blocks, V, BLOCK]``; ``(0,)`` if it is not needed."""
+    N, L, V = values
+    return (0,) if instructions == "portable" else (N, -(-L // BLOCK), V, BLOCK)
+
+
+def prefill_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    scale: float,
+    *,
+    packed: Tensor | None = None,
+    packed_until: Tensor | None = None,
+    instructions: str | None = None,
+) -> Tensor:
+    """Attend causally from a chunk of tokens to everything before it and to itself.
+
+    What comes out for a token is the same to the bit however the prompt is cut into chunks.
+
+    Args:
+        query: ``[T, H, D]``, float32 or bfloat16, ``D`` a multiple of 32.
+        keys: ``[N, L, D]``, of the same type; the last numbers of a row lie side by side, rows where they like.
+        values: ``[N, L, V]``, ``V`` a multiple of 32; may be part of the keys.
+        start: Entry of the first token, int64 scalar; entries ``start .. start + T`` hold the chunk itself.
+        scale: Factor on the logits, positive.
+        packed: Memory of :func:`packed_shape` for values in the order they are multiplied in; its own if ``None``.
+        packed_until: How many entries are in ``packed`` since an earlier call, int64 scalar; the rest is added.
+        instructions: One of :data:`INSTRUCTIONS`; the fastest ones if ``None``.
+
+    Returns:
+        ``[T, H, V]``.
+    """
+    name = prefill_instructions(query.dtype) if instructions is None else instructions
+    if packed is None or packed_until is None:
+        packed = values.new_empty(packed_shape(values.shape, name))
+        packed_until = start.new_zeros(())
+    result: Tensor = torch.ops.snapstream_cpu.prefill_attention(
+        query, keys, values, start, scale, packed, packed_until, INSTRUCTIONS.index(name)
+    )
     return result

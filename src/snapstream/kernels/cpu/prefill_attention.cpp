@@ -1,0 +1,321 @@
+// Causal attention of a prompt's chunk to everything before it and to itself, at the speed of the multipliers.
+//
+// The queries of all heads that share a KV head are rows of one matrix, tokens first. A task is up to 256 such rows of
+// one KV head; threads take tasks from a counter, the longest first, so one that is put to sleep holds up one task.
+// A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
+// arXiv 1805.02867) and stops where its last row does. What comes out for a row depends on this row, the keys up to its
+// own and the multiples of BLOCK alone: chunks, starts, other rows and threads do not change a bit of it.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "operations.h"
+#include "prefill_kernels.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace snapstream {
+namespace {
+
+// Kernels; __init__.py knows them by these numbers.
+enum Instructions : int64_t { PORTABLE = 0, PAIRS = 1, TILES = 2 };
+
+constexpr int64_t MOST_ROWS = 256;          // of a task
+constexpr int64_t TASK_BYTES = 256 * 1024;  // of its queries and outputs, which should stay in the second-level cache
+
+// Whether the system lets this process use tile registers; it has to be asked.
+bool tiles_allowed() {
+#if defined(__AMX_BF16__)
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return allowed;
+#else
+  return false;
+#endif
+}
+
+// Calls make_task()(number) for all numbers below `count`: one task object a thread, which takes the next number when it
+// is done with the last.
+template <typename Task>
+void share_out(int64_t count, const Task& make_task) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      auto task = make_task();
+      for (int64_t number = next++; number < count; number = next++) task(number);
+    }
+  });
+}
+
+// Rows of one task, in memory of its thread.
+template <typename K>
+class Rows {
+ public:
+  using T = typename K::Number;
+  using Operand = typename K::Operand;
+
+  Rows(const Problem<T>& problem, int64_t most)
+      : p(problem), group(problem.heads / problem.kv_heads), tile_queries(problem.size / K::PER_OPERAND * QUERIES) {
+    const int64_t tiles = most / QUERIES;
+    int64_t bytes = 0;
+    auto reserve = [&](int64_t size) { return std::exchange(bytes, bytes + round_up(size, 64)); };
+    const int64_t queries_at = reserve(tiles * tile_queries * sizeof(Operand));
+    const int64_t outputs_at = reserve(tiles * QUERIES * p.columns * sizeof(float));
+    const int64_t maxima_at = reserve(tiles * QUERIES * sizeof(float));
+    const int64_t sums_at = reserve(tiles * QUERIES * sizeof(float));
+    const int64_t scores_at = reserve(BLOCK * QUERIES * sizeof(float));
+    const int64_t block_at = reserve(K::scratch(p.size, p.columns));
+    memory = at::empty({bytes}, at::kByte);
+    auto* base = static_cast<char*>(memory.mutable_data_ptr());
+    queries = reinterpret_cast<Operand*>(base + queries_at);
+    outputs = reinterpret_cast<float*>(base + outputs_at);
+    maxima = reinterpret_cast<float*>(base + maxima_at);
+    sums = reinterpret_cast<float*>(base + sums_at);
+    scores = reinterpret_cast<float*>(base + scores_at);
+    block_memory = base + block_at;
+  }
+
+  // Rows first .. end of a KV head: attention, and its result to the output.
+  void attend(int64_t kv_head, int64_t first, int64_t end) {
+    begin_rows(kv_head, first, end);
+    const int64_t entries = position(end - 1) + 1;
+    for (int64_t block = 0; block < entries; block += BLOCK) {
+      const auto numbers = K::read(p, kv_head, block, std::min(BLOCK, entries - block), block_memory);
+      for (int64_t row = first; row < end; row += QUERIES) {
+        const int64_t last_row = std::min(row + QUERIES, end) - 1, highest = position(last_row);
+        if (highest < block) continue;  // above the diagonal
+        const int64_t keys = std::min(BLOCK, highest + 1 - block);
+        if (position(row) < block + BLOCK - 1)
+          attend_tile<true>(numbers, block, keys, (row - first) / QUERIES, row, last_row);
+        else
+          attend_tile<false>(numbers, block, keys, (row - first) / QUERIES, row, last_row);
+      }
+    }
+    finish_rows(kv_head, first, end);
+  }
+
+ private:
+  int64_t position(int64_t row) const { return p.start + row / group; }
+
+  int64_t query_at(int64_t kv_head, int64_t row) const {
+    return row / group * p.query_token + (kv_head * group + row % group) * p.query_head;
+  }
+
+  // Packs queries to [operand][QUERIES] per tile and clears what is summed up. Rows beyond the last are zero.
+  void begin_rows(int64_t kv_head, int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row += LANES) {
+      const int64_t tile = (row - first) / QUERIES, lane = (row - first) % QUERIES;
+      for (int64_t d = 0; d < p.size; d += LANES * K::PER_OPERAND) {
+        vec_u32 numbers[LANES];
+        for (int i = 0; i < LANES; ++i)
+          numbers[i] = row + i < end ? K::load_query(p.query + query_at(kv_head, row + i) + d) : vec_u32{};
+        transpose(numbers);
+        Operand* to = queries + tile * tile_queries + d / K::PER_OPERAND * QUERIES + lane;
+        for (int i = 0; i < LANES; ++i) store_u32(to + i * QUERIES, numbers[i]);
+      }
+    }
+    const int64_t tiles = (end - first + QUERIES - 1) / QUERIES, odd = (end - first + LANES - 1) / LANES % 2;
+    if (odd) {  // nothing has been written to the second half of the last tile
+      for (int64_t i = 0; i < tile_queries / QUERIES; ++i)
+        store_u32(queries + (tiles - 1) * tile_queries + i * QUERIES + LANES, vec_u32{});
+    }
+    std::fill_n(outputs, tiles * QUERIES * p.columns, 0.0f);
+    std::fill_n(sums, tiles * QUERIES, 0.0f);
+    std::fill_n(maxima, tiles * QUERIES, LOWEST);
+  }
+
+  template <bool masked>
+  void attend_tile(const typename K::Tile& numbers, int64_t block, int64_t keys, int64_t tile, int64_t row,
+                   int64_t last_row) {
+    const int64_t padded = round_up(keys, K::MULTIPLE);
+    const vec factor = vec{} + K::factor(p.scale);
+    float* out = outputs + tile * QUERIES * p.columns;
+    K::score(numbers, padded, p.size, queries + tile * tile_queries, scores);
+    // A pair of keys makes one row of weights, so these never overtake the scores they replace.
+    auto* weights = reinterpret_cast<Operand*>(scores);
+    for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
+      vec_i32 last = {};  // of the keys of this block, the last that a row sees
+      if constexpr (masked) {
+        for (int i = 0; i < LANES; ++i)
+          last[i] = static_cast<int32_t>(position(std::min(row + lane + i, last_row)) - block);
+      }
+      const vec bound = highest_score<masked>(lane, padded, last) * factor;
+      float *maximum_at = maxima + tile * QUERIES + lane, *sum_at = sums + tile * QUERIES + lane;
+      const vec before = load(maximum_at);
+      const vec_i32 raised = bound > before + K::SLACK;
+      const vec maximum = select(raised, bound, before);
+      vec sum = load(sum_at);
+      if (any(raised)) {
+        const vec change = select(raised, K::shrink(before - maximum), vec{} + 1.0f);
+        for (int64_t i = lane; i < p.columns * QUERIES; i += QUERIES) store(out + i, load(out + i) * change);
+        store(maximum_at, maximum);
+        sum *= change;
+      }
+      sum += K::template weigh<masked>(scores + lane, padded, factor, maximum, last, weights + lane);
+      store(sum_at, sum);
+    }
+    K::add(numbers, K::PACKS ? padded : keys, p.columns, weights, out);
+  }
+
+  template <bool masked>
+  vec highest_score(int64_t lane, int64_t keys, vec_i32 last) const {
+    vec highest[4];  // chains of maxima beside each other
+    for (vec& chain : highest) chain = vec{} + LOWEST;
+    for (int64_t key = 0; key < keys; key += 4) {
+      UNROLL for (int i = 0; i < 4; ++i) {
+        vec s = load(scores + (key + i) * QUERIES + lane);
+        if constexpr (masked) s = select(last >= static_cast<int32_t>(key + i), s, vec{} + LOWEST);
+        highest[i] = larger(highest[i], s);
+      }
+    }
+    return larger(larger(highest[0], highest[1]), larger(highest[2], highest[3]));
+  }
+
+  // Divides by the sums and writes rows as the caller wants them.
+  void finish_rows(int64_t kv_head, int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row += LANES) {
+      const int64_t tile = (row - first) / QUERIES, lane = (row - first) % QUERIES;
+      const vec inverse = 1.0f / load(sums + tile * QUERIES + lane);
+      for (int64_t column = 0; column < p.columns; column += LANES) {
+        vec_u32 numbers[LANES];
+        const float* from = outputs + (tile * p.columns + column) * QUERIES + lane;
+        for (int i = 0; i < LANES; ++i) numbers[i] = (vec_u32)(load(from + i * QUERIES) * inverse);
+        transpose(numbers);
+        for (int i = 0; i < std::min<int64_t>(LANES, end - row); ++i) {
+          const int64_t token = (row + i) / group, head = kv_head * group + (row + i) % group;
+          store_numbers(p.out + (token * p.heads + head) * p.columns + column, (vec)numbers[i]);
+        }
+      }
+    }
+  }
+
+  const Problem<T>& p;
+  const int64_t group, tile_queries;
+  at::Tensor memory;
+  Operand* queries;
+  float *outputs, *maxima, *sums, *scores;  // scores are replaced by their weights
+  char* block_memory;
+};
+
+template <typename K>
+void run(const Problem<typename K::Number>& p, int64_t first) {
+  using T = typename K::Number;
+  const int64_t end = p.start + p.tokens;
+  if constexpr (K::PACKS) {
+    const int64_t from = first / BLOCK, blocks = round_up(end, BLOCK) / BLOCK - from;
+    share_out(p.kv_heads * std::max<int64_t>(blocks, 0), [&] {
+      return [&](int64_t number) {
+        const int64_t head = number / blocks, entry = (from + number % blocks) * BLOCK;
+        const T* values = p.values + head * p.value_head + entry * p.value_row;
+        pack_values(values, p.value_row, std::min(BLOCK, end - entry), p.columns,
+                    p.packed + head * p.packed_head + entry * p.columns);
+      };
+    });
+  }
+  const int64_t rows = p.tokens * p.heads / p.kv_heads;
+  const int64_t row_bytes = p.size * sizeof(T) + p.columns * sizeof(float);
+  // Small enough for the cache, and at least a few tasks for each thread.
+  const int64_t fitting = std::min(MOST_ROWS, TASK_BYTES / row_bytes);
+  const int64_t fair = rows * p.kv_heads / (4 * at::get_num_threads());
+  const int64_t most = std::max(QUERIES, std::min(fitting, fair) / QUERIES * QUERIES);
+  const int64_t pieces = (rows + most - 1) / most;
+  share_out(p.kv_heads * pieces, [&] {
+    return [&, own = Rows<K>(p, most), tiles = typename K::Session()](int64_t number) mutable {
+      const int64_t piece = pieces - 1 - number / p.kv_heads;  // the last rows see most keys
+      own.attend(number % p.kv_heads, piece * most, std::min(rows, (piece + 1) * most));
+    };
+  });
+}
+
+template <typename T>
+Problem<T> problem_of(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, int64_t start,
+                      double scale, const at::Tensor& packed, at::Tensor& out) {
+  Problem<T> p;
+  p.query = query.const_data_ptr<T>();
+  p.keys = keys.const_data_ptr<T>();
+  p.values = values.const_data_ptr<T>();
+  p.out = out.mutable_data_ptr<T>();
+  p.packed = packed.numel() ? packed.mutable_data_ptr<T>() : nullptr;
+  p.tokens = query.size(0), p.heads = query.size(1), p.size = query.size(2);
+  p.kv_heads = keys.size(0), p.columns = values.size(2);
+  p.query_token = query.stride(0), p.query_head = query.stride(1);
+  p.key_head = keys.stride(0), p.key_row = keys.stride(1);
+  p.value_head = values.stride(0), p.value_row = values.stride(1);
+  p.packed_head = packed.numel() ? packed.stride(0) : 0;
+  p.start = start, p.readable = keys.size(1);
+  p.scale = static_cast<float>(scale);
+  return p;
+}
+
+}  // namespace
+
+int64_t best_instructions() {
+  if (tiles_allowed()) return TILES;
+#if defined(__AVX512BF16__)
+  // Intel's processors take two cycles for a dot product of pairs and half of one for a float32 product.
+  if (!__builtin_cpu_is("intel")) return PAIRS;
+#endif
+  return PORTABLE;
+}
+
+bool has_instructions(int64_t instructions) {
+#if defined(__AVX512BF16__)
+  if (instructions == PAIRS) return true;
+#endif
+  return instructions == PORTABLE || (instructions == TILES && tiles_allowed());
+}
+
+at::Tensor prefill_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                             const at::Tensor& start, double scale, const at::Tensor& packed, const at::Tensor& first,
+                             int64_t instructions) {
+  TORCH_CHECK(query.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
+              "prefill_attention: expected query [T, H, D], keys [N, L, D] and values [N, L, V]");
+  const int64_t T = query.size(0), H = query.size(1), D = query.size(2), N = keys.size(0), V = values.size(2);
+  TORCH_CHECK(T > 0 && N > 0 && H % N == 0 && keys.size(2) == D && values.size(0) == N && values.size(1) == keys.size(1),
+              "prefill_attention: shapes do not match");
+  TORCH_CHECK(D % PAIR == 0 && V % PAIR == 0, "prefill_attention: head sizes must be multiples of ", PAIR);
+  TORCH_CHECK(query.stride(2) == 1 && keys.stride(2) == 1 && values.stride(2) == 1,
+              "prefill_attention: the numbers of a head must lie side by side");
+  TORCH_CHECK(keys.scalar_type() == query.scalar_type() && values.scalar_type() == query.scalar_type(),
+              "prefill_attention: types do not match");
+  TORCH_CHECK(scale > 0, "prefill_attention: the scale must be positive");
+  const int64_t at = start.item<int64_t>(), from = first.item<int64_t>();
+  TORCH_CHECK(at >= 0 && at + T <= keys.size(1) && from >= 0, "prefill_attention: tokens ", at, " to ", at + T,
+              " of a cache of ", keys.size(1));
+  TORCH_CHECK(has_instructions(instructions),
+              "prefill_attention: this processor has no such instructions");
+  at::Tensor out = at::empty({T, H, V}, query.options());
+  if (query.scalar_type() == at::kFloat) {
+    run<Portable<float>>(problem_of<float>(query, keys, values, at, scale, packed, out), from);
+    return out;
+  }
+  TORCH_CHECK(query.scalar_type() == at::kBFloat16, "prefill_attention: float32 or bfloat16 only");
+  const auto problem = problem_of<at::BFloat16>(query, keys, values, at, scale, packed, out);
+  if (instructions != PORTABLE) {
+    TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.scalar_type() == at::kBFloat16 &&
+                    packed.size(0) == N && packed.size(1) * BLOCK >= at + T && packed.size(2) == V &&
+                    packed.size(3) == BLOCK,
+                "prefill_attention: expected packed values [N, blocks, V, ", BLOCK, "]");
+    TORCH_CHECK(query.stride(0) % 2 == 0 && query.stride(1) % 2 == 0 && keys.stride(1) % 2 == 0,
+                "prefill_attention: pairs of numbers must be aligned");
+  }
+  switch (instructions) {
+#if defined(__AMX_BF16__)
+    case TILES: run<Tiles>(problem, from); break;
+#endif
+#if defined(__AVX512BF16__)
+    case PAIRS: run<Pairs>(problem, from); break;
+#endif
+    default: run<Portable<at::BFloat16>>(problem, from);
+  }
+  return out;
+}
+
+}  // namespace snapstream

@@ -1,0 +1,195 @@
+// Three kernels for a tile of prefill attention: any processor, dot products of bfloat16 pairs, tile registers. Each has
+// the form in which it wants queries, keys and values, and turns scores into weights its own way.
+#pragma once
+#include "prefill_tiles.h"
+
+namespace snapstream {
+
+constexpr float LOWEST = -1e30f;  // below every score, but finite: differences of two are numbers
+
+// Arguments as pointers and strides, the latter in numbers.
+template <typename T>
+struct Problem {
+  const T *query, *keys, *values;
+  T *out, *packed;
+  int64_t tokens, heads, kv_heads, size, columns;  // size: numbers of a key; columns: numbers of a value
+  int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;
+  int64_t start, readable;  // position of the first token; entries that memory holds
+  float scale;
+};
+
+// Up to BLOCK keys and their values as a kernel multiplies them.
+template <typename T>
+struct Block {
+  const T* keys;
+  int64_t key_row;
+  const T* values;
+  int64_t value_row;
+};
+
+// ---- any processor: bfloat16 is widened block by block; weights are float32 and may take the place of scores ----
+
+template <typename T>
+struct Portable {
+  using Number = T;
+  using Operand = float;                     // queries [size][QUERIES], weights [keys][QUERIES]
+  static constexpr int64_t PER_OPERAND = 1;  // numbers in an operand
+  static constexpr int64_t MULTIPLE = ROWS;  // of keys per call
+  static constexpr float SLACK = 0.0f;       // how far scores may exceed a running maximum before it is raised
+  static constexpr bool PACKS = false;       // whether it reads packed values
+
+  using Tile = Block<float>;
+  struct Session {};  // for as long as a thread computes
+  static float factor(float scale) { return scale; }
+  static vec shrink(vec x) { return exp_nonpositive(x); }
+  static int64_t scratch(int64_t size, int64_t columns) { return BLOCK * (size + columns) * sizeof(float); }
+
+  static Block<float> read(const Problem<T>& p, int64_t head, int64_t first, int64_t keys, void* scratch) {
+    const T* key = p.keys + head * p.key_head + first * p.key_row;
+    const T* value = p.values + head * p.value_head + first * p.value_row;
+    if constexpr (std::is_same_v<T, float>) {
+      if (first + BLOCK <= p.readable) return {key, p.key_row, value, p.value_row};
+    }
+    float *keys_here = static_cast<float*>(scratch), *values_here = keys_here + BLOCK * p.size;
+    for (int64_t row = 0; row < BLOCK; ++row) {
+      const bool given = row < keys;
+      for (int64_t i = 0; i < p.size; ++i)
+        keys_here[row * p.size + i] = given ? static_cast<float>(key[row * p.key_row + i]) : 0.0f;
+      for (int64_t i = 0; i < p.columns; ++i)
+        values_here[row * p.columns + i] = given ? static_cast<float>(value[row * p.value_row + i]) : 0.0f;
+    }
+    return {keys_here, p.size, values_here, p.columns};
+  }
+
+  static vec_u32 load_query(const T* p) {
+    if constexpr (std::is_same_v<T, float>) return load_u32(p);
+    return load_halves(p) << 16;
+  }
+
+  static void score(const Block<float>& block, int64_t keys, int64_t size, const float* queries, float* scores) {
+    multiply_rows(block.keys, keys, block.key_row, 1, queries, size, scores, false);
+  }
+
+  static void add(const Block<float>& block, int64_t keys, int64_t columns, const float* weights, float* out) {
+    multiply_rows(block.values, columns, 1, block.value_row, weights, keys, out, true);
+  }
+
+  // Weights of one vector of queries, from the scores of `keys` keys; returns their sum. Keys after `last` get none.
+  template <bool masked>
+  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, vec_i32 last, float* weights) {
+    vec sum = {};
+    for (int64_t key = 0; key < keys; ++key) {
+      vec s = load(scores + key * QUERIES);
+      if constexpr (masked) s = select(last >= static_cast<int32_t>(key), s, vec{} + LOWEST);
+      s = exp_nonpositive(s * factor - maximum);
+      store(weights + key * QUERIES, s);
+      sum += s;
+    }
+    return sum;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// ---- pairs of bfloat16 multiplied exactly and added in float32; maxima are of logarithms to base 2 ----
+
+// 2^x (1 + 2^-8) for x not far above 0. Dropping the lower half of the result rounds 2^x to bfloat16; the error of the
+// polynomial, 7e-5, is small beside that.
+inline __m512 exp2_to_be_cut(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+  __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.07802458f), _mm512_set1_ps(0.22606721f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69583344f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99992524f + 0.00390625f));
+  return _mm512_scalef_ps(p, x);
+}
+
+struct Pairs {
+  using Number = at::BFloat16;
+  using Operand = uint32_t;  // queries [size / 2][QUERIES], weights [keys / 2][QUERIES]
+  static constexpr int64_t PER_OPERAND = 2;
+  static constexpr int64_t MULTIPLE = PAIR;
+  static constexpr float SLACK = 8.0f;  // weights up to 2^8 lose nothing, and outputs are rarely rescaled
+  static constexpr bool PACKS = true;
+
+  using Tile = Block<at::BFloat16>;
+  struct Session {};
+  static float factor(float scale) { return scale * 1.44269504088896341f; }
+  static vec shrink(vec x) { return exp_nonpositive(x * 0.69314718055994531f); }
+  static int64_t scratch(int64_t size, int64_t) { return BLOCK * size * sizeof(at::BFloat16); }
+
+  static Block<at::BFloat16> read(const Problem<at::BFloat16>& p, int64_t head, int64_t first, int64_t keys,
+                                  void* scratch) {
+    const at::BFloat16* key = p.keys + head * p.key_head + first * p.key_row;
+    const at::BFloat16* packed = p.packed + head * p.packed_head + first * p.columns;
+    if (first + round_up(keys, MULTIPLE) <= p.readable) return {key, p.key_row, packed, BLOCK};
+    auto* own = static_cast<at::BFloat16*>(scratch);
+    for (int64_t row = 0; row < BLOCK; ++row) {
+      if (row < keys)
+        std::memcpy(own + row * p.size, key + row * p.key_row, p.size * sizeof(at::BFloat16));
+      else
+        std::memset(own + row * p.size, 0, p.size * sizeof(at::BFloat16));
+    }
+    return {own, p.size, packed, BLOCK};
+  }
+
+  static vec_u32 load_query(const at::BFloat16* p) { return load_u32(p); }
+
+  static void score(const Block<at::BFloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
+                    float* scores) {
+    multiply_rows(reinterpret_cast<const uint32_t*>(block.keys), keys, block.key_row / 2, 1, queries, size / 2, scores,
+                  false);
+  }
+
+  static void add(const Block<at::BFloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
+                  float* out) {
+    multiply_rows(reinterpret_cast<const uint32_t*>(block.values), columns, block.value_row / 2, 1, weights, keys / 2,
+                  out, true);
+  }
+
+  template <bool masked>
+  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, vec_i32 last, uint32_t* weights) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t key = 0; key < keys; key += 2) {
+      __m512i e[2];
+      UNROLL for (int i = 0; i < 2; ++i) {
+        __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + (key + i) * QUERIES), (__m512)factor, (__m512)maximum);
+        if constexpr (masked) {
+          const __mmask16 seen = _mm512_cmpge_epi32_mask((__m512i)last, _mm512_set1_epi32(static_cast<int>(key + i)));
+          x = _mm512_mask_mov_ps(_mm512_set1_ps(LOWEST), seen, x);
+        }
+        e[i] = _mm512_castps_si512(exp2_to_be_cut(x));
+      }
+      // The upper halves of both, the first key's below: (e0 >> 16) | (e1 & 0xFFFF0000).
+      const __m512i pair =
+          _mm512_ternarylogic_epi32(_mm512_srli_epi32(e[0], 16), e[1], _mm512_set1_epi32(0xFFFF0000), 0xF8);
+      _mm512_storeu_si512(weights + key / 2 * QUERIES, pair);
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)pair, ones);  // of the rounded weights, so that they add up to one
+    }
+    return (vec)sum;
+  }
+};
+#endif
+
+#if defined(__AMX_BF16__)
+// ---- tile registers; the rest is that of pairs ----
+
+struct Tiles : Pairs {
+  struct Session {
+    Session() { begin_tiles(); }
+    ~Session() { end_tiles(); }
+    Session(const Session&) = delete;
+  };
+
+  static void score(const Block<at::BFloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
+                    float* scores) {
+    score_tile(block.keys, block.key_row, keys, size, queries, scores);
+  }
+
+  static void add(const Block<at::BFloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
+                  float* out) {
+    add_tile(block.values, keys, columns, weights, out);
+  }
+};
+#endif
+
+}  // namespace snapstream

@@ -1,0 +1,223 @@
+// The arithmetic of prefill attention on one tile: BLOCK keys by QUERIES queries, in three ways.
+//
+// Scores are kept transposed, S[key][query]: a vector holds one key's scores for 16 queries. So maxima, sums and
+// exponentials run down the vectors and never across them, rows of keys are read as they lie in the cache, and only
+// queries (once per task) and, for products of pairs, values (once per layer) have to be packed:
+//
+//    scores   S[key][query]   = sum over pairs of numbers   K[key][pair]         * Q[pair][query]
+//    weights  P[pair][query]  = two keys' exp(S - maximum), rounded to bfloat16, side by side
+//    outputs  O[column][query] += sum over pairs of keys    V[column][pair]      * P[pair][query]
+#pragma once
+#include "vectors.h"
+
+namespace snapstream {
+
+constexpr int64_t BLOCK = 64;   // keys per tile; blocks begin at its multiples, so a chunk's start changes nothing
+constexpr int64_t QUERIES = 32;  // rows of queries per tile
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+constexpr int COLUMNS = QUERIES / LANES;
+
+#if defined(__AVX512F__)
+constexpr int ROWS = 8;  // ROWS * COLUMNS accumulators and COLUMNS operands stay in registers
+#else
+constexpr int ROWS = 4;
+#endif
+
+// Sixteen vectors of 32-bit numbers, as the rows of a matrix that is transposed in place.
+inline void transpose(vec_u32 m[LANES]) {
+  UNROLL for (int i = 0; i < LANES; i += 2) {
+    const vec_u32 a = m[i], b = m[i + 1];
+    m[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    m[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+  UNROLL for (int i = 0; i < LANES; ++i) {
+    if (i & 2) continue;
+    const vec_u32 a = m[i], b = m[i + 2];
+    m[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    m[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  UNROLL for (int i = 0; i < LANES; ++i) {
+    if (i & 4) continue;
+    const vec_u32 a = m[i], b = m[i + 4];
+    m[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    m[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  UNROLL for (int i = 0; i < LANES / 2; ++i) {
+    const vec_u32 a = m[i], b = m[i + 8];
+    m[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    m[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+}
+
+inline vec_u32 load_u32(const void* p) {
+  vec_u32 v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline void store_u32(void* p, vec_u32 v) { std::memcpy(p, &v, sizeof(v)); }
+
+// 16 bfloat16, each as the lower half of 32 bits.
+inline vec_u32 load_halves(const void* p) {
+  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
+  half_u16 v;
+  std::memcpy(&v, p, sizeof(v));
+  return __builtin_convertvector(v, vec_u32);
+}
+
+// Transposes up to BLOCK rows of bfloat16 values, `columns` numbers each, to packed[column][BLOCK]; zeros beyond `rows`.
+inline void pack_values(const at::BFloat16* values, int64_t stride, int64_t rows, int64_t columns,
+                        at::BFloat16* packed) {
+  for (int64_t row = 0; row < BLOCK; row += PAIR) {
+    for (int64_t column = 0; column < columns; column += LANES) {
+      vec_u32 pairs[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        const int64_t at = row + 2 * i;
+        pairs[i] = at < rows ? load_halves(values + at * stride + column) : vec_u32{};
+        if (at + 1 < rows) pairs[i] |= load_halves(values + (at + 1) * stride + column) << 16;
+      }
+      transpose(pairs);
+      for (int i = 0; i < LANES; ++i) store_u32(packed + (column + i) * BLOCK + row, pairs[i]);
+    }
+  }
+}
+
+// out[row][query] (+)= sum over depth of a[row][depth] * b[depth][query] for ROWS rows and COLS vectors of queries.
+template <int COLS>
+inline void multiply(const float* a, int64_t row_stride, int64_t depth_stride, const float* b, int64_t depth,
+                     float* out, bool add) {
+  vec total[ROWS][COLS] = {};
+  for (int64_t d = 0; d < depth; ++d) {
+    vec right[COLS];
+    UNROLL for (int c = 0; c < COLS; ++c) {
+      right[c] = load(b + d * QUERIES + c * LANES);
+      pin(right[c]);
+    }
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const float left = a[r * row_stride + d * depth_stride];
+      UNROLL for (int c = 0; c < COLS; ++c) total[r][c] += right[c] * left;
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int c = 0; c < COLS; ++c) {
+      float* to = out + r * QUERIES + c * LANES;
+      store(to, add ? load(to) + total[r][c] : total[r][c]);
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+// The same where every number is a pair of bfloat16.
+template <int COLS>
+inline void multiply(const uint32_t* a, int64_t row_stride, int64_t depth_stride, const uint32_t* b, int64_t depth,
+                     float* out, bool add) {
+  __m512 total[ROWS][COLS];
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int c = 0; c < COLS; ++c) total[r][c] = _mm512_setzero_ps();
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    __m512i right[COLS];
+    UNROLL for (int c = 0; c < COLS; ++c) right[c] = _mm512_loadu_si512(b + d * QUERIES + c * LANES);
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const __m512i left = _mm512_set1_epi32(static_cast<int>(a[r * row_stride + d * depth_stride]));
+      UNROLL for (int c = 0; c < COLS; ++c)
+        total[r][c] = _mm512_dpbf16_ps(total[r][c], (__m512bh)left, (__m512bh)right[c]);
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    UNROLL for (int c = 0; c < COLS; ++c) {
+      float* to = out + r * QUERIES + c * LANES;
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), total[r][c]) : total[r][c]);
+    }
+  }
+}
+#endif
+
+// All rows (a multiple of ROWS) of a tile.
+template <typename E>
+inline void multiply_rows(const E* a, int64_t rows, int64_t row_stride, int64_t depth_stride, const E* b, int64_t depth,
+                          float* out, bool add) {
+#if defined(__AVX512F__)
+  for (int64_t r = 0; r < rows; r += ROWS)
+    multiply<COLUMNS>(a + r * row_stride, row_stride, depth_stride, b, depth, out + r * QUERIES, add);
+#else
+  for (int64_t r = 0; r < rows; r += ROWS)
+    for (int64_t c = 0; c < QUERIES; c += LANES)
+      multiply<1>(a + r * row_stride, row_stride, depth_stride, b + c, depth, out + r * QUERIES + c, add);
+#endif
+}
+
+#if defined(__AMX_BF16__)
+// Tile registers multiply 16 x 32 by 32 x 16 bfloat16 in one go. Two by two of them share their operands.
+struct TileConfiguration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+inline void begin_tiles() {
+  const TileConfiguration configuration;
+  // The compiler's own intrinsic does not say that it reads the whole structure.
+  asm volatile("ldtilecfg %0" : : "m"(configuration));
+}
+
+inline void end_tiles() { _tile_release(); }
+
+// Scores of `keys` keys (a multiple of 32) with numbers [keys][stride], a multiple of 32 of them.
+inline void score_tile(const at::BFloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
+                       float* scores) {
+  constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);
+  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(at::BFloat16));
+  for (int64_t key = 0; key < count; key += 2 * LANES) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < size; d += PAIR) {
+      _tile_loadd(4, keys + key * stride + d, key_bytes);
+      _tile_loadd(6, queries + d / 2 * QUERIES, QUERY_BYTES);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, queries + d / 2 * QUERIES + LANES, QUERY_BYTES);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, keys + (key + LANES) * stride + d, key_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    float* out = scores + key * QUERIES;
+    _tile_stored(0, out, QUERY_BYTES);
+    _tile_stored(1, out + LANES, QUERY_BYTES);
+    _tile_stored(2, out + LANES * QUERIES, QUERY_BYTES);
+    _tile_stored(3, out + LANES * QUERIES + LANES, QUERY_BYTES);
+  }
+}
+
+// Adds `count` keys' (a multiple of 32) packed values, weighted, to `columns` (a multiple of 32) columns of outputs.
+inline void add_tile(const at::BFloat16* packed, int64_t count, int64_t columns, const uint32_t* weights, float* out) {
+  constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float), VALUE_BYTES = BLOCK * sizeof(at::BFloat16);
+  for (int64_t column = 0; column < columns; column += 2 * LANES) {
+    float* to = out + column * QUERIES;
+    _tile_loadd(0, to, QUERY_BYTES);
+    _tile_loadd(1, to + LANES, QUERY_BYTES);
+    _tile_loadd(2, to + LANES * QUERIES, QUERY_BYTES);
+    _tile_loadd(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
+    for (int64_t key = 0; key < count; key += PAIR) {
+      _tile_loadd(4, packed + column * BLOCK + key, VALUE_BYTES);
+      _tile_loadd(6, weights + key / 2 * QUERIES, QUERY_BYTES);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, weights + key / 2 * QUERIES + LANES, QUERY_BYTES);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, packed + (column + LANES) * BLOCK + key, VALUE_BYTES);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, to, QUERY_BYTES);
+    _tile_stored(1, to + LANES, QUERY_BYTES);
+    _tile_stored(2, to + LANES * QUERIES, QUERY_BYTES);
+    _tile_stored(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
+  }
+}
+#endif
+
+}  // namespace snapstream

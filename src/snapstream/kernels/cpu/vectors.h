@@ -1,0 +1,144 @@
+// Vectors of 16 numbers with the extensions of GCC and Clang, for any instruction set; intrinsics only where there is no
+// other way to say it.
+#pragma once
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace snapstream {
+
+constexpr int LANES = 16;
+constexpr int PAIR = 2 * LANES;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vec_u32 __attribute__((vector_size(4 * LANES)));
+typedef int32_t vec_i32 __attribute__((vector_size(4 * LANES)));
+
+// The accumulators must live in registers, so every loop over them has to be unrolled.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Keeps a vector in a register: left alone, the compiler loads it again for every use, and loads are what is scarce.
+inline void pin(vec& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#endif
+}
+
+inline vec load(const float* p) {
+  vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+// 32 numbers at a time, as two vectors. A bfloat16 is the upper half of a float32, so of 32 bfloat16 the odd ones need
+// a mask and the even ones a shift, and nothing has to be unpacked: `low` holds the even, `high` the odd ones. What
+// they are combined with must be in the same order; interleave() puts it there. For float32 the order is the plain one.
+inline void load_pair(const float* p, vec& low, vec& high) {
+  low = load(p);
+  high = load(p + LANES);
+}
+
+inline void load_pair(const at::BFloat16* p, vec& low, vec& high) {
+  vec_u32 both;
+  std::memcpy(&both, p, sizeof(both));
+  low = (vec)(both << 16);
+  high = (vec)(both & 0xFFFF0000u);
+}
+
+template <typename T>
+inline int64_t interleave(int64_t i) {
+  if constexpr (std::is_same_v<T, float>) return i;
+  return i / PAIR * PAIR + (i % 2) * LANES + i % PAIR / 2;
+}
+
+inline vec select(vec_i32 mask, vec a, vec b) { return (vec)(((vec_i32)a & mask) | ((vec_i32)b & ~mask)); }
+
+inline bool any(vec_i32 mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < LANES; ++i) all |= mask[i];
+  return all != 0;
+#endif
+}
+
+inline vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof(v)); }
+
+// 16 numbers in the type of the memory; to bfloat16 they are rounded to nearest, ties to even.
+inline void store_numbers(float* p, vec v) { store(p, v); }
+
+inline void store_numbers(at::BFloat16* p, vec v) {
+  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
+  const vec_u32 bits = (vec_u32)v;
+  const half_u16 halves = __builtin_convertvector((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, half_u16);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+
+inline float sum(vec v) {
+  typedef float vec8 __attribute__((vector_size(32)));
+  typedef float vec4 __attribute__((vector_size(16)));
+  vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// exp(x) for x <= 0: 2^n * p(r), with the polynomial's relative error below 1e-7. Very negative x gives 0.
+inline vec exp_nonpositive(vec x) {
+  const vec lowest = vec{} - 87.0f;
+  const vec_i32 underflow = x < lowest;
+  x = (vec)(((vec_i32)x & ~underflow) | ((vec_i32)lowest & underflow));
+  const vec t = x * 1.44269504088896341f;
+  const vec_i32 n = __builtin_convertvector(t - 0.5f, vec_i32);  // rounds to nearest for t <= 0
+  const vec nf = __builtin_convertvector(n, vec);
+  const vec r = (x - nf * 0.693359375f) + nf * 2.12194440e-4f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vec scaled = p * (vec)((n + 127) << 23);
+  return (vec)((vec_i32)scaled & ~underflow);
+}
+
+// 32 numbers on either side of a dot product, in whatever form multiplies fastest.
+template <typename T>
+struct Operand {
+  vec low, high;
+  void read(const T* p) { load_pair(p, low, high); }
+  void hold() { pin(low), pin(high); }
+  void add_product(vec& total, const Operand& other) const {
+    total += low * other.low;
+    total += high * other.high;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 are multiplied exactly and added in float32; nothing has to be widened first.
+template <>
+struct Operand<at::BFloat16> {
+  __m512i both;
+  void read(const at::BFloat16* p) { both = _mm512_loadu_si512(p); }
+  void hold() { asm("" : "+v"(both)); }
+  void add_product(vec& total, const Operand& other) const {
+    total = (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)other.both);
+  }
+};
+#endif
+
+}  // namespace snapstream
