@@ -44,6 +44,7 @@ def compiler_available() -> bool:
 
 loaded = False
 """Whether :func:`available` has loaded the kernels; products of models look here."""
+_best_instructions = "portable"  # for bfloat16; known once the kernels are loaded
 
 
 @functools.cache
@@ -61,8 +62,9 @@ def available() -> bool:
         logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
         return False
     _register_shapes()
-    global loaded  # noqa: PLW0603 (like the registry of operations that it tells about)
-    loaded = True
+    global loaded, _best_instructions  # noqa: PLW0603 (like the registry of operations that they tell about)
+    loaded, _best_instructions = True, INSTRUCTIONS[torch.ops.snapstream_cpu.best_instructions()]
+    logger.info("Prompts in bfloat16 are read with %s.", _best_instructions)
     return True
 
 
@@ -156,7 +158,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
 
 def prefill_instructions(dtype: torch.dtype) -> str:
     """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
-    return INSTRUCTIONS[torch.ops.snapstream_cpu.best_instructions() if dtype == torch.bfloat16 else 0]
+    return _best_instructions if dtype == torch.bfloat16 else "portable"
 
 
 def has_instructions(name: str) -> bool:
