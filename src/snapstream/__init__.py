@@ -12,6 +12,7 @@ from snapstream.errors import (
     RequestError,
     SnapStreamError,
 )
+from snapstream.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
     from snapstream.engine import LLM, RequestOutput
@@ -40,6 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Load the engine, and with it torch and transformers, only when it is asked for."""
     if name in ("LLM", "RequestOutput"):
+        sleep_while_waiting()
         from snapstream import engine
 
         return getattr(engine, name)

@@ -18,6 +18,7 @@ from snapstream.commands.options import MOVED, messages
 from snapstream.commands.plan import plan
 from snapstream.commands.serve import serve
 from snapstream.errors import ConfigurationError, SnapStreamError
+from snapstream.threads import sleep_while_waiting
 
 app = typer.Typer(
     help="LLM inference with a KV cache of fixed size per sequence.",
@@ -56,6 +57,7 @@ app.command("eval")(evaluate)
 
 def main() -> None:
     """Run the command; errors that a user can mend are one line and a non-zero exit code."""
+    sleep_while_waiting()
     try:
         _refuse_options_of_others(sys.argv[1:])
         app(prog_name="snapstream")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,7 @@ class Engine:
         # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
         self._changing = False
         self._broken_by = ""
+        self._process = os.getpid()
 
     def add_request(
         self,
@@ -125,6 +127,7 @@ class Engine:
         Raises:
             RequestError: Says what cannot be served; no other request is affected.
         """
+        self._check_process()
         self._mend()
         name = self.new_name() if request_id is None else request_id
         if self._is_known(name):
@@ -252,6 +255,14 @@ class Engine:
 
     # -- staying consistent -------------------------------------------------------------------------------------------
 
+    def _check_process(self) -> None:
+        """Refuse to work in a fork: the threads that share the work were not copied, and would be waited for."""
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"this engine was made by process {self._process} and cannot work in its fork, process {os.getpid()}: "
+                "make an engine after the fork, or start processes with the method 'spawn'"
+            )
+
     def _mend(self) -> None:
         """If a change was broken off, end all that ran with an error, and forget it; what waits is as it was.
 
@@ -312,6 +323,7 @@ class Engine:
 
     def _run_step(self) -> None:
         """Do one step's work; the outputs are put where :meth:`step` takes them from."""
+        self._check_process()
         with Change(self):
             touched = {request.request_id: request for request in self._read()}
             running = self.scheduler.running

@@ -62,7 +62,7 @@ def available() -> bool:
         logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
         return False
     _register_shapes()
-    global loaded, _best_instructions  # noqa: PLW0603 (like the registry of operations that they tell about)
+    global loaded, _best_instructions
     loaded, _best_instructions = True, INSTRUCTIONS[torch.ops.snapstream_cpu.best_instructions()]
     logger.info("Prompts in bfloat16 are read with %s.", _best_instructions)
     return True

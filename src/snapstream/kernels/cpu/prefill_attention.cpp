@@ -146,17 +146,17 @@ class Rows {
         for (int i = 0; i < LANES; ++i)
           last[i] = static_cast<int32_t>(position(std::min(row + lane + i, last_row)) - block);
       }
-      const vec bound = highest_score<masked>(lane, padded, last) * factor;
       float *maximum_at = maxima + tile * QUERIES + lane, *sum_at = sums + tile * QUERIES + lane;
-      const vec before = load(maximum_at);
-      const vec_i32 raised = bound > before + K::SLACK;
-      const vec maximum = select(raised, bound, before);
+      const vec before = load(maximum_at), maximum = larger(before, highest_score<masked>(lane, padded, last) * factor);
       vec sum = load(sum_at);
-      if (any(raised)) {
-        const vec change = select(raised, K::shrink(before - maximum), vec{} + 1.0f);
-        for (int64_t i = lane; i < p.columns * QUERIES; i += QUERIES) store(out + i, load(out + i) * change);
+      // The maximum is followed at once: a weight of exactly one, which outweighs the others, is not rounded.
+      if (any(maximum > before)) {
         store(maximum_at, maximum);
-        sum *= change;
+        if (block > 0) {
+          const vec change = K::shrink(before - maximum);
+          for (int64_t i = lane; i < p.columns * QUERIES; i += QUERIES) store(out + i, load(out + i) * change);
+          sum *= change;
+        }
       }
       sum += K::template weigh<masked>(scores + lane, padded, factor, maximum, last, weights + lane);
       store(sum_at, sum);

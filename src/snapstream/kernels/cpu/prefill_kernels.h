@@ -35,7 +35,6 @@ struct Portable {
   using Operand = float;                     // queries [size][QUERIES], weights [keys][QUERIES]
   static constexpr int64_t PER_OPERAND = 1;  // numbers in an operand
   static constexpr int64_t MULTIPLE = ROWS;  // of keys per call
-  static constexpr float SLACK = 0.0f;       // how far scores may exceed a running maximum before it is raised
   static constexpr bool PACKS = false;       // whether it reads packed values
 
   using Tile = Block<float>;
@@ -107,7 +106,6 @@ struct Pairs {
   using Operand = uint32_t;  // queries [size / 2][QUERIES], weights [keys / 2][QUERIES]
   static constexpr int64_t PER_OPERAND = 2;
   static constexpr int64_t MULTIPLE = PAIR;
-  static constexpr float SLACK = 8.0f;  // weights up to 2^8 lose nothing, and outputs are rarely rescaled
   static constexpr bool PACKS = true;
 
   using Tile = Block<at::BFloat16>;
