@@ -69,7 +69,7 @@ def test_equals_float64(dtype, instructions, size, heads, group, start, tokens, 
     assert got.dtype == dtype
     assert got.shape == (tokens, heads * group, values.shape[-1])
     assert got.is_contiguous()
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    tolerance = 2e-5 * max(1, loud) if dtype == torch.float32 else 2e-2  # errors of scores grow with them
     torch.testing.assert_close(got.double(), peer(query, keys, values, start), rtol=tolerance, atol=tolerance)
 
 

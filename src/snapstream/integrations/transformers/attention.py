@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from snapstream.attention import SdpaAttention
 from snapstream.errors import RequestError
 from snapstream.integrations.transformers.layer import take_updated_layer
+from snapstream.integrations.transformers.prompt import attend_causally, kernel_fits
 
 ATTENTION = "snapstream"
 """Give it as ``attn_implementation``."""
@@ -62,21 +63,23 @@ def snapstream_attention(
     layer = take_updated_layer(getattr(module, "layer_idx", None), key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    is_causal = kwargs.get("is_causal")
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
     def plain(mask: Tensor | None) -> Tensor:
         if softcap is None and sinks is None:
             out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scale, **kwargs)
             result: Tensor = out
             return result
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = mask is None and query.shape[2] > 1 and is_causal
         return written_out_attention(query, key, value, mask, scale, causal=causal, softcap=softcap, sinks=sinks)
 
     if layer is None:
         return plain(attention_mask), None
     if not layer.decoding:
-        return layer.attend_prompt(query, key, attention_mask, scale, plain), None
+        fused = softcap is None and sinks is None and not dropout and is_causal and kernel_fits(query, key, value)
+        causal = (lambda *real: attend_causally(query, key, value, scale, *real)) if fused else None
+        return layer.attend_prompt(query, key, attention_mask, scale, plain, causal), None
     valid = layer.valid()
     if softcap is None and sinks is None:
         return SdpaAttention().decode(query[:, :, 0], key, value, valid, scale)[:, None], None

@@ -17,6 +17,7 @@ from snapstream.compression import LayoutTensors, choose_entries, lay_out, layou
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
+from snapstream.integrations.transformers.prompt import is_causal
 
 
 class _Handoff(threading.local):
@@ -193,7 +194,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.minimum(self.count, self.limit)
 
     def attend_prompt(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, scale: float, attend: Callable[[Tensor | None], Tensor]
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        attend: Callable[[Tensor | None], Tensor],
+        attend_causally: Callable[[Tensor | None, Tensor | None], Tensor | None] | None = None,
     ) -> Tensor:
         """Attend from the tokens just stored, and decide what will be kept.
 
@@ -205,9 +212,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 ``None`` if nothing is padding.
             scale: Factor on the logits.
             attend: Attention under a mask, ``None`` for causal attention of tokens that nothing comes before.
+            attend_causally: Causal attention, given which of all and of these tokens are real (``None``: all of them);
+                returns ``None`` if it cannot do it. ``None`` if there is nothing faster than ``attend``.
 
         Returns:
-            What ``attend`` returns.
+            What one of the two returns.
 
         Raises:
             RequestError: Padding on the right, or a mask that the cache cannot follow.
@@ -220,11 +229,16 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         if before and (fresh is not None or prompt.real is not None):
             both = ((prompt.real, before), (fresh, tokens))
             real = torch.cat([key.new_ones(batch, size, dtype=torch.bool) if r is None else r for r, size in both], 1)
-        if before:  # the model's mask counts tokens that are gone
-            mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
-            mask = mask if real is None else mask & real[:, None, None]
         prompt.real = real
-        out = attend(mask)
+        out = None
+        # The model's mask counts tokens that are gone: where something comes before, it is causal but for padding.
+        if attend_causally is not None and (before or mask is None or fresh is None or is_causal(mask, fresh)):
+            out = attend_causally(real, fresh)
+        if out is None:
+            if before:
+                mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
+                mask = mask if real is None else mask & real[:, None, None]
+            out = attend(mask)
         self._choose(prompt, query, fresh, key, scale)
         if not self.chunked_prefill:
             self._settle()

@@ -1,0 +1,85 @@
+"""Prompts on a CPU: attention by this package's kernel, where it is plainly causal but for padding on the left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import cpu as kernels
+
+SHORTEST = 128
+"""Tokens of a prompt below which it is not worth building the kernels for."""
+MASK_ROWS = 1024
+"""Rows of a mask that are looked at together."""
+
+
+def kernel_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel can take these, ``[B, H, T, D]``, ``[B, N, L, D]`` and ``[B, N, L, D_v]``, here and now."""
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.bfloat16)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[2] >= SHORTEST
+        and not any(t.shape[-1] % kernels.MULTIPLE or t.stride(-1) != 1 for t in (query, key, value))
+        and not needs_gradients
+        and not torch.compiler.is_compiling()
+        and kernels.available()
+    )
+
+
+def attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None = None, fresh: Tensor | None = None
+) -> Tensor | None:
+    """Attend from the last ``T`` of ``L`` tokens to the real ones up to their own.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, N, L, D]``.
+        value: ``[B, N, L, D_v]``.
+        scale: Factor on the logits.
+        real: Which tokens are there, and no padding, bool ``[B, L]``; ``None``: all.
+        fresh: The same of the last ``T`` tokens; ``None``: all.
+
+    Returns:
+        ``[B, T, H, D_v]``, zero for what is not real; ``None`` if there is padding anywhere but on the left.
+    """
+    B, H, T, _ = query.shape
+    if fresh is not None and not bool(_on_the_right(fresh).all()):
+        return None
+    if real is not None and not bool(_on_the_right(real).all()):  # entries of the cache that are not in use
+        order = real.int().sort(dim=1, stable=True).indices[:, None, :, None]
+        key = key.gather(2, order.expand(-1, key.shape[1], -1, key.shape[3]))
+        value = value.gather(2, order.expand(-1, value.shape[1], -1, value.shape[3]))
+    unseen = [0] * B if real is None else (~real).sum(1).tolist()
+    skipped = [0] * B if fresh is None else (~fresh).sum(1).tolist()
+    out = query.new_zeros(B, T, H, value.shape[-1])
+    for b in range(B):
+        rows, keys, values = query[b, :, skipped[b] :].transpose(0, 1), key[b, :, unseen[b] :], value[b, :, unseen[b] :]
+        if len(rows):
+            start = torch.tensor(keys.shape[1] - len(rows))
+            out[b, skipped[b] :] = kernels.prefill_attention(rows, keys, values, start, scale)
+    return out
+
+
+def _on_the_right(real: Tensor) -> Tensor:
+    """Whether each real token, of bool ``[B, L]``, is followed by real ones only: bool ``[B, L - 1]``."""
+    return real[:, 1:] >= real[:, :-1]
+
+
+def is_causal(mask: Tensor, real: Tensor) -> bool:
+    """Whether a mask lets real tokens see all real ones up to their own, and no others.
+
+    Args:
+        mask: Boolean, or additive, ``[B or 1, 1, T, >= T]``; its last ``T`` columns are the tokens.
+        real: Which tokens are no padding, ``[B, T]``.
+    """
+    tokens = real.shape[1]
+    for start in range(0, tokens, MASK_ROWS):
+        rows = mask[:, 0, start : start + MASK_ROWS, -tokens:]
+        rows = rows if rows.dtype == torch.bool else rows == 0
+        causal = torch.ones(rows.shape[1], tokens, dtype=torch.bool, device=mask.device).tril(start)
+        wanted = causal & real[:, None]
+        if not bool(((rows == wanted) | ~real[:, start : start + MASK_ROWS, None]).all()):
+            return False
+    return True
