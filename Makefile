@@ -103,6 +103,7 @@ bench-deepseek: $(STAMP)
 # Ratios against peers and against what the memory of this machine can deliver; about 30 minutes, on a quiet machine.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/reading.py $(if $(AGAINST),--against $(AGAINST))
 
 # Trains the shipped models anew; about an hour on one core for the first, 80 minutes for the second.

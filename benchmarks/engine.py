@@ -4,7 +4,7 @@ Everything that is compared is measured in turn, round after round, in one proce
 spread; single times mean little on a shared machine. Prints Markdown; `--json FILE` keeps the raw numbers.
 
     python benchmarks/engine.py                      # everything, about half an hour on 2 cores
-    python benchmarks/engine.py --only decode        # or: profile, position, prefill, memory
+    python benchmarks/engine.py --only decode        # or: profile, position, memory
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
-SECTIONS = ("decode", "profile", "position", "prefill", "memory")
+SECTIONS = ("decode", "profile", "position", "memory")
 BUDGET = 4096
 MEMORY_PROMPT = 8192
 CPU = torch.device("cpu")
@@ -240,51 +238,6 @@ def bench_position(model: DecoderModel, rounds: int, results: dict) -> None:
         print(f"| {batch} | {' | '.join(cells)} |", flush=True)
 
 
-def bench_prefill(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
-    print("\n## Prefill of 16384 tokens\n")
-    length, budget = 16384, CacheBudget.of(BUDGET)
-    tokens = torch.randint(0, 4096, (length,)).tolist()
-    backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
-    spec = model.spec
-    slot = [spec.entry.empty(1, BUDGET, dtype=torch.bfloat16) for _ in range(spec.layers)]
-    rows = results["prefill"] = []
-    print("| chunk | ours / transformers (time) | compression, share of prefill |\n|---|---|---|")
-    for chunk in (512,):
-        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=chunk, eager=False)
-        prefill.warm_up()
-        shares: list[float] = []
-
-        def ours(prefill: Prefill = prefill, shares: list[float] = shares) -> None:
-            spent = 0.0
-            compress = Prefill._compress
-
-            def timed(reading: Reading) -> None:
-                nonlocal spent
-                begin = time.perf_counter()
-                compress(prefill, reading)
-                spent += time.perf_counter() - begin
-
-            prefill._compress = timed  # type: ignore[method-assign]
-            reading = Reading(spec, tokens)
-            reading.add(budget, slot)
-            start = time.perf_counter()
-            while not reading.finished:
-                prefill.advance(reading)
-            shares.append(spent / (time.perf_counter() - start))
-
-        @torch.inference_mode()
-        def theirs() -> None:
-            peer(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
-
-        times = interleaved({"ours": ours, "theirs": theirs}, max(2, rounds // 3))
-        rows.append({"chunk": chunk, **times, "share": shares})
-        print(
-            f"| {chunk} | {ratio(times['ours'], times['theirs']).show(2)} "
-            f"| {Spread([100 * s for s in shares]).show(2)} % |",
-            flush=True,
-        )
-
-
 def bench_memory(checkpoint: str, results: dict) -> None:
     """Each engine in a process of its own, since a process does not give memory back."""
     print("\n## Memory of the process: 4 prompts of 8192 tokens, 4 slots\n")
@@ -355,8 +308,6 @@ def main() -> None:
             bench_profile(model, results)
         if "position" in wanted:
             bench_position(model, options.rounds, results)
-        if "prefill" in wanted:
-            bench_prefill(model, peer, options.rounds, results)
         if "memory" in wanted:
             del model, peer
             gc.collect()

@@ -162,6 +162,46 @@ class OpenVino(Worker):
         return True
 
 
+class Transformers(Worker):
+    """transformers with SDPA and a full cache, one sequence."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        assert budget is None
+        assert batch == 1
+        torch.set_grad_enabled(False)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            f"{model}/hf", dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
+        self.cache: Any = None
+        self.ids: Any = None
+        self.tokens: list[int] = []
+
+    def add(self, prompt: list[int], number: int) -> None:
+        import torch
+        from transformers import DynamicCache
+
+        self.cache, self.ids, self.tokens = DynamicCache(), torch.tensor([prompt]), []
+
+    def step(self) -> None:
+        logits = self.model(self.ids, past_key_values=self.cache, logits_to_keep=1).logits
+        self.ids = logits[:, -1:].argmax(-1)
+        self.tokens.append(int(self.ids))
+
+    def made(self) -> list[int]:
+        return [len(self.tokens)]
+
+    def first_tokens(self, count: int) -> list[int]:
+        return self.tokens[:count]
+
+    def clear(self) -> bool:
+        self.cache = self.ids = None
+        self.tokens = []
+        return True
+
+
 class Vllm(Worker):
     """Stock vLLM on the CPU."""
 
@@ -266,6 +306,7 @@ class LlamaCppPlain(LlamaCpp):
 ENGINES = {
     "snapstream": SnapStream,
     "openvino": OpenVino,
+    "transformers": Transformers,
     "vllm": Vllm,
     "llama.cpp": LlamaCpp,
     "llama.cpp, plain attention": LlamaCppPlain,

@@ -1,4 +1,4 @@
-"""The built-in engine beside the engines that people use on a CPU: OpenVINO GenAI, stock vLLM, llama.cpp.
+"""The built-in engine beside what people use on a CPU: OpenVINO GenAI, transformers, stock vLLM, llama.cpp.
 
 Each lives in a process and an environment of its own (`make bench-peers` makes them). All get the same weights in
 bfloat16 and the same prompts, and are asked in turn, round after round; what is reported are ratios to SnapStream with
@@ -34,11 +34,13 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {
     "snapstream": ".venv",
     "openvino": ".venv-openvino",
+    "transformers": ".venv",
     "vllm": ".venv-vllm",
     "llama.cpp": ".venv-llamacpp",
     "llama.cpp, plain attention": ".venv-llamacpp",
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
+PROMPTS = (2048, 4096, CONTEXT, 32768)
 SECTIONS = ("prefill", "decode")
 
 
@@ -98,17 +100,18 @@ def prefill(model: str, rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     print("\n## Prefill: how many times as fast SnapStream reads one prompt (above 1: SnapStream is faster)\n")
     engines = [
-        Engine("snapstream", model, CONTEXT + ROOM, 1, BUDGET),
-        Engine("openvino", model, CONTEXT + ROOM, 1, BUDGET),
-        Engine("vllm", model, CONTEXT + ROOM, 1),
-        Engine("llama.cpp", model, CONTEXT + ROOM, 1),
+        Engine("snapstream", model, PROMPTS[-1] + ROOM, 1, BUDGET),
+        Engine("openvino", model, PROMPTS[-1] + ROOM, 1, BUDGET),
+        Engine("transformers", model, PROMPTS[-1] + ROOM, 1),
+        Engine("vllm", model, PROMPTS[-1] + ROOM, 1),
+        Engine("llama.cpp", model, PROMPTS[-1] + ROOM, 1),
     ]
     said = {engine.name: engine.ask("say", prompts(1, 300, 0)[0], 5) for engine in engines}
     print("First tokens of one answer, to see that the weights are the same:", said, "\n")
     print("| tokens | " + " | ".join(engine.name for engine in engines[1:]) + " |")
     print("|---" * len(engines) + "|")
-    for length in (2048, CONTEXT):
-        # Reading 16,384 tokens takes llama.cpp minutes, and only makes its ratio smaller.
+    for length in PROMPTS:
+        # Reading 16,384 tokens takes llama.cpp minutes, and only makes its ratio larger.
         measured = [engine for engine in engines if length < CONTEXT or engine.name != "llama.cpp"]
         times: dict[str, list[float]] = {engine.name: [] for engine in measured}
         for seed in range(rounds):

@@ -1,0 +1,271 @@
+"""How fast prompts are read: the limits of the processor, what attention reaches of them, and where the rest goes.
+
+All of a run is measured on the same machine one after the other, what is compared in turn. Prints Markdown.
+
+    python benchmarks/prefill.py                     # everything, about 15 minutes on 2 cores, on a quiet machine
+    python benchmarks/prefill.py --only attention    # or: products, prompts, profile, neighbours
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaForCausalLM
+
+from engine import BUDGET, CPU, Spread, interleaved, make_checkpoint, ratio, seconds
+from model import CONFIG
+from snapstream import CacheBudget
+from snapstream.attention import choose_backend
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading
+from snapstream.integrations.transformers import SnapStreamCache
+from snapstream.kernels import cpu as kernels
+from snapstream.models import DecoderModel, load_model
+from snapstream.models.weights import load_spec
+from snapstream.threads import SPINS
+
+SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
+LENGTHS = (4096, 16384, 32768)
+CHUNK = 2048
+PARTS = (  # of a profile: what an operation's name begins with, and where it belongs
+    ("snapstream_cpu::prefill_attention", "attention"),
+    ("aten::mm", "products"),
+    ("aten::addmm", "products"),
+    ("## Call CompiledFxGraph", "norms, rotation, gating, storing"),
+)
+
+
+def limits() -> dict[str, float]:
+    """GFLOP/s of this machine by kind of multiplication, from limits.cpp; empty without a compiler."""
+    source = Path(__file__).with_name("limits.cpp")
+    with tempfile.TemporaryDirectory() as directory:
+        program = f"{directory}/limits"
+        compiler = os.environ.get("CXX") or "g++"
+        subprocess.run([compiler, "-O2", "-march=native", "-fopenmp", source, "-o", program], check=True)
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        found: dict[str, float] = json.loads(subprocess.check_output([program], env=os.environ | threads))
+        return found
+
+
+def show_limits(found: dict[str, float]) -> None:
+    names = {"portable": "float32", "pairs": "bfloat16, dot products of pairs", "tiles": "bfloat16, tile registers"}
+    print("\n## Limits of this machine, in this run: GFLOP/s\n\n| " + " | ".join(names[name] for name in found) + " |")
+    print("|---" * len(found) + "|\n| " + " | ".join(f"{rate:.0f}" for rate in found.values()) + " |")
+
+
+def bench_products(peak: float, rounds: int) -> None:
+    print(f"\n## Torch's products of {CHUNK} rows in bfloat16\n\n| weights | GFLOP/s | of the limit |\n|---|---|---|")
+    wide, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    for outputs, inputs in ((wide, wide), (2 * inner, wide), (wide, inner)):
+        x, weight = (torch.randn(size, inputs).bfloat16() for size in (CHUNK, outputs))
+        times = interleaved({"": lambda x=x, weight=weight: F.linear(x, weight)}, rounds)[""]
+        rates = Spread([2 * CHUNK * outputs * inputs / time / 1e9 for time in times])
+        print(f"| {outputs} x {inputs} | {rates.show(0)} | {100 * rates.median / peak:.0f} % |", flush=True)
+
+
+def torch_attention(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
+    """The same with torch's fused kernel, at its best: the past in full and the chunk causally, joined afterwards."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    (T, H, D), N = query.shape, keys.shape[0]
+    rows = query.transpose(0, 1)
+    own = (part[:, start : start + T].repeat_interleave(H // N, 0)[None] for part in (keys, values))
+    out, lse = fused(rows[None], *own, 0.0, True, scale=scale)
+    if start:
+        grouped = rows.reshape(1, N, H // N * T, D)  # the heads of a group see the same keys
+        before, before_lse = fused(grouped, keys[None, :, :start], values[None, :, :start], 0.0, False, scale=scale)
+        share = torch.sigmoid(lse.reshape(H, T) - before_lse.reshape(H, T))[..., None]
+        out = torch.lerp(before.reshape(H, T, D).float(), out.reshape(H, T, D).float(), share)
+    return out.reshape(H, T, D).transpose(0, 1).to(query.dtype)
+
+
+def bench_attention(peaks: dict[str, float], rounds: int) -> None:
+    """The last chunk of a prompt against all of it."""
+    print(f"\n## Attention of {CHUNK} tokens to all before them: GFLOP/s (of the limit of the same instructions)\n")
+    kinds = [name for name in kernels.INSTRUCTIONS if kernels.has_instructions(name)]
+    print("| heads | size | type | tokens | torch | " + " | ".join(kinds) + " | best / torch |")
+    print("|---" * (6 + len(kinds)) + "|")
+    cases = [(torch.bfloat16, 12, 4, 64, length) for length in LENGTHS]
+    cases += [(torch.bfloat16, 32, 8, 128, 16384), (torch.float32, 12, 4, 64, 16384)]
+    for dtype, heads, kv_heads, size, length in cases:
+        start, scale = length - CHUNK, size**-0.5
+        query = torch.randn(CHUNK, heads, size).to(dtype)
+        keys, values = torch.randn(2, kv_heads, length, size).to(dtype)
+        work: dict[str, Callable[[], object]] = {
+            "torch": lambda q=query, k=keys, v=values, s=start, c=scale: torch_attention(q, k, v, s, c)
+        }
+        at = torch.tensor(start)
+        for name in kinds if dtype == torch.bfloat16 else kinds[:1]:
+            packed = torch.zeros(kernels.packed_shape(values.shape, name), dtype=dtype)
+            options = {"packed": packed, "instructions": name}
+            zero = torch.zeros((), dtype=torch.int64)
+            kernels.prefill_attention(query, keys, values, at, scale, packed_until=zero, **options)
+            work[name] = lambda q=query, k=keys, v=values, a=at, c=scale, o=options: kernels.prefill_attention(
+                q, k, v, a, c, packed_until=a, **o
+            )
+        interleaved(work, 1)  # the first time anything runs is another matter
+        times = interleaved(work, rounds)
+        flops = 4 * heads * size * (CHUNK * start + CHUNK * (CHUNK + 1) / 2)
+        rates = {name: Spread([flops / time / 1e9 for time in some]) for name, some in times.items()}
+        cells = [
+            f"{rates[name].median:.0f} ({100 * rates[name].median / peaks[name]:.0f} %)" if name in rates else ""
+            for name in kinds
+        ]
+        best = ratio(times["torch"], times[max(kinds, key=lambda name: rates[name].median if name in rates else 0)])
+        kind = str(dtype).removeprefix("torch.")
+        print(
+            f"| {heads}/{kv_heads} | {size} | {kind} | {length} | {rates['torch'].median:.0f} | {' | '.join(cells)} "
+            f"| {best.show(2)}x |",
+            flush=True,
+        )
+
+
+class Reader:
+    """The engine's way to read a prompt, and how much of it compression takes."""
+
+    def __init__(self, model: DecoderModel, length: int, chunk: int) -> None:
+        self.model, self.budget, self.shares = model, CacheBudget.of(min(BUDGET, length // 2)), list[float]()
+        spec = model.spec
+        backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
+        queries, padded = self.budget.queries, -(-length // chunk) * chunk
+        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk, eager=False)
+        self.prefill.warm_up()
+        self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
+
+    def read(self, tokens: list[int]) -> None:
+        spent = 0.0
+        compress = Prefill._compress
+
+        def timed(reading: Reading) -> None:
+            nonlocal spent
+            spent += seconds(lambda: compress(self.prefill, reading))
+
+        self.prefill._compress = timed  # type: ignore[method-assign]
+        reading = Reading(self.model.spec, tokens)
+        reading.add(self.budget, self.slot)
+
+        def work() -> None:
+            while not reading.finished:
+                self.prefill.advance(reading)
+
+        total = seconds(work)
+        self.shares.append(spent / total)
+
+
+def bench_prompts(model: DecoderModel, checkpoint: str, rounds: int) -> None:
+    print("\n## Whole prompts: time of transformers with SDPA, divided by ours (above 1: ours is faster)\n")
+    print(
+        "| tokens | the engine, chunks of 512 | chunks of 2048 | SnapStreamCache | compression, share of the engine |"
+    )
+    print("|---|---|---|---|---|")
+    peers = {
+        name: LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, attn_implementation=name).eval()
+        for name in ("sdpa", "snapstream")
+    }
+    for length in LENGTHS:
+        tokens = torch.randint(0, 4096, (length,)).tolist()
+        readers = {chunk: Reader(model, length, chunk) for chunk in (512, CHUNK)}
+
+        @torch.inference_mode()
+        def theirs(name: str, tokens: list[int] = tokens) -> None:
+            cache = {} if name == "sdpa" else {"past_key_values": SnapStreamCache(peers[name].config, BUDGET)}
+            peers[name](torch.tensor([tokens]), use_cache=True, logits_to_keep=1, **cache)
+
+        work: dict[str, Callable[[], object]] = {
+            str(chunk): lambda reader=reader, tokens=tokens: reader.read(tokens) for chunk, reader in readers.items()
+        }
+        work |= {name: lambda name=name, theirs=theirs: theirs(name) for name in peers}
+        interleaved(work, 1)
+        for reader in readers.values():
+            reader.shares.clear()
+        times = interleaved(work, rounds)
+        cells = (ratio(times["sdpa"], times[name]).show(2) for name in ("512", str(CHUNK), "snapstream"))
+        share = Spread([100 * share for share in readers[CHUNK].shares])
+        print(f"| {length} | {' | '.join(cells)} | {share.show(1)} % |", flush=True)
+
+
+def bench_profile(model: DecoderModel) -> None:
+    print(f"\n## Where the time of a prompt goes, in chunks of {CHUNK}: percent\n")
+    names = [*dict.fromkeys(part for _, part in PARTS), "compression and all else"]
+    print(f"| tokens | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|")
+    for length in LENGTHS:
+        reader, tokens = Reader(model, length, CHUNK), torch.randint(0, 4096, (length,)).tolist()
+        reader.read(tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as measured:
+            reader.read(tokens)
+        spent = dict.fromkeys(names, 0.0)
+        for event in measured.key_averages():
+            part = next((part for start, part in PARTS if event.key.startswith(start)), names[-1])
+            spent[part] += event.self_cpu_time_total
+        total = sum(spent.values())
+        print(f"| {length} | {' | '.join(f'{100 * spent[name] / total:.1f}' for name in names)} |", flush=True)
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Other processes that want the same cores."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def bench_neighbours(model: DecoderModel, rounds: int) -> None:
+    print("\n## Beside busy processes: time of a prompt, divided by its time on a quiet machine\n")
+    print("| tokens | one busy process | two |\n|---|---|---|")
+    for length in (CHUNK, LENGTHS[1]):
+        reader, tokens = Reader(model, length, CHUNK), torch.randint(0, 4096, (length,)).tolist()
+        reader.read(tokens)
+        times: dict[int, list[float]] = {}
+        for others in (0, 1, 2):
+            with busy(others):
+                times[others] = interleaved({"": lambda r=reader, t=tokens: r.read(t)}, rounds)[""]
+        cells = (ratio(times[others], [Spread(times[0]).median] * len(times[others])).show(2) for others in (1, 2))
+        print(f"| {length} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS, action="append")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure")
+    options = parser.parse_args()
+    wanted = options.only or SECTIONS
+    if not kernels.available():
+        raise SystemExit("a C++ compiler is needed")
+    best = kernels.prefill_instructions(torch.bfloat16)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; bfloat16 is multiplied with: {best}")
+    peaks = limits()
+    show_limits(peaks)
+    if "products" in wanted:
+        bench_products(max(peaks.values()), options.rounds)
+    if "attention" in wanted:
+        bench_attention(peaks, options.rounds)
+    with tempfile.TemporaryDirectory() as checkpoint:
+        make_checkpoint(checkpoint)
+        model = load_model(Path(checkpoint), load_spec(Path(checkpoint)), torch.bfloat16, CPU)
+        if "prompts" in wanted:
+            bench_prompts(model, checkpoint, max(2, options.rounds // 2))
+        if "profile" in wanted:
+            bench_profile(model)
+        if "neighbours" in wanted:
+            bench_neighbours(model, options.rounds)
+
+
+if __name__ == "__main__":
+    if "GOMP_SPINCOUNT" not in os.environ:  # as the command and LLM do before torch is there; here it is too late
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GOMP_SPINCOUNT": SPINS})
+    main()
