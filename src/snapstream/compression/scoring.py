@@ -17,6 +17,9 @@ from snapstream.config import Normalize, Pooling
 KEY_CHUNK = 1024
 """Keys scored at a time. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
 
+EVERYTHING = -1
+"""Of the softmax of the voters: it runs over the whole causal prompt."""
+
 
 def observation_votes(
     queries: Tensor,
@@ -43,8 +46,8 @@ def observation_votes(
     Returns:
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for what is no candidate.
     """
-    members = None if normalize == "all" else sink
-    sums = _window_attention(queries, keys, layout, scale=scale, candidates_from=members, key_chunk=key_chunk)
+    members = EVERYTHING if normalize == "all" else sink
+    sums = _attention(queries, keys, layout, scale, members, key_chunk)
     position = torch.arange(keys.shape[2], device=keys.device)
     return sums.masked_fill(~candidates(position, layout, sink)[:, None], 0.0)
 
@@ -64,40 +67,78 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: Lay
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
-    sums = _window_attention(queries, keys, layout, scale=scale)
+    sums = _attention(queries, keys, layout, scale)
     kept = sums.gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
     voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
 
 
-def _window_attention(
+def _attention(
     queries: Tensor,
     keys: Tensor,
     layout: LayoutTensors,
-    *,
     scale: float,
-    candidates_from: int | None = None,
+    members: int = EVERYTHING,
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
+    lengths = (layout.length, layout.first_voter, layout.candidate_end)
+    result: Tensor = window_attention(queries, keys, *lengths, scale, members, key_chunk)
+    return result
+
+
+@torch.library.custom_op("snapstream::window_attention", mutates_args=())
+def window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    members: int,
+    key_chunk: int,
+) -> Tensor:
     """Attention that the voters pay to each token, summed over them and averaged over the heads of a group.
+
+    An operation of its own, so that a device may have a kernel for it.
 
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
         keys: ``[B, N, L, D]``.
-        layout: Layout of each sequence.
+        length: Of each sequence, int64 ``[B]``; see :class:`LayoutTensors`.
+        first_voter: The same.
+        candidate_end: The same.
         scale: Factor on the logits.
-        candidates_from: Sinks, if the softmax runs over the candidates alone; ``None``: over the causal prompt.
+        members: Sinks, if the softmax runs over the candidates alone; :data:`EVERYTHING`: over the causal prompt.
         key_chunk: Keys scored at a time.
 
     Returns:
         float32 ``[B, N, L]``; 0 for what no voter sees.
     """
+    return plain_window_attention(queries, keys, length, first_voter, candidate_end, scale, members, key_chunk)
+
+
+@window_attention.register_fake
+def _window_attention_shape(queries: Tensor, keys: Tensor, *_: object) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+def plain_window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    members: int,
+    key_chunk: int,
+) -> Tensor:
+    """:func:`window_attention` in torch, for every device; arguments and result are the same."""
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(B, N, H // N * W, D)
     rows = torch.arange(W, device=keys.device)
-    query_position = layout.length[:, None] - W + rows  # [B, W]
-    voter = (query_position >= layout.first_voter[:, None])[:, None, None, :, None]
+    query_position = length[:, None] - W + rows  # [B, W]
+    voter = (query_position >= first_voter[:, None])[:, None, None, :, None]
 
     def logits(start: int) -> tuple[Tensor, Tensor]:
         """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
@@ -106,10 +147,10 @@ def _window_attention(
         values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
         values = values.view(B, N, H // N, W, chunk.shape[2])
         position = torch.arange(start, start + chunk.shape[2], device=keys.device)
-        if candidates_from is None:
+        if members == EVERYTHING:
             member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
         else:
-            member = candidates(position, layout, candidates_from)[:, None]
+            member = ((position >= members) & (position < candidate_end[:, None]))[:, None]
         return values, member[:, None, None]
 
     starts = range(0, L, key_chunk)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapstream.compression.scoring import plain_window_attention, window_attention
+
 logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -101,6 +103,34 @@ def _library() -> Path:
                 os.environ["PATH"] = path
             os.replace(Path(directory) / f"{name}.so", library)
     return library
+
+
+@window_attention.register_kernel("cpu")
+def _window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    members: int,
+    key_chunk: int,
+) -> Tensor:
+    """See :func:`snapstream.compression.scoring.window_attention`; in plain torch where there is no kernel."""
+    arguments = (queries, keys, length, first_voter, candidate_end, scale, members)
+    kernel_fits = (
+        loaded
+        and keys.dtype in (torch.float32, torch.bfloat16)
+        and queries.dtype == keys.dtype
+        and keys.shape[3] % MULTIPLE == 0
+        and keys.stride(3) == queries.stride(3) == 1
+        and scale > 0
+    )
+    if not kernel_fits:
+        return plain_window_attention(*arguments, key_chunk)
+    name = INSTRUCTIONS.index(prefill_instructions(keys.dtype))
+    result: Tensor = torch.ops.snapstream_cpu.window_attention(*arguments, name)
+    return result
 
 
 def _register_shapes() -> None:

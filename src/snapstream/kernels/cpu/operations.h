@@ -11,6 +11,12 @@ at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& keys, con
 at::Tensor prefill_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                              const at::Tensor& start, double scale, const at::Tensor& packed, const at::Tensor& first,
                              int64_t instructions);
+at::Tensor window_attention(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& length,
+                            const at::Tensor& first_voter, const at::Tensor& candidate_end, double scale, int64_t sink,
+                            int64_t instructions);
+
+// Ways to multiply; __init__.py knows them by these numbers.
+enum Instructions : int64_t { PORTABLE = 0, PAIRS = 1, TILES = 2 };
 int64_t best_instructions();
 bool has_instructions(int64_t instructions);
 

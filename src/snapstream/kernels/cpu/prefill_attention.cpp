@@ -23,9 +23,6 @@
 namespace snapstream {
 namespace {
 
-// Kernels; __init__.py knows them by these numbers.
-enum Instructions : int64_t { PORTABLE = 0, PAIRS = 1, TILES = 2 };
-
 constexpr int64_t MOST_ROWS = 256;          // of a task
 constexpr int64_t TASK_BYTES = 256 * 1024;  // of its queries and outputs, which should stay in the second-level cache
 
@@ -108,24 +105,10 @@ class Rows {
     return row / group * p.query_token + (kv_head * group + row % group) * p.query_head;
   }
 
-  // Packs queries to [operand][QUERIES] per tile and clears what is summed up. Rows beyond the last are zero.
+  // Packs queries and clears what is summed up.
   void begin_rows(int64_t kv_head, int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; row += LANES) {
-      const int64_t tile = (row - first) / QUERIES, lane = (row - first) % QUERIES;
-      for (int64_t d = 0; d < p.size; d += LANES * K::PER_OPERAND) {
-        vec_u32 numbers[LANES];
-        for (int i = 0; i < LANES; ++i)
-          numbers[i] = row + i < end ? K::load_query(p.query + query_at(kv_head, row + i) + d) : vec_u32{};
-        transpose(numbers);
-        Operand* to = queries + tile * tile_queries + d / K::PER_OPERAND * QUERIES + lane;
-        for (int i = 0; i < LANES; ++i) store_u32(to + i * QUERIES, numbers[i]);
-      }
-    }
-    const int64_t tiles = (end - first + QUERIES - 1) / QUERIES, odd = (end - first + LANES - 1) / LANES % 2;
-    if (odd) {  // nothing has been written to the second half of the last tile
-      for (int64_t i = 0; i < tile_queries / QUERIES; ++i)
-        store_u32(queries + (tiles - 1) * tile_queries + i * QUERIES + LANES, vec_u32{});
-    }
+    pack_queries<K>(end - first, p.size, queries, [&](int64_t row) { return p.query + query_at(kv_head, first + row); });
+    const int64_t tiles = (end - first + QUERIES - 1) / QUERIES;
     std::fill_n(outputs, tiles * QUERIES * p.columns, 0.0f);
     std::fill_n(sums, tiles * QUERIES, 0.0f);
     std::fill_n(maxima, tiles * QUERIES, LOWEST);

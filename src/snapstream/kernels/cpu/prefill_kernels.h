@@ -190,4 +190,21 @@ struct Tiles : Pairs {
 };
 #endif
 
+// Packs rows of queries, at row_at(0), row_at(1) and so on, to [tile][operand][QUERIES]; what is left of the last tile is
+// zero.
+template <typename K, typename RowAt>
+inline void pack_queries(int64_t rows, int64_t size, typename K::Operand* to, const RowAt& row_at) {
+  const int64_t operands = size / K::PER_OPERAND;
+  for (int64_t row = 0; row < round_up(rows, QUERIES); row += LANES) {
+    typename K::Operand* tile = to + row / QUERIES * operands * QUERIES + row % QUERIES;
+    for (int64_t operand = 0; operand < operands; operand += LANES) {
+      vec_u32 numbers[LANES];
+      for (int i = 0; i < LANES; ++i)
+        numbers[i] = row + i < rows ? K::load_query(row_at(row + i) + operand * K::PER_OPERAND) : vec_u32{};
+      transpose(numbers);
+      for (int i = 0; i < LANES; ++i) store_u32(tile + (operand + i) * QUERIES, numbers[i]);
+    }
+  }
+}
+
 }  // namespace snapstream

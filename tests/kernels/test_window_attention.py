@@ -1,0 +1,94 @@
+"""The kernel of the votes, with whatever instructions this processor has, against plain torch in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapstream.compression import scoring
+from snapstream.kernels import cpu as kernels
+from tests.kernels.test_prefill_attention import KINDS
+
+pytestmark = pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler or Python headers")
+
+
+def attend(queries, keys, lengths, scale, members, instructions):
+    number = kernels.INSTRUCTIONS.index(instructions)
+    return torch.ops.snapstream_cpu.window_attention(queries, keys, *lengths, scale, members, number)
+
+
+def exactly(queries, keys, lengths, scale, members):
+    """The definition, query by query."""
+    (_, H, W, _), N = queries.shape, keys.shape[1]
+    votes = torch.zeros(keys.shape[:3], dtype=torch.float64)
+    for b, (length, first_voter, candidate_end) in enumerate(zip(*(each.tolist() for each in lengths), strict=True)):
+        for h in range(H):
+            for w in range(W):
+                position = length - W + w
+                first, end = (0, position + 1) if members == scoring.EVERYTHING else (members, candidate_end)
+                if position >= first_voter and end > first:
+                    seen = keys[b, h // (H // N), first:end].double()
+                    votes[b, h // (H // N), first:end] += (seen @ queries[b, h, w].double() * scale).softmax(0)
+    return votes / (H // N)
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.sampled_from([32, 64, 96, 256, 576]),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 7),
+    window=st.integers(1, 9),
+    length=st.integers(9, 200),
+    other=st.integers(9, 200),
+    everything=st.booleans(),
+    data=st.data(),
+)
+def test_equals_the_definition(dtype, instructions, size, heads, group, window, length, other, everything, data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    entries = max(length, other) + data.draw(st.integers(0, 70))
+    queries = (torch.randn(2, heads * group, window, size, generator=generator) * 3).to(dtype)
+    keys = torch.randn(2, heads, entries, size, generator=generator).to(dtype)
+    lengths = [torch.tensor([length, other])]
+    lengths.append(torch.tensor([data.draw(st.integers(0, n)) for n in (length, other)]))
+    lengths.append(torch.tensor([data.draw(st.integers(0, n)) for n in (length, other)]))
+    for b, n in enumerate((length, other)):
+        keys[b, :, n:] = float("nan")
+    members = scoring.EVERYTHING if everything else data.draw(st.integers(0, 8))
+    got = attend(queries, keys, lengths, 0.1, members, instructions)
+    want = exactly(queries, keys, lengths, 0.1, members)
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), KINDS)
+def test_long_prompts_equal_plain_torch_and_threads_do_not_change_a_bit(dtype, instructions):
+    queries, keys = torch.randn(1, 6, 32, 64).to(dtype) * 4, torch.randn(1, 2, 5000, 64).to(dtype)
+    lengths = [torch.tensor([4900]), torch.tensor([4880]), torch.tensor([4800])]
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(attend(queries, keys, lengths, 0.125, scoring.EVERYTHING, instructions))
+    finally:
+        torch.set_num_threads(threads)
+    want = scoring.plain_window_attention(
+        queries.double(), keys.double(), *lengths, 0.125, scoring.EVERYTHING, scoring.KEY_CHUNK
+    )
+    torch.testing.assert_close(results[0].double(), want.double(), rtol=1e-4, atol=1e-6)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_the_operation_chooses_the_kernel(monkeypatch):
+    """Plain torch is for what the kernel does not do."""
+    assert kernels.available()
+    plain = []
+    monkeypatch.setattr(kernels, "plain_window_attention", lambda *arguments: plain.append(arguments[0].shape[-1]))
+    queries, keys = torch.randn(1, 2, 4, 32), torch.randn(1, 1, 50, 32)
+    lengths = [torch.tensor([50]), torch.tensor([0]), torch.tensor([40])]
+    got = scoring.window_attention(queries, keys, *lengths, 0.1, scoring.EVERYTHING, 1024)
+    torch.testing.assert_close(got.sum(), torch.tensor(4.0))
+    assert plain == []
+    monkeypatch.undo()
+    odd = scoring.window_attention(queries[..., :20], keys[..., :20], *lengths, 0.1, scoring.EVERYTHING, 1024)
+    torch.testing.assert_close(odd.sum(), torch.tensor(4.0))
