@@ -1,0 +1,105 @@
+"""Values packed once per layer, in bfloat16: whatever came before, attention sees what is in the staging cache."""
+
+import os
+
+import pytest
+import torch
+
+from snapstream import RequestError, SamplingParams
+from snapstream.attention import CpuAttention
+from snapstream.kernels import cpu as kernels
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_conversation import NO_SPECIAL, run
+from tests.engine.test_engine import BUDGET, greedy, make
+
+needs_packing = pytest.mark.skipif(
+    not (
+        kernels.compiler_available()
+        and kernels.available()
+        and kernels.prefill_instructions(torch.bfloat16) != "portable"
+    ),
+    reason="values are packed for products of bfloat16 only",
+)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint whose heads are large enough for the kernels."""
+    directory = tmp_path_factory.mktemp("wide")
+    save_checkpoint(directory, "qwen3")
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Every attention of a prompt is compared with one that packs all values anew; counts them."""
+    calls, attend = [], CpuAttention.prefill
+
+    def prefill(self, query, keys, values, start, scale, *, packed=None, packed_until=None):
+        got = attend(self, query, keys, values, start, scale, packed=packed, packed_until=packed_until)
+        assert packed.numel()
+        assert torch.equal(got, attend(self, query, keys, values, start, scale))
+        calls.append(int(packed_until))
+        return got
+
+    monkeypatch.setattr(CpuAttention, "prefill", prefill)
+    return calls
+
+
+@needs_packing
+@pytest.mark.parametrize("chunk", [32, 48, 100])
+def test_prompts_one_after_the_other(wide, checked, chunk):
+    llm = make(wide, budget=BUDGET, dtype="bfloat16", prefill_chunk=chunk, max_model_len=600)
+    for length in (500, 33, 64, 1, 230):
+        llm.generate([prompt(length, seed=length)], greedy(2))
+    assert {0, chunk, 2 * chunk} <= set(checked)
+
+
+@needs_packing
+def test_after_a_prompt_that_was_broken_off(wide, checked):
+    llm = make(wide, budget=BUDGET, dtype="bfloat16", prefill_chunk=32, max_model_len=600)
+    name = llm.engine.add_request(prompt(500, seed=1), greedy(2))
+    for _ in range(9):
+        llm.engine.step()
+    llm.engine.abort(name)
+    before = len(checked)
+    llm.generate([prompt(400, seed=2)], greedy(2))
+    assert len(checked) > before
+
+
+@needs_packing
+def test_a_next_turn_packs_what_it_begins_with(wide, checked):
+    llm = make(wide, budget=BUDGET, dtype="bfloat16", prefill_chunk=32, max_model_len=600, sessions=1)
+    first = run(llm, prompt(200, seed=3), greedy(4, logit_bias=NO_SPECIAL), keep=True)
+    assert first.saved.entries
+    run(llm, prompt(90, seed=4), greedy(4, logit_bias=NO_SPECIAL), past=first.saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_is_refused_and_the_engine_goes_on(checkpoint):
+    """In a fork torch would wait for threads that were not copied."""
+    llm = make(checkpoint, budget=BUDGET)
+    waiting = llm.engine.add_request(prompt(20, seed=5), greedy(3))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for use in (llm.engine.step, lambda: llm.engine.add_request([1, 2], SamplingParams())):
+            try:
+                use()
+            except RequestError as error:
+                said.append(str(error))
+        os.write(writing, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(said) == 2
+    assert all(f"made by process {os.getpid()}" in line and "after the fork" in line for line in said)
+    while llm.engine.busy:
+        outputs = llm.engine.step()
+    assert outputs[-1].request_id == waiting
+    assert len(outputs[-1].token_ids) == 3
