@@ -83,16 +83,21 @@ class Rows {
   void attend(int64_t kv_head, int64_t first, int64_t end) {
     begin_rows(kv_head, first, end);
     const int64_t entries = position(end - 1) + 1;
-    for (int64_t block = 0; block < entries; block += BLOCK) {
-      const auto numbers = K::read(p, kv_head, block, std::min(BLOCK, entries - block), block_memory);
+    // Outputs of a tile stay in the first-level cache for a span of keys. What is widened is so once for all tiles.
+    constexpr int64_t SPAN = (K::PACKS ? 16 : 1) * BLOCK;
+    for (int64_t span = 0; span < entries; span += SPAN) {
+      auto numbers = K::read(p, kv_head, span, std::min(BLOCK, entries - span), block_memory);
       for (int64_t row = first; row < end; row += QUERIES) {
-        const int64_t last_row = std::min(row + QUERIES, end) - 1, highest = position(last_row);
-        if (highest < block) continue;  // above the diagonal
-        const int64_t keys = std::min(BLOCK, highest + 1 - block);
-        if (position(row) < block + BLOCK - 1)
-          attend_tile<true>(numbers, block, keys, (row - first) / QUERIES, row, last_row);
-        else
-          attend_tile<false>(numbers, block, keys, (row - first) / QUERIES, row, last_row);
+        const int64_t last_row = std::min(row + QUERIES, end) - 1, lowest = position(row), highest = position(last_row);
+        const int64_t tile = (row - first) / QUERIES;
+        for (int64_t block = span; block < std::min(span + SPAN, highest + 1); block += BLOCK) {  // to the diagonal
+          if (K::PACKS) numbers = K::read(p, kv_head, block, std::min(BLOCK, entries - block), block_memory);
+          const int64_t keys = std::min(BLOCK, highest + 1 - block);
+          if (lowest < block + BLOCK - 1)
+            attend_tile<true>(numbers, block, keys, tile, row, last_row);
+          else
+            attend_tile<false>(numbers, block, keys, tile, row, last_row);
+        }
       }
     }
     finish_rows(kv_head, first, end);
