@@ -70,7 +70,9 @@ def bench_products(peak: float, rounds: int) -> None:
     wide, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     for outputs, inputs in ((wide, wide), (2 * inner, wide), (wide, inner)):
         x, weight = (torch.randn(size, inputs).bfloat16() for size in (CHUNK, outputs))
-        times = interleaved({"": lambda x=x, weight=weight: F.linear(x, weight)}, rounds)[""]
+        work = {"": lambda x=x, weight=weight: F.linear(x, weight)}
+        interleaved(work, 1)
+        times = interleaved(work, 4 * rounds)[""]
         rates = Spread([2 * CHUNK * outputs * inputs / time / 1e9 for time in times])
         print(f"| {outputs} x {inputs} | {rates.show(0)} | {100 * rates.median / peak:.0f} % |", flush=True)
 
