@@ -84,7 +84,7 @@ test-install: $(STAMP)
 test-vllm-tp16: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
 
-# The engine beside OpenVINO GenAI, stock vLLM and llama.cpp; about 40 minutes on a quiet machine, after ten to build llama.cpp.
+# The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about 40 minutes on a quiet machine, after ten to build llama.cpp.
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
 
@@ -100,7 +100,7 @@ bench-transformers: $(KVPRESS_STAMP)
 bench-deepseek: $(STAMP)
 	$(BIN)/python benchmarks/deepseek.py
 
-# Ratios against peers and against what the memory of this machine can deliver; about 30 minutes, on a quiet machine.
+# Ratios against peers and against what memory and processor can deliver; about 45 minutes, on a quiet machine.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/prefill.py

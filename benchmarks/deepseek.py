@@ -131,7 +131,7 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     print("\n## Prefill: time beside one forward pass of transformers\n")
     print("| tokens | chunk | this / transformers |")
     print("|---|---|---|")
-    backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim)
+    backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim, model.spec.value_size)
     for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         budget, spec = CacheBudget.of(1024), model.spec

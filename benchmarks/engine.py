@@ -83,7 +83,7 @@ class MemoryReader:
 def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context: int) -> Decode:
     """A decoder whose slots are in the middle of sequences of `context` tokens; cache contents are random."""
     spec = model.spec
-    backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim)
+    backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
     decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=1, max_logprobs=1, eager=False)
     for cache in decode.layers:
         for tensor in cache.tensors:

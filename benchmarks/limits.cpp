@@ -17,7 +17,15 @@
 
 namespace {
 
-constexpr int CHAINS = 16;  // independent sums, so that none waits for itself
+// Independent sums, so that none waits for itself; as many as registers hold, of which the smaller ones make up a vector
+// of 64 bytes together.
+#if defined(__AVX512F__)
+constexpr int CHAINS = 16;
+#define HIDE(v) asm volatile("" : "+v"(v))
+#else
+constexpr int CHAINS = 4;
+#define HIDE(v) asm volatile("" ::"r"(&v))
+#endif
 constexpr int64_t TURNS = 4'000'000;
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -40,16 +48,13 @@ typedef float vec __attribute__((vector_size(64)));
 
 void float32() {
   vec sums[CHAINS];
-  const vec one = vec{} + 1.0f;
+  vec one = vec{} + 1.0f;
+  HIDE(one);  // or the compiler makes an addition of it
   UNROLL for (int i = 0; i < CHAINS; ++i) sums[i] = vec{} + static_cast<float>(i);
   for (int64_t turn = 0; turn < TURNS; ++turn) {
     UNROLL for (int i = 0; i < CHAINS; ++i) {
       sums[i] += one * one;
-#if defined(__AVX512F__)
-      asm volatile("" : "+v"(sums[i]));
-#else
-      asm volatile("" : "+m"(sums[i]));
-#endif
+      HIDE(sums[i]);
     }
   }
 }

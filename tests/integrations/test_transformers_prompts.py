@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from snapstream.integrations.transformers import SnapStreamCache, prompt
 from snapstream.kernels import cpu as kernels
@@ -70,6 +70,17 @@ def test_what_the_kernel_does_not_do_is_left_to_torch(models, calls):
     tokens = torch.randint(0, 97, (1, 200))
     logits_of(own, tokens[:, :100], SnapStreamCache(own.config, 512))  # short
     own(tokens, past_key_values=SnapStreamCache(own.config, 512))  # with gradients
+    query, key = torch.randn(1, 4, 200, 32), torch.randn(1, 2, 200, 32)
+    assert prompt.kernel_fits(query, key, key, 0.1)
+    assert not prompt.kernel_fits(query, key, key, -0.1)
+    assert not prompt.kernel_fits(query.half(), key.half(), key.half(), 0.1)
+    assert not prompt.kernel_fits(query[..., :24], key[..., :24], key[..., :24], 0.1)
+    assert not prompt.kernel_fits(query[:, :3], key, key, 0.1)
+    snapstream_attention = AttentionInterface()["snapstream"]
+    for unusual in ({"dropout": 0.1}, {"softcap": 20.0}, {"s_aux": torch.zeros(4)}):
+        taken = SnapStreamCache(own.config, 512)
+        keys, values = taken.update(key, key, 0)
+        snapstream_attention(own.model.layers[0].self_attn, query, keys, values, None, **unusual)
     everything = torch.zeros(1, 1, 200, 200)  # every token sees every other
     free = logits_of(own, tokens, SnapStreamCache(own.config, 512), everything)
     assert calls == []
@@ -87,7 +98,7 @@ def test_attend_causally_equals_float64(dtype, before):
     query = torch.randn(3, 6, 140, 96, generator=generator).to(dtype)
     key = torch.randn(3, 2, length, 96, generator=generator).to(dtype)
     value = torch.randn(3, 2, length, 64, generator=generator).to(dtype)
-    assert prompt.kernel_fits(query, key, value)
+    assert prompt.kernel_fits(query, key, value, 0.1)
     real = torch.arange(length) >= torch.tensor([0, 20, 60])[:, None]
     real[2, before // 2 : before] = False  # entries that are not in use yet
     fresh = real[:, before:]
@@ -104,7 +115,9 @@ def test_attend_causally_equals_float64(dtype, before):
     assert prompt.attend_causally(query, key, value, 0.1, real, holes) is None
 
 
-def test_masks_are_told_apart():
+@pytest.mark.parametrize("rows", [1, 3, 1024])
+def test_masks_are_told_apart(monkeypatch, rows):
+    monkeypatch.setattr(prompt, "MASK_ROWS", rows)
     real = torch.tensor([[False, True, True, True], [True, True, True, True]])
     mask = (torch.ones(4, 4, dtype=torch.bool).tril() & real[:, None])[:, None]
     assert prompt.is_causal(mask, real)

@@ -13,6 +13,8 @@ class AttentionBackend(ABC):
 
     reads_all_keys_in_prefill: bool
     """Whether prefill reads the whole staging cache it is given, so that the caller should give no more than needed."""
+    narrow_values: bool = False
+    """Whether values may have fewer numbers than keys; else values of latents are given in full, and cut afterwards."""
 
     @staticmethod
     @abstractmethod

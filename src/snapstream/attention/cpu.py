@@ -15,6 +15,7 @@ class CpuAttention(AttentionBackend):
     """Needs the kernels of :mod:`snapstream.kernels.cpu`."""
 
     reads_all_keys_in_prefill = False
+    narrow_values = True
 
     @staticmethod
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:

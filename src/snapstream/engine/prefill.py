@@ -11,7 +11,8 @@ compressed straight into where the request decodes, and its staging cache is fre
             | a slot are filled  | --+ gathers what    |   | becomes   |   | l vote   |
             |  <-----------------+     is kept         |   + layer l   |              |
 
-so what grows with the prompt is one layer's cache and one row of hidden states, however deep the model is.
+so what grows with the prompt is one layer's cache and one row of hidden states, however deep the model is. Some
+attention backends keep the layer's values a second time, in the order they multiply them (``packed``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Prefill:
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device, self.eager = spec.scale, device, eager
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
-        self._columns = spec.value_size
+        self._columns = spec.value_size if backend.narrow_values else spec.head_dim
         values = self._values(self.staging.row(0))
         self._packed = torch.zeros(backend.packed_shape(values.shape, dtype), dtype=dtype, device=device)
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)

@@ -77,7 +77,9 @@ def snapstream_attention(
     if layer is None:
         return plain(attention_mask), None
     if not layer.decoding:
-        fused = softcap is None and sinks is None and not dropout and is_causal and kernel_fits(query, key, value)
+        fused = (
+            softcap is None and sinks is None and not dropout and is_causal and kernel_fits(query, key, value, scale)
+        )
         causal = (lambda *real: attend_causally(query, key, value, scale, *real)) if fused else None
         return layer.attend_prompt(query, key, attention_mask, scale, plain, causal), None
     valid = layer.valid()

@@ -13,7 +13,7 @@ MASK_ROWS = 1024
 """Rows of a mask that are looked at together."""
 
 
-def kernel_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
     """Whether the kernel can take these, ``[B, H, T, D]``, ``[B, N, L, D]`` and ``[B, N, L, D_v]``, here and now."""
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     return (
@@ -21,7 +21,10 @@ def kernel_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.float32, torch.bfloat16)
         and query.dtype == key.dtype == value.dtype
         and query.shape[2] >= SHORTEST
+        and query.shape[1] % key.shape[1] == 0
         and not any(t.shape[-1] % kernels.MULTIPLE or t.stride(-1) != 1 for t in (query, key, value))
+        and not any(t.stride(1) % 2 or t.stride(2) % 2 for t in (query, key))
+        and scale > 0
         and not needs_gradients
         and not torch.compiler.is_compiling()
         and kernels.available()
@@ -74,6 +77,7 @@ def is_causal(mask: Tensor, real: Tensor) -> bool:
         mask: Boolean, or additive, ``[B or 1, 1, T, >= T]``; its last ``T`` columns are the tokens.
         real: Which tokens are no padding, ``[B, T]``.
     """
+    # Every layer asks, and a mask is not remembered: beside attention over as many tokens it takes little time.
     tokens = real.shape[1]
     for start in range(0, tokens, MASK_ROWS):
         rows = mask[:, 0, start : start + MASK_ROWS, -tokens:]

@@ -54,8 +54,8 @@ def available() -> bool:
     """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
     if not compiler_available():
         logger.warning(
-            "No C++ compiler or no Python headers found: decoding on the CPU falls back to slower stock kernels. "
-            "Install g++ and python3-dev to change that."
+            "No C++ compiler or no Python headers found: prompts and decoding on the CPU fall back to slower stock "
+            "kernels. Install g++ and python3-dev to change that."
         )
         return False
     try:
@@ -124,6 +124,7 @@ def _window_attention(
         and queries.dtype == keys.dtype
         and keys.shape[3] % MULTIPLE == 0
         and keys.stride(3) == queries.stride(3) == 1
+        and keys.stride(2) % 2 == 0
         and scale > 0
     )
     if not kernel_fits:

@@ -15,7 +15,7 @@
 #include "operations.h"
 #include "prefill_kernels.h"
 
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -28,7 +28,7 @@ constexpr int64_t TASK_BYTES = 256 * 1024;  // of its queries and outputs, which
 
 // Whether the system lets this process use tile registers; it has to be asked.
 bool tiles_allowed() {
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   static const bool allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   return allowed;
@@ -268,15 +268,16 @@ at::Tensor prefill_attention(const at::Tensor& query, const at::Tensor& keys, co
   const int64_t T = query.size(0), H = query.size(1), D = query.size(2), N = keys.size(0), V = values.size(2);
   TORCH_CHECK(T > 0 && N > 0 && H % N == 0 && keys.size(2) == D && values.size(0) == N && values.size(1) == keys.size(1),
               "prefill_attention: shapes do not match");
-  TORCH_CHECK(D % PAIR == 0 && V % PAIR == 0, "prefill_attention: head sizes must be multiples of ", PAIR);
+  TORCH_CHECK(D > 0 && V > 0 && D % PAIR == 0 && V % PAIR == 0, "prefill_attention: head sizes must be multiples of ", PAIR);
   TORCH_CHECK(query.stride(2) == 1 && keys.stride(2) == 1 && values.stride(2) == 1,
               "prefill_attention: the numbers of a head must lie side by side");
   TORCH_CHECK(keys.scalar_type() == query.scalar_type() && values.scalar_type() == query.scalar_type(),
               "prefill_attention: types do not match");
   TORCH_CHECK(scale > 0, "prefill_attention: the scale must be positive");
   const int64_t at = start.item<int64_t>(), from = first.item<int64_t>();
-  TORCH_CHECK(at >= 0 && at + T <= keys.size(1) && from >= 0, "prefill_attention: tokens ", at, " to ", at + T,
+  TORCH_CHECK(at >= 0 && at + T <= keys.size(1), "prefill_attention: tokens ", at, " to ", at + T,
               " of a cache of ", keys.size(1));
+  TORCH_CHECK(from >= 0 && from <= at, "prefill_attention: ", from, " packed entries before a chunk at ", at);
   TORCH_CHECK(has_instructions(instructions),
               "prefill_attention: this processor has no such instructions");
   at::Tensor out = at::empty({T, H, V}, query.options());
@@ -295,7 +296,7 @@ at::Tensor prefill_attention(const at::Tensor& query, const at::Tensor& keys, co
                 "prefill_attention: pairs of numbers must be aligned");
   }
   switch (instructions) {
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
     case TILES: run<Tiles>(problem, from); break;
 #endif
 #if defined(__AVX512BF16__)

@@ -168,7 +168,7 @@ struct Pairs {
 };
 #endif
 
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
 // ---- tile registers; the rest is that of pairs ----
 
 struct Tiles : Pairs {

@@ -149,7 +149,7 @@ inline void multiply_rows(const E* a, int64_t rows, int64_t row_stride, int64_t 
 #endif
 }
 
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
 // Tile registers multiply 16 x 32 by 32 x 16 bfloat16 in one go. Two by two of them share their operands.
 struct TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

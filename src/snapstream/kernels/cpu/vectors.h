@@ -11,6 +11,11 @@
 #include <immintrin.h>
 #endif
 
+// Tile registers go with dot products of pairs: weights are made of the latter.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define SNAPSTREAM_TILES
+#endif
+
 namespace snapstream {
 
 constexpr int LANES = 16;

@@ -168,12 +168,13 @@ at::Tensor window_attention(const at::Tensor& queries, const at::Tensor& keys, c
                             const at::Tensor& first_voter, const at::Tensor& candidate_end, double scale, int64_t sink,
                             int64_t instructions) {
   TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4 && queries.size(0) == keys.size(0) &&
-                  queries.size(3) == keys.size(3) && queries.size(1) % keys.size(1) == 0,
+                  queries.size(3) == keys.size(3) && keys.size(1) > 0 && queries.size(1) % keys.size(1) == 0,
               "window_attention: expected queries [B, H, W, D] and keys [B, N, L, D]");
-  TORCH_CHECK(queries.size(3) % PAIR == 0 && queries.stride(3) == 1 && keys.stride(3) == 1,
+  TORCH_CHECK(queries.size(3) > 0 && queries.size(3) % PAIR == 0 && queries.stride(3) == 1 && keys.stride(3) == 1,
               "window_attention: head sizes must be multiples of ", PAIR, ", and a head's numbers lie side by side");
   TORCH_CHECK(queries.scalar_type() == keys.scalar_type(), "window_attention: types do not match");
   TORCH_CHECK(scale > 0 && has_instructions(instructions), "window_attention: a scale or instructions that cannot be");
+  TORCH_CHECK(instructions == PORTABLE || keys.stride(2) % 2 == 0, "window_attention: pairs must be aligned");
   const int64_t B = keys.size(0);
   for (const at::Tensor& each : {length, first_voter, candidate_end})
     TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
@@ -192,7 +193,7 @@ at::Tensor window_attention(const at::Tensor& queries, const at::Tensor& keys, c
     }
     TORCH_CHECK(keys.scalar_type() == at::kBFloat16, "window_attention: float32 or bfloat16 only");
     switch (instructions) {
-#if defined(__AMX_BF16__)
+#if defined(SNAPSTREAM_TILES)
       case TILES: go(Tiles()); break;
 #endif
 #if defined(__AVX512BF16__)
