@@ -165,57 +165,56 @@ inline void begin_tiles() {
 
 inline void end_tiles() { _tile_release(); }
 
-// Scores of `keys` keys (a multiple of 32) with numbers [keys][stride], a multiple of 32 of them.
+constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);  // of a row of packed queries, weights, scores or outputs
+
+// Adds 32 x 32 numbers, whose rows are `bytes` apart, times 32 rows of packed ones, to the 32 x 32 sums in tiles 0 to 3.
+inline void multiply_tiles(const at::BFloat16* upper, const at::BFloat16* lower, int64_t bytes, const uint32_t* right) {
+  _tile_loadd(4, upper, bytes);
+  _tile_loadd(6, right, QUERY_BYTES);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, right + LANES, QUERY_BYTES);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(5, lower, bytes);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+inline void store_tiles(float* out) {
+  _tile_stored(0, out, QUERY_BYTES);
+  _tile_stored(1, out + LANES, QUERY_BYTES);
+  _tile_stored(2, out + LANES * QUERIES, QUERY_BYTES);
+  _tile_stored(3, out + LANES * QUERIES + LANES, QUERY_BYTES);
+}
+
+// Scores of `count` keys (a multiple of 32) of `size` numbers (a multiple of 32), whose rows are `stride` numbers apart.
 inline void score_tile(const at::BFloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
                        float* scores) {
-  constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);
-  const int64_t key_bytes = stride * static_cast<int64_t>(sizeof(at::BFloat16));
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(at::BFloat16));
   for (int64_t key = 0; key < count; key += 2 * LANES) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t d = 0; d < size; d += PAIR) {
-      _tile_loadd(4, keys + key * stride + d, key_bytes);
-      _tile_loadd(6, queries + d / 2 * QUERIES, QUERY_BYTES);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, queries + d / 2 * QUERIES + LANES, QUERY_BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, keys + (key + LANES) * stride + d, key_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    float* out = scores + key * QUERIES;
-    _tile_stored(0, out, QUERY_BYTES);
-    _tile_stored(1, out + LANES, QUERY_BYTES);
-    _tile_stored(2, out + LANES * QUERIES, QUERY_BYTES);
-    _tile_stored(3, out + LANES * QUERIES + LANES, QUERY_BYTES);
+    const at::BFloat16 *upper = keys + key * stride, *lower = upper + LANES * stride;
+    for (int64_t d = 0; d < size; d += PAIR)
+      multiply_tiles(upper + d, lower + d, bytes, queries + d / 2 * QUERIES);
+    store_tiles(scores + key * QUERIES);
   }
 }
 
 // Adds `count` keys' (a multiple of 32) packed values, weighted, to `columns` (a multiple of 32) columns of outputs.
 inline void add_tile(const at::BFloat16* packed, int64_t count, int64_t columns, const uint32_t* weights, float* out) {
-  constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float), VALUE_BYTES = BLOCK * sizeof(at::BFloat16);
+  constexpr int64_t VALUE_BYTES = BLOCK * sizeof(at::BFloat16);
   for (int64_t column = 0; column < columns; column += 2 * LANES) {
     float* to = out + column * QUERIES;
     _tile_loadd(0, to, QUERY_BYTES);
     _tile_loadd(1, to + LANES, QUERY_BYTES);
     _tile_loadd(2, to + LANES * QUERIES, QUERY_BYTES);
     _tile_loadd(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
-    for (int64_t key = 0; key < count; key += PAIR) {
-      _tile_loadd(4, packed + column * BLOCK + key, VALUE_BYTES);
-      _tile_loadd(6, weights + key / 2 * QUERIES, QUERY_BYTES);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, weights + key / 2 * QUERIES + LANES, QUERY_BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, packed + (column + LANES) * BLOCK + key, VALUE_BYTES);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, to, QUERY_BYTES);
-    _tile_stored(1, to + LANES, QUERY_BYTES);
-    _tile_stored(2, to + LANES * QUERIES, QUERY_BYTES);
-    _tile_stored(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
+    const at::BFloat16 *upper = packed + column * BLOCK, *lower = upper + LANES * BLOCK;
+    for (int64_t key = 0; key < count; key += PAIR)
+      multiply_tiles(upper + key, lower + key, VALUE_BYTES, weights + key / 2 * QUERIES);
+    store_tiles(to);
   }
 }
 #endif
