@@ -70,7 +70,9 @@ def choose_entries(
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
     """
     keys, layout = prompt.keys, prompt.layout
-    is_candidate = candidates(torch.arange(keys.shape[2], device=keys.device), layout, prompt.sink)[:, None]
+    is_candidate = candidates(torch.arange(keys.shape[2], device=keys.device), layout.candidate_end, prompt.sink)[
+        :, None
+    ]
     if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
         scores = torch.zeros(keys.shape[:3], device=keys.device)
     else:

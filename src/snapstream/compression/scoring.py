@@ -49,7 +49,7 @@ def observation_votes(
     members = EVERYTHING if normalize == "all" else sink
     sums = _attention(queries, keys, layout, scale, members, key_chunk)
     position = torch.arange(keys.shape[2], device=keys.device)
-    return sums.masked_fill(~candidates(position, layout, sink)[:, None], 0.0)
+    return sums.masked_fill(~candidates(position, layout.candidate_end, sink)[:, None], 0.0)
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
@@ -86,8 +86,7 @@ def _attention(
     return result
 
 
-@torch.library.custom_op("snapstream::window_attention", mutates_args=())
-def window_attention(
+def plain_window_attention(
     queries: Tensor,
     keys: Tensor,
     length: Tensor,
@@ -98,8 +97,6 @@ def window_attention(
     key_chunk: int,
 ) -> Tensor:
     """Attention that the voters pay to each token, summed over them and averaged over the heads of a group.
-
-    An operation of its own, so that a device may have a kernel for it.
 
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
@@ -114,25 +111,6 @@ def window_attention(
     Returns:
         float32 ``[B, N, L]``; 0 for what no voter sees.
     """
-    return plain_window_attention(queries, keys, length, first_voter, candidate_end, scale, members, key_chunk)
-
-
-@window_attention.register_fake
-def _window_attention_shape(queries: Tensor, keys: Tensor, *_: object) -> Tensor:
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-def plain_window_attention(
-    queries: Tensor,
-    keys: Tensor,
-    length: Tensor,
-    first_voter: Tensor,
-    candidate_end: Tensor,
-    scale: float,
-    members: int,
-    key_chunk: int,
-) -> Tensor:
-    """:func:`window_attention` in torch, for every device; arguments and result are the same."""
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
     grouped = queries.reshape(B, N, H // N * W, D)
@@ -150,7 +128,7 @@ def plain_window_attention(
         if members == EVERYTHING:
             member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
         else:
-            member = ((position >= members) & (position < candidate_end[:, None]))[:, None]
+            member = candidates(position, candidate_end, members)[:, None]
         return values, member[:, None, None]
 
     starts = range(0, L, key_chunk)
@@ -167,6 +145,15 @@ def plain_window_attention(
         attention = torch.exp(values - normalizer[..., None]).masked_fill(~(member & voter), 0.0)
         chunks.append(attention.sum(3).mean(2))
     return torch.cat(chunks, -1)
+
+
+window_attention = torch.library.custom_op("snapstream::window_attention", plain_window_attention, mutates_args=())
+""":func:`plain_window_attention` as an operation, so that a device may have a kernel for it."""
+
+
+@window_attention.register_fake
+def _window_attention_shape(queries: Tensor, keys: Tensor, *_: object) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
 
 
 def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:
@@ -227,6 +214,6 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def candidates(position: Tensor, layout: LayoutTensors, sink: int) -> Tensor:
-    """Whether each position of ``[P]`` may be evicted, ``[B, P]``."""
-    return (position >= sink) & (position < layout.candidate_end[:, None])
+def candidates(position: Tensor, candidate_end: Tensor, sink: int) -> Tensor:
+    """Whether each position of ``[P]`` may be evicted, ``[B, P]``; see :class:`LayoutTensors` for ``candidate_end``."""
+    return (position >= sink) & (position < candidate_end[:, None])

@@ -106,18 +106,9 @@ def _library() -> Path:
 
 
 @window_attention.register_kernel("cpu")
-def _window_attention(
-    queries: Tensor,
-    keys: Tensor,
-    length: Tensor,
-    first_voter: Tensor,
-    candidate_end: Tensor,
-    scale: float,
-    members: int,
-    key_chunk: int,
-) -> Tensor:
-    """See :func:`snapstream.compression.scoring.window_attention`; in plain torch where there is no kernel."""
-    arguments = (queries, keys, length, first_voter, candidate_end, scale, members)
+def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    """See :func:`snapstream.compression.scoring.plain_window_attention`, which does what there is no kernel for."""
+    scale = rest[3]
     kernel_fits = (
         loaded
         and keys.dtype in (torch.float32, torch.bfloat16)
@@ -128,9 +119,9 @@ def _window_attention(
         and scale > 0
     )
     if not kernel_fits:
-        return plain_window_attention(*arguments, key_chunk)
+        return plain_window_attention(queries, keys, *rest)
     name = INSTRUCTIONS.index(prefill_instructions(keys.dtype))
-    result: Tensor = torch.ops.snapstream_cpu.window_attention(*arguments, name)
+    result: Tensor = torch.ops.snapstream_cpu.window_attention(queries, keys, *rest[:-1], name)  # but for key_chunk
     return result
 
 

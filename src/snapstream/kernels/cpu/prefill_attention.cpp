@@ -5,11 +5,9 @@
 // A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
 // arXiv 1805.02867) and stops where its last row does. What comes out for a row depends on this row, the keys up to its
 // own and the multiples of BLOCK alone: chunks, starts, other rows and threads do not change a bit of it.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 
 #include "operations.h"
@@ -35,20 +33,6 @@ bool tiles_allowed() {
 #else
   return false;
 #endif
-}
-
-// Calls make_task()(number) for all numbers below `count`: one task object a thread, which takes the next number when it
-// is done with the last.
-template <typename Task>
-void share_out(int64_t count, const Task& make_task) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      auto task = make_task();
-      for (int64_t number = next++; number < count; number = next++) task(number);
-    }
-  });
 }
 
 // Rows of one task, in memory of its thread.

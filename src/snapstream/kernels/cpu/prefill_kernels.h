@@ -1,6 +1,11 @@
 // Three kernels for a tile of prefill attention: any processor, dot products of bfloat16 pairs, tile registers. Each has
 // the form in which it wants queries, keys and values, and turns scores into weights its own way.
 #pragma once
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
 #include "prefill_tiles.h"
 
 namespace snapstream {
@@ -205,6 +210,20 @@ inline void pack_queries(int64_t rows, int64_t size, typename K::Operand* to, co
       for (int i = 0; i < LANES; ++i) store_u32(tile + (operand + i) * QUERIES, numbers[i]);
     }
   }
+}
+
+// Calls make_task()(number) for all numbers below `count`: one task object a thread, which takes the next number when it
+// is done with the last.
+template <typename Task>
+void share_out(int64_t count, const Task& make_task) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      auto task = make_task();
+      for (int64_t number = next++; number < count; number = next++) task(number);
+    }
+  });
 }
 
 }  // namespace snapstream

@@ -1,6 +1,5 @@
 // The attention that the last queries of a prompt pay to each token, summed over them: the votes of SnapKV. Two passes
 // over the keys, normaliser first, so that the logits of no more than a block are ever held.
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -30,42 +29,28 @@ struct Window {
   int64_t spans() const { return (end + SPAN - 1) / SPAN; }
 };
 
-// Calls visit(block, keys, tile, scores) for every block of a span and every tile of rows.
-template <typename K, typename Visit>
-void visit_span(const Window<K>& w, int64_t head, int64_t span, float* scores, char* scratch, const Visit& visit) {
-  const int64_t operands = w.p.size / K::PER_OPERAND * QUERIES;
-  for (int64_t block = span * SPAN; block < std::min(w.end, (span + 1) * SPAN); block += BLOCK) {
-    const int64_t keys = std::min(BLOCK, w.end - block);
-    const auto numbers = K::read(w.p, head, block, keys, scratch);
-    for (int64_t tile = 0; tile < w.tiles; ++tile) {
-      const auto* queries = w.queries.data() + (head * w.tiles + tile) * operands;
-      K::score(numbers, round_up(keys, K::MULTIPLE), w.p.size, queries, scores);
-      visit(block, keys, tile);
-    }
-  }
-}
-
+// Calls visit(head, span, block, keys, tile, scores) for every KV head, every block of keys and every tile of rows.
 template <typename K, typename Visit>
 void visit_all(const Window<K>& w, const Visit& visit) {
-  const int64_t spans = w.spans();
-  at::parallel_for(0, w.p.kv_heads * spans, 1, [&](int64_t begin, int64_t end) {
-    typename K::Session session;
-    std::vector<float> memory(BLOCK * QUERIES + LANES + K::scratch(w.p.size, 0) / sizeof(float) + LANES);
-    auto* scores = reinterpret_cast<float*>(round_up(reinterpret_cast<int64_t>(memory.data()), 64));
-    auto* scratch = reinterpret_cast<char*>(scores + BLOCK * QUERIES);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t head = task / spans, span = task % spans;
-      visit_span(w, head, span, scores, scratch, [&](int64_t block, int64_t keys, int64_t tile) {
-        visit(head, span, block, keys, tile, scores);
-      });
-    }
+  const int64_t spans = w.spans(), operands = w.p.size / K::PER_OPERAND * QUERIES;
+  share_out(w.p.kv_heads * spans, [&] {
+    constexpr int64_t SCORES = BLOCK * QUERIES * sizeof(float);
+    return [&, memory = at::empty({SCORES + K::scratch(w.p.size, 0)}, at::kByte),
+            session = typename K::Session()](int64_t number) {
+      const int64_t head = number / spans, span = number % spans;
+      auto* base = static_cast<char*>(memory.mutable_data_ptr());
+      auto* scores = reinterpret_cast<float*>(base);
+      for (int64_t block = span * SPAN; block < std::min(w.end, (span + 1) * SPAN); block += BLOCK) {
+        const int64_t keys = std::min(BLOCK, w.end - block);
+        const auto numbers = K::read(w.p, head, block, keys, base + SCORES);
+        for (int64_t tile = 0; tile < w.tiles; ++tile) {
+          const auto* queries = w.queries.data() + (head * w.tiles + tile) * operands;
+          K::score(numbers, round_up(keys, K::MULTIPLE), w.p.size, queries, scores);
+          visit(head, span, block, keys, tile, scores);
+        }
+      }
+    };
   });
-}
-
-inline vec_i32 load_last(const int32_t* p) {
-  vec_i32 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
 }
 
 template <typename K>
@@ -77,7 +62,7 @@ void normalize(Window<K>& w) {
   visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores) {
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
       const int64_t row = tile * QUERIES + lane, state = (head * spans + span) * width + row;
-      const vec_i32 last = load_last(w.last.data() + row);
+      const vec_i32 last = (vec_i32)load_u32(w.last.data() + row);
       const int64_t from = std::max<int64_t>(0, w.first - block);
       vec highest = vec{} + LOWEST, sum = {};
       for (int64_t key = from; key < keys; ++key) {
@@ -121,7 +106,7 @@ void vote(const Window<K>& w, float* votes, int64_t votes_head, float share) {
         const int64_t row = tile * QUERIES + lane;
         const vec weight = exp_nonpositive(load(scores + key * QUERIES + lane) * scale -
                                            load(&w.normalizer[head * width + row]));
-        total += select(load_last(w.last.data() + row) >= static_cast<int32_t>(block + key), weight, vec{});
+        total += select((vec_i32)load_u32(w.last.data() + row) >= static_cast<int32_t>(block + key), weight, vec{});
       }
       out[key] += sum(total) * share;
     }
