@@ -60,7 +60,7 @@ YARN = {
 # One dense layer, one with experts.
 DEEPSEEK = {
     "num_key_value_heads": 4,
-    "q_lora_rank": 48,
+    "q_lora_rank": 32,
     "kv_lora_rank": 96,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,

@@ -175,7 +175,7 @@ def test_plan_of_llama_31_8b(tmp_path):
 
 def packed_values(heads, length, size):
     """Bytes of one layer's values that this processor wants in another order, too."""
-    if not kernels.compiler_available() or not kernels.available():
+    if not kernels.library.available() or not kernels.available():
         return 0
     instructions = kernels.prefill_instructions(torch.bfloat16)
     return math.prod(kernels.packed_shape(torch.Size((heads, length, size)), instructions)) * 2
@@ -206,7 +206,7 @@ def test_plan_of_deepseek_r1(tmp_path):
     assert plan["weights"] == pytest.approx(671.03e9 * 2, rel=1e-4)  # 671B parameters without multi-token prediction
     assert plan["bytes_per_token"] == 61 * 576 * 2
     assert plan["full_slots"] == 4 * plan["slots"]
-    assert plan["slots_that_fit"] // plan["slots_that_fit_full"] == 4
+    assert plan["slots_that_fit"] / plan["slots_that_fit_full"] == pytest.approx(4, rel=0.05)
     text = run("plan", "--model", directory, "--budget", 32768, "--max-model-len", 131072).stdout
     assert "4.00x less" in text
 

@@ -4,10 +4,8 @@ import random
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-from snapstream import LLM, CacheBudget, SamplingParams
-from snapstream.kernels.cpu import compiler_available
+from snapstream import CacheBudget
 from tests.checkpoints import LATENT, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_conversation import check_full_cache, check_turns, run
@@ -79,24 +77,3 @@ def test_a_conversation_over_a_full_cache_is_one_prompt(deepseek):
 @pytest.mark.parametrize("seed", range(3))
 def test_turns_equal_naive_turns(deepseek, seed):
     check_turns(deepseek, seed)
-
-
-@pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
-def test_nothing_is_compiled_after_warm_up(tmp_path, family):
-    """Whatever experts are chosen, by however many rows."""
-    save_checkpoint(tmp_path, family)
-    save_tokenizer(tmp_path)
-    settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3}
-    before = counters["stats"]["unique_graphs"]
-    llm = LLM(str(tmp_path), budget=BUDGET, **settings)
-    warm = counters["stats"]["unique_graphs"]
-    assert warm > before
-    prompts = [prompt(n, seed=n) for n in (1, 47, 48, 64, 65, 130, 199)]
-    params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=9, temperature=1.0, seed=1)]
-    each = [params[i % 2] for i in range(len(prompts))]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        compiled = llm.generate(prompts, each)
-    assert counters["stats"]["unique_graphs"] == warm
-    eager = LLM(str(tmp_path), budget=BUDGET, enforce_eager=True, **settings).generate(prompts, each)
-    assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]

@@ -1,39 +1,32 @@
-"""Static means static: after warm-up nothing is compiled again, whatever the workload."""
+"""Static means static: after warm-up nothing is compiled again, whatever the workload; on a CPU nothing ever is."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from snapstream import LLM, CacheBudget, SamplingParams
-from snapstream.kernels.cpu import compiler_available
+from snapstream.kernels.cpu.library import compiler
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
+from tests.engine.graphs import compiled, graphs_compiled
 from tests.engine.test_engine import BUDGET, make
 
-pytestmark = pytest.mark.skipif(not compiler_available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 
-def graphs_compiled():
-    return counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "auto"])
-def test_no_compilation_after_warm_up(tmp_path, attention):
-    save_checkpoint(tmp_path, "qwen3")
+@needs_compiler
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3", "deepseek-v2"])
+def test_no_compilation_after_warm_up(tmp_path, family):
+    """Nor, of experts, whichever are chosen by however many rows."""
+    save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
     before = graphs_compiled()
-    llm = LLM(
-        str(tmp_path),
-        budget=BUDGET,
-        max_model_len=200,
-        slots=3,
-        prefill_chunk=64,
-        decode_steps=3,
-        attention=attention,
-        sessions=1,
-    )
+    settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3, "sessions": 1}
+    with compiled():
+        llm = LLM(str(tmp_path), budget=BUDGET, **settings)
     warm = graphs_compiled()
     assert warm > before  # so the counter counts; engines of one process share what is compiled where they can
     rng = random.Random(0)
@@ -51,7 +44,7 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
     prompts = [prompt(n, seed=i) for i, n in enumerate(lengths)]
     each = [params[i % len(params)] for i in range(len(lengths))]
     with torch.compiler.set_stance("fail_on_recompile"):
-        compiled = llm.generate(prompts, each)
+        got = llm.generate(prompts, each)
         saved = None
         for turn, length in enumerate((60, 3, 33)):
             name = llm.engine.add_request(prompt(length, seed=turn), params[0], past=saved, keep=True)
@@ -63,12 +56,13 @@ def test_no_compilation_after_warm_up(tmp_path, attention):
             llm.engine.step()
         llm.engine.abort("gone")
     assert graphs_compiled() == warm
-    # The same from other graphs, other chunks and in other company.
-    eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=32, slots=2, decode_steps=5)
-    eager = eager.generate(prompts, each)
-    assert [o.token_ids for o in compiled] == [o.token_ids for o in eager]
+    # The same without graphs, from torch's attention and the native loop, in other chunks and in other company.
+    for attention in ("sdpa", "auto"):
+        eager = make(tmp_path, attention=attention, max_model_len=200, prefill_chunk=32, slots=2, decode_steps=5)
+        assert [o.token_ids for o in got] == [o.token_ids for o in eager.generate(prompts, each)]
 
 
+@needs_compiler
 def test_several_compiled_engines_in_one_process(tmp_path):
     """They share traced code; each must still run its own graphs on its own tensors."""
     for family in ("qwen3", "mistral"):
@@ -76,7 +70,8 @@ def test_several_compiled_engines_in_one_process(tmp_path):
         save_tokenizer(tmp_path / family)
     kinds = [("qwen3", BUDGET, 3), ("qwen3", None, 3), ("qwen3", BUDGET, 2), ("mistral", BUDGET, 3)]
     settings = {"max_model_len": 160, "prefill_chunk": 64, "decode_steps": 2}
-    engines = [make(tmp_path / f, b, slots=s, enforce_eager=False, **settings) for f, b, s in kinds]
+    with compiled():
+        engines = [make(tmp_path / f, b, slots=s, **settings) for f, b, s in kinds]
     warm = graphs_compiled()
     prompts = [prompt(n, seed=n) for n in (20, 70, 130)]
     params = [
@@ -89,6 +84,29 @@ def test_several_compiled_engines_in_one_process(tmp_path):
             eager = make(tmp_path / family, budget, slots=slots, **settings)
             assert [o.token_ids for o in eager.generate(prompts, one)] == tokens
     assert graphs_compiled() == warm
+
+
+_ON_A_CPU = """
+import sys
+import torch._dynamo.utils
+from snapstream import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_model_len=256, slots=2, enforce_eager=False)
+params = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, seed=1)]
+llm.generate([[5] * 100, [6] * 200], params)
+assert not torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters
+assert llm.engine.executor.decode.loop is not None or not sys.argv[2:]
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama2"])
+def test_nothing_is_compiled_on_a_cpu(tmp_path, family):
+    """Neither by the native loop nor, where heads are too small for it, without; there is no compiler in sight."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    expected = ["loop"] if family == "qwen3" and compiler() else []
+    command = [sys.executable, "-c", _ON_A_CPU, str(tmp_path), *expected]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_the_counter_counts():

@@ -9,12 +9,11 @@ from snapstream.compression import scoring
 from snapstream.kernels import cpu as kernels
 from tests.kernels.test_prefill_attention import KINDS
 
-pytestmark = pytest.mark.skipif(not kernels.compiler_available(), reason="no C++ compiler or Python headers")
+pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
 
 def attend(queries, keys, lengths, scale, members, instructions):
-    number = kernels.INSTRUCTIONS.index(instructions)
-    return torch.ops.snapstream_cpu.window_attention(queries, keys, *lengths, scale, members, number)
+    return kernels.attend_window(queries, keys, *lengths, scale, members, instructions)
 
 
 def exactly(queries, keys, lengths, scale, members):

@@ -31,6 +31,10 @@ class AttentionBackend(ABC):
         """Shape in which prefill keeps values ``[N, L, V]`` in the order it multiplies; ``(0,)`` if it does not."""
         return (0,)
 
+    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
+        """Bytes of temporaries that decoding holds for so many slots, query heads, numbers of a value, and entries."""
+        return 0
+
     @abstractmethod
     def prefill(
         self,

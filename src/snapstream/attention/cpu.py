@@ -33,6 +33,10 @@ class CpuAttention(AttentionBackend):
         """See :meth:`AttentionBackend.packed_shape`."""
         return kernels.packed_shape(values, kernels.prefill_instructions(dtype))
 
+    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
+        """See :meth:`AttentionBackend.decode_bytes`: what is known of each head after each part of a cache."""
+        return slots * heads * -(-entries // kernels.SPLIT) * (columns + kernels.STATE) * 4
+
     def prefill(
         self,
         query: Tensor,

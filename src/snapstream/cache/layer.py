@@ -26,7 +26,7 @@ class EntryShape:
 
     def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
-        kind = self._kind
+        kind = self.kind
         shape = (rows, self.heads, entries, self.size)
         return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
 
@@ -36,7 +36,7 @@ class EntryShape:
         Raises:
             ValueError: They have another shape.
         """
-        kind = self._kind
+        kind = self.kind
         shapes = {(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}
         if len(tensors) != kind.stored or shapes != {(1, self.heads, self.size)}:
             raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are no entries of {self}")
@@ -44,10 +44,11 @@ class EntryShape:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one entry."""
-        return self._kind.stored * self.heads * self.size * dtype.itemsize
+        return self.kind.stored * self.heads * self.size * dtype.itemsize
 
     @property
-    def _kind(self) -> type[GroupedCache] | type[LatentCache]:
+    def kind(self) -> type[GroupedCache] | type[LatentCache]:
+        """Caches of such entries."""
         return LatentCache if self.latent else GroupedCache
 
 

@@ -21,6 +21,7 @@ from snapstream.commands.options import (
     ModelArgument,
     Policy,
     chosen_model,
+    eager,
     longest_of,
     max_length,
     messages,
@@ -51,7 +52,7 @@ def chat(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = None,
 ) -> None:
     """Talk to a model in the terminal; the line you type in says what the cache holds. Ctrl-C stops an answer."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
@@ -63,7 +64,7 @@ def chat(
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         device=device,
-        enforce_eager=not compiled,
+        enforce_eager=eager(compiled, device, default=True),
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     say_what_a_shipped_model_is(name)

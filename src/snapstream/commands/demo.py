@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from snapstream.assets import SHIPPED, TASK_MODEL
-from snapstream.commands.options import Compiled, Json, messages, parse_budget, quiet
+from snapstream.commands.options import Compiled, Json, eager, messages, parse_budget, quiet
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ def demo(
     ] = "1/4",
     slots: Annotated[int, typer.Option(min=1, max=16, help="Sequences decoded at a time.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
-    compiled: Compiled = False,
+    compiled: Compiled = None,
     as_json: Json = False,
 ) -> None:
     """Ask a small shipped model for facts in a long text: full cache, StreamingLLM and SnapStream side by side."""
@@ -71,7 +71,7 @@ def demo(
             asked,
             budgets,
             slots=slots,
-            enforce_eager=not compiled,
+            enforce_eager=eager(compiled, "auto", default=True),
             report=status.update,
         )
     if as_json:

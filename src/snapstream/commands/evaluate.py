@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from snapstream.assets import TASK_MODEL
-from snapstream.commands.options import ENGINE, Chunk, Compiled, Device, Dtype, chosen_model, messages
+from snapstream.commands.options import ENGINE, Chunk, Compiled, Device, Dtype, chosen_model, eager, messages
 from snapstream.config import EngineConfig, policy_names
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
@@ -95,7 +95,7 @@ def evaluate(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = None,
     telemetry: Annotated[
         bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
     ] = True,
@@ -149,7 +149,11 @@ def evaluate(
         seed=seed,
     )
     config = EngineConfig(
-        slots=slots, prefill_chunk=prefill_chunk, dtype=dtype, device=device, enforce_eager=not compiled
+        slots=slots,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        enforce_eager=eager(compiled, device, default=True),
     )
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from snapstream.commands.options import (
     NamedModel,
     Policy,
     chosen_model,
+    eager,
     max_length,
     messages,
     parse_budget,
@@ -57,7 +58,7 @@ def generate(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    compiled: Compiled = False,
+    compiled: Compiled = None,
     as_json: Json = False,
 ) -> None:
     """Generate text: the answer streams to stdout; progress and what was kept and saved go to stderr."""
@@ -76,7 +77,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         device=device,
-        enforce_eager=not compiled,
+        enforce_eager=eager(compiled, device, default=True),
     )
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM

@@ -58,8 +58,13 @@ Dtype = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Compiled = Annotated[
-    bool,
-    typer.Option("--compile/--eager", help="Compile the graphs: starts later, decodes faster.", rich_help_panel=ENGINE),
+    bool | None,
+    typer.Option(
+        "--compile/--eager",
+        help="On CUDA, compile and capture the graphs: starts later, decodes faster. On a CPU nothing is compiled.",
+        show_default=False,
+        rich_help_panel=ENGINE,
+    ),
 ]
 
 MOVED = {
@@ -68,7 +73,7 @@ MOVED = {
     "--gpu-memory-utilization": "--memory-fraction of serve says how much of the free memory may be used; what is held "
     "follows from --budget, --slots and --max-model-len, see `snapstream plan`",
     "--tensor-parallel-size": "the built-in engine uses one device; the vLLM plugin uses several (docs/vllm.md)",
-    "--enforce-eager": "--eager compiles nothing",
+    "--enforce-eager": "--eager compiles nothing (on a CPU nothing is compiled anyway)",
     "--kv-cache-dtype": "--dtype is the dtype of weights and caches",
     "--kv-budget": "--budget is the cache of a sequence",
     "--ctx-size": "--max-model-len is the longest prompt plus output",
@@ -88,6 +93,19 @@ def chosen_model(argument: str | None, option: str | None = None) -> str:
     if argument is not None and option is not None and argument != option:
         raise ConfigurationError(f"two models were given, {argument!r} and --model {option!r}; leave one out")
     return argument or option or TASK_MODEL.name
+
+
+def eager(compiled: bool | None, device: str, *, default: bool) -> bool:
+    """Whether nothing is to be compiled, of what ``--compile`` or ``--eager`` says, if one was given.
+
+    Raises:
+        ConfigurationError: There is no such device.
+    """
+    from snapstream.engine.settings import choose_device
+
+    if compiled and choose_device(device).type == "cpu":
+        messages.print("--compile: on a CPU there is nothing to compile", highlight=False)
+    return default if compiled is None else not compiled
 
 
 def max_length(text: str | None) -> int | None:

@@ -28,6 +28,7 @@ from snapstream.commands.options import (
     ModelArgument,
     Policy,
     chosen_model,
+    eager,
     longest_of,
     max_length,
     parse_budget,
@@ -79,7 +80,7 @@ def serve(
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's free memory to plan with.", rich_help_panel=ENGINE)
     ] = 0.9,
-    compiled: Compiled = True,
+    compiled: Compiled = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=NETWORK)
     ] = "127.0.0.1",
@@ -147,7 +148,7 @@ def serve(
         decode_steps=decode_steps,
         dtype=dtype,
         device=device,
-        enforce_eager=not compiled,
+        enforce_eager=eager(compiled, device, default=False),
         memory_fraction=memory_fraction,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
@@ -159,8 +160,10 @@ def serve(
     configure(style)
     with _listening(host, port) as listener:
         from snapstream.engine import LLM
+        from snapstream.engine.settings import choose_device
 
-        logger.info("loading %s%s", name, "; compiling takes a minute, --eager starts at once" if compiled else "")
+        compiles = choose_device(device).type == "cuda" and not config.enforce_eager
+        logger.info("loading %s%s", name, "; compiling takes a minute, --eager starts at once" if compiles else "")
         if not settings.api_keys:
             logger.info("no API key is needed to use this server")
         with quiet():

@@ -1,4 +1,8 @@
-"""Decode: every slot in one graph, inside caches of fixed size."""
+"""Decode: every slot in one graph, inside caches of fixed size.
+
+On a CPU with the kernels of this package the graph is a list of operations, and one launch of a native loop runs it for
+all layers and for several tokens; elsewhere it is the modules of the model, compiled and captured on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.attention import AttentionBackend
+from snapstream.attention import AttentionBackend, CpuAttention
 from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.operations import Machine, Operation, Part, Slots, Take, allocate_buffers
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 
@@ -53,7 +59,10 @@ class Decode:
         # Tokens that the next steps of a launch must take, the next one first; -1 where the model is free.
         self.forced = torch.full((slots, steps), -1, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, spec.vocab_size, device=device)
+        # What a launch of the loop has taken.
+        self.taken = torch.zeros((steps, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
+        self.loop = self._loop_of([*model.operations(), Take(Part("logits", spec.vocab_size, dtype=torch.float32))])
         self._layer = repeated(self._layer_of_step())
         # All layers are one graph, which greedy and sampled steps share; what follows is small.
         self.read_graph = StaticGraph(self._read_tokens, device, compiled=not eager, captured=not eager)
@@ -161,12 +170,36 @@ class Decode:
         """
         for slot, tokens in (forced or {}).items():
             self.forced[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        if self.loop is not None and greedy:
+            self.loop.run(steps)
+            return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
         take = self.greedy_graph if greedy else self.sampling_graph
         results = []
         for _ in range(steps):
-            self.read_graph()
+            if self.loop is None:
+                self.read_graph()
+            else:
+                self.loop.run(last=-1)  # all but taking the token
             results.append(Sampled(*(tensor.clone() for tensor in take())))
         return results
+
+    def _loop_of(self, operations: Sequence[Operation]) -> CpuProgram | None:
+        """The native loop over these operations, where there is one."""
+        dtype = self.layers[0].keys.dtype
+        if not isinstance(self.backend, CpuAttention) or unsupported(operations, dtype):
+            return None
+        slots = Slots(
+            token=self.token[:, None],
+            position=self.position,
+            base=self.base,
+            count=self.count,
+            limit=self.limit,
+            active=self.active,
+            forced=self.forced,
+            taken=self.taken,
+        )
+        buffers = allocate_buffers(operations, self.slots, dtype, {"logits": self.logits})
+        return CpuProgram(operations, Machine(buffers, slots, self.layers, pending=[]))
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""
@@ -202,6 +235,9 @@ class Decode:
     def _take_likeliest(self) -> Sampled:
         tokens = impose(sample_greedy(self.logits), self.forced[:, 0])
         self._advance(tokens)
+        return self._only_tokens(tokens)
+
+    def _only_tokens(self, tokens: Tensor) -> Sampled:
         nothing = self.sampling.temperature
         return Sampled(tokens, nothing, tokens, nothing)
 

@@ -30,7 +30,7 @@ class MemoryPlan:
             multiplies them, the hidden states of all tokens, and the queries of the last ones.
         workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
-        metadata: Per-slot state, sampling parameters and token counts.
+        metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
         slot_count: Slots.
         cache_entries: Entries per slot.
         max_model_len: Longest sequence.
@@ -202,7 +202,8 @@ def _plan(
         workspace=max(chunk_temporaries, votes + leaving, sampling, scores),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
         # Token counts, a bias, logits and two flags per token of the vocabulary.
-        metadata=(slots + 1) * (spec.vocab_size * 14 + 100),
+        metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
+        + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries),
         slot_count=slots,
         cache_entries=entries,
         max_model_len=length,

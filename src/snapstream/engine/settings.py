@@ -12,7 +12,6 @@ from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.policy import most_queries
 from snapstream.errors import CheckpointError, ConfigurationError
-from snapstream.kernels.cpu import compiler_available
 from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import first_line, load_spec, resolve_config
 
@@ -31,7 +30,8 @@ class Setup:
         max_model_len: Longest sequence.
         budget: Cache of one slot.
         backend: Attention.
-        eager: Nothing is compiled or captured.
+        eager: Nothing is compiled or captured; always so on a CPU, where prompts are large products and decoding is
+            a native loop.
     """
 
     spec: ModelSpec
@@ -79,7 +79,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         max_model_len=max_model_len,
         budget=choose_budget(budget, max_model_len),
         backend=choose_backend(config.attention, device, dtype, spec.head_dim, spec.value_size),
-        eager=config.enforce_eager or not can_compile(device),
+        eager=config.enforce_eager or device.type == "cpu",
     )
 
 
@@ -166,11 +166,3 @@ def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
         return {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: proposed[name] for name in names if proposed.get(name) is not None}
-
-
-def can_compile(device: torch.device) -> bool:
-    """Whether graphs can be compiled for a device; says so where they cannot."""
-    if device.type != "cpu" or compiler_available():
-        return True
-    logger.warning("No C++ compiler found: the graphs are not compiled (as with enforce_eager). Install g++ for speed.")
-    return False

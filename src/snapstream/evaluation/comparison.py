@@ -57,7 +57,7 @@ def compare_policies(
         asked: Which of its questions to ask, one request each.
         budgets: Cache of each policy, by name; ``None`` is a full one.
         slots: Sequences decoded at a time.
-        enforce_eager: Do not compile.
+        enforce_eager: As in :class:`EngineConfig`.
         report: Told what is being done.
     """
     prompts = [made.text + question.ask + question.lead for question in asked]

@@ -38,16 +38,17 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         ``[M, out]``.
     """
-    few = x.shape[0] <= weight.shape[0] * _skinny_rows(weight)  # on average
-    operation = torch.ops.snapstream_cpu.grouped_linear if few else torch.ops.snapstream.grouped_linear
-    result: Tensor = operation(x, weight, ends)
+    if x.shape[0] <= weight.shape[0] * _skinny_rows(weight):  # few on average
+        return cpu.grouped_linear(x, weight, ends)
+    result: Tensor = _grouped_linear(x, weight, ends)
     return result
 
 
 def _skinny_rows(weight: Tensor) -> int:
     """Most rows for which the kernels of this package beat the library's product; 0 where there are none."""
     fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
-    return cpu.SKINNY_ROWS if cpu.loaded and weight.device.type == "cpu" and fits else 0
+    ready = cpu.loaded and weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    return cpu.SKINNY_ROWS if ready and fits else 0
 
 
 @torch.library.custom_op("snapstream::grouped_linear", mutates_args=())

@@ -9,11 +9,13 @@ over the layers, for whoever needs no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from snapstream.kernels.operations import Angles, Embed, Operation, Part
 from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.llama import GroupedAttention
@@ -57,6 +59,14 @@ class Block(nn.Module):
         x = x + self.attention.complete(attended)
         result: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return result
+
+    def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
+        """The layer in a decode step: what it makes is added to ``x``."""
+        normed = Part("normed", x.size)
+        yield self.attention_norm.operation(x, normed)
+        yield from self.attention.operations(layer, normed, x, angles)
+        yield self.feed_forward_norm.operation(x, normed)
+        yield from cast(FeedForward | MixtureOfExperts, self.feed_forward).operations(normed, x)
 
 
 class DecoderModel(nn.Module):
@@ -107,3 +117,15 @@ class DecoderModel(nn.Module):
         """Map hidden states of the last layer, ``[T, hidden]``, to float32 ``[T, vocab]``."""
         result: Tensor = self.head(self.norm(hidden)).float()
         return result
+
+    def operations(self) -> Iterator[Operation]:
+        """A decode step: tokens of slots in, their logits out, in the buffer ``logits`` (float32)."""
+        x, normed = Part("x", self.spec.hidden_size), Part("normed", self.spec.hidden_size)
+        angles = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
+        yield Embed(self.embedding.weight, x)
+        yield Angles(self.frequencies, self.rope_scaling, angles, self.embedding.weight.dtype)
+        for layer, block in enumerate(self.layers):
+            yield from block.operations(layer, x, angles)
+        yield self.norm.operation(x, normed)
+        logits = Part("logits", self.spec.vocab_size, dtype=torch.float32)
+        yield self.head.operation(normed, logits, rounded=True)

@@ -9,10 +9,25 @@ group (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from snapstream.kernels.operations import (
+    Attend,
+    Choose,
+    Combine,
+    ExpertProduct,
+    HeadProduct,
+    Operation,
+    Part,
+    Product,
+    Rotate,
+    Sort,
+    Store,
+)
 from snapstream.kernels.products import grouped_linear
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.rope import rotate, rotate_pairs
@@ -26,7 +41,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         shape = spec.latent
         assert shape is not None
-        self.heads, self.shape = spec.heads, shape
+        self.heads, self.shape, self.scale = spec.heads, shape, spec.scale
         queries = spec.heads * (shape.nope + shape.rope)
         self.query_down: Linear | None = None
         self.query_norm: RMSNorm | None = None
@@ -61,6 +76,30 @@ class LatentAttention(nn.Module):
         value = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
         result: Tensor = self.output(value.reshape(attended.shape[0], -1))
         return result
+
+    def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
+        """Attention in a decode step; the result is added to ``target``."""
+        H, shape = self.heads, self.shape
+        width, entry = shape.nope + shape.rope, shape.rank + shape.rope
+        low = source
+        if self.query_down is not None and self.query_norm is not None:
+            low = Part("low", self.query_down.out_features)
+            yield self.query_down.operation(source, low)
+            yield self.query_norm.operation(low, low)
+        yield self.query.operation(low, Part("heads", H * width))
+        yield self.latent.operation(source, Part("latent", entry))
+        compressed, key = Part("latent", shape.rank), Part("latent", shape.rope, offset=shape.rank)
+        yield self.latent_norm.operation(compressed, compressed)
+        yield Rotate(key, key, angles, shape.rope_in_pairs)
+        yield Store(Part("latent", entry), None, layer)
+        nope, rope = Part("heads", shape.nope, H, stride=width), Part("heads", shape.rope, H, shape.nope, width)
+        absorbed, turned = Part("query", shape.rank, H, stride=entry), Part("query", shape.rope, H, shape.rank, entry)
+        yield HeadProduct(nope, absorbed, self.expand[:, : shape.nope], transposed=True)
+        yield Rotate(rope, turned, angles, shape.rope_in_pairs)
+        mixed, value = Part("attended", shape.rank, H), Part("value", shape.value, H)
+        yield Attend(Part("query", entry, H), mixed, layer, self.scale)
+        yield HeadProduct(mixed, value, self.expand[:, shape.nope :], transposed=False)
+        yield self.output.operation(Part("value", H * shape.value), target, add=True)
 
 
 class Router(nn.Module):
@@ -127,3 +166,31 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             routed = routed + self.shared(x)
         return routed
+
+    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
+        """The same in a decode step; the result is added to ``target``."""
+        shape, wide = self.router.shape, torch.float32
+        logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
+        weights = Part("expert_weights", self.chosen, dtype=wide)
+        experts = Part("experts", self.chosen, dtype=torch.int64)
+        rows = Part("sorted", source.size, copies=self.chosen)
+        inner = Part("expert_inner", shape.inner, copies=self.chosen)
+        made = Part("made", target.size, copies=self.chosen)
+        yield Product(source, logits, self.router.weight)
+        yield Choose(
+            logits,
+            weights,
+            experts,
+            self.router.correction,
+            groups=shape.groups,
+            chosen_groups=shape.chosen_groups,
+            corrected=shape.corrected,
+            normalize=shape.normalize,
+            scale=shape.scale,
+        )
+        yield Sort(source, rows, experts, ends, shape.count)
+        yield ExpertProduct(rows, inner, ends, self.gate_up, gated=True)
+        yield ExpertProduct(inner, made, ends, self.down, gated=False)
+        if self.shared is not None:
+            yield from self.shared.operations(source, target)
+        yield Combine(made, weights, experts, target)

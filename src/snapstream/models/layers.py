@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from snapstream.kernels.operations import GatedProduct, Norm, Operation, Part, Product
 from snapstream.kernels.products import linear
 
 
@@ -15,6 +18,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, K]`` to ``[T, out]``."""
         return linear(x, self.weight, self.bias)
+
+    def operation(self, source: Part, target: Part, *, add: bool = False, rounded: bool = False) -> Operation:
+        """The same in a decode step."""
+        return Product(source, target, self.weight, self.bias, add=add, rounded=rounded)
 
 
 class RMSNorm(nn.Module):
@@ -30,6 +37,10 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
+
+    def operation(self, source: Part, target: Part) -> Operation:
+        """The same in a decode step."""
+        return Norm(source, target, self.weight, self.epsilon)
 
 
 class FeedForward(nn.Module):
@@ -47,3 +58,9 @@ class FeedForward(nn.Module):
         del gate, up  # the widest there is, while a prompt is read
         result: Tensor = self.down(inner)
         return result
+
+    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
+        """The same in a decode step; the result is added to ``target``."""
+        inner = Part("inner", self.down.in_features)
+        yield GatedProduct(source, inner, self.gate_up.weight, self.gate_up.bias)
+        yield self.down.operation(inner, target, add=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
+from snapstream.kernels.operations import Attend, Operation, Part, Rotate, Store
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.rope import rotate
 from snapstream.models.spec import ModelSpec
@@ -14,7 +17,7 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
         self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.query_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
@@ -32,3 +35,17 @@ class GroupedAttention(nn.Module):
         """Map ``[T, H, D]`` to ``[T, hidden]``."""
         result: Tensor = self.output(attended.reshape(attended.shape[0], -1))
         return result
+
+    def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
+        """Attention in a decode step; the result is added to ``target``."""
+        H, N, D = self.heads, self.kv_heads, self.head_dim
+        query, key = Part("qkv", D, H), Part("qkv", D, N, offset=H * D)
+        value, rotated = Part("qkv", D, N, offset=(H + N) * D), Part("qkv", D, H + N)
+        yield self.qkv.operation(source, Part("qkv", (H + 2 * N) * D))
+        if self.query_norm is not None and self.key_norm is not None:
+            yield self.query_norm.operation(query, query)
+            yield self.key_norm.operation(key, key)
+        yield Rotate(rotated, rotated, angles)
+        yield Store(key, value, layer)
+        yield Attend(query, Part("attended", D, H), layer, self.scale)
+        yield self.output.operation(Part("attended", H * D), target, add=True)

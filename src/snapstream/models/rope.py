@@ -10,11 +10,17 @@ from torch import Tensor
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine for a configuration."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
     with torch.device("cpu"):
-        embedding = LlamaRotaryEmbedding(config)
-    return embedding.inv_freq.float(), float(embedding.attention_scaling)
+        if kind != "default":
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+            return frequencies.float(), float(scaling)
+        # transformers has this one in its models only, and these take 40 MB to import.
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
 
 def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,149 +1,154 @@
-"""Builds and loads the kernels of this folder: attention, and products of few rows, at the speed of the processor.
+"""Kernels for the CPU: attention, products of few rows, and whole decode steps, at the speed of the processor.
 
-Compiled for this machine at first use (well under a minute) and kept in torch's extension cache. Without a C++
-compiler everything still works, on slower stock operations.
+An installation brings them ready, or they are compiled when they are first needed (:mod:`.library`). Without them
+everything still works, on slower stock operations.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapstream.cache import EntryShape, LayerCache
 from snapstream.compression.scoring import plain_window_attention, window_attention
+from snapstream.kernels import operations as ops
+from snapstream.kernels.cpu import library
+from snapstream.kernels.cpu.program import MULTIPLE as MULTIPLE
+from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.operations import Machine, Operation, Part, Slots
 
 logger = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-MULTIPLE = 32
-"""Sizes the kernels read in one go: inner sizes must be multiples of it."""
 BLOCK = 64
 """Keys that prefill attention takes at a time; packed values come in blocks of as many."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
-"""How prefill attention multiplies: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
+"""How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
+SPLIT, STATE = 512, 16
+"""Entries that decode attention takes at a time, and numbers that it keeps of each such part beside the output."""
 SKINNY_ROWS = 16
 """Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
-
-
-def compiler_available() -> bool:
-    """Whether kernels and compiled graphs can be built: Linux, a C++ compiler and the headers of Python."""
-    compiler = os.environ.get("CXX") or "g++"
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return sys.platform.startswith("linux") and shutil.which(compiler) is not None and headers.exists()
-
+_TYPES = (torch.float32, torch.bfloat16)
+_MOST_HEAD_SIZE = 1024
 
 loaded = False
 """Whether :func:`available` has loaded the kernels; products of models look here."""
-_best_instructions = "portable"  # for bfloat16; known once the kernels are loaded
 
 
 @functools.cache
 def available() -> bool:
     """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
-    if not compiler_available():
-        logger.warning(
-            "No C++ compiler or no Python headers found: prompts and decoding on the CPU fall back to slower stock "
-            "kernels. Install g++ and python3-dev to change that."
-        )
+    if library.load() is None:
         return False
-    try:
-        torch.ops.load_library(str(_library()))  # type: ignore[no-untyped-call]
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        logger.warning("The CPU kernels could not be built; falling back to slower stock kernels. %s", error)
-        return False
-    _register_shapes()
-    global loaded, _best_instructions
-    loaded, _best_instructions = True, INSTRUCTIONS[torch.ops.snapstream_cpu.best_instructions()]
-    logger.info("Prompts in bfloat16 are read with %s.", _best_instructions)
+    global loaded  # noqa: PLW0603 (products ask it at every call)
+    loaded = True
+    logger.info("Prompts in bfloat16 are read with %s.", prefill_instructions(torch.bfloat16))
     return True
 
 
-def _library() -> Path:
-    """The compiled kernels, built in a directory of their own and then moved into place.
+def _native() -> ctypes.CDLL:
+    native = library.load()
+    if native is None:
+        raise RuntimeError("the CPU kernels are not available; see the warning above, and docs/install.md")
+    return native
 
-    So a build that is killed leaves nothing behind that another process would wait for or load.
-    """
-    import ninja
-    from torch.utils import cpp_extension
 
-    # The name carries source, torch version and processor: what differs in one of them is another file.
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    features = next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
-    text = "".join(path.read_text() for path in (*SOURCES, *_HEADERS))
-    digest = hashlib.sha256(f"{text}{torch.__version__}{features}".encode()).hexdigest()[:16]
-    name = f"snapstream_cpu_{digest}"
-    # Loading a second time, from its final place, is the same file to the system.
-    library = Path(cpp_extension.get_default_build_root()) / f"{name}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-            path = os.environ.get("PATH", "")
-            os.environ["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{path}"  # the wheel's, whether or not one is installed
-            try:
-                cpp_extension.load(
-                    name=name,
-                    sources=[str(path) for path in SOURCES],
-                    extra_cflags=["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"],
-                    build_directory=directory,
-                    is_python_module=False,
-                )
-            finally:
-                os.environ["PATH"] = path
-            os.replace(Path(directory) / f"{name}.so", library)
-    return library
+class _Problem(ctypes.Structure):
+    """``Problem`` of prefill_kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "packed")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "size", "columns")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_head", "key_row")),
+        *((name, ctypes.c_int64) for name in ("value_head", "value_row", "packed_head")),
+        *((name, ctypes.c_int64) for name in ("start", "readable", "packed_until")),
+        ("scale", ctypes.c_double),
+    )
+
+
+class _Window(ctypes.Structure):
+    """``WindowArguments`` of window_attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
+        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence", "sink")),
+    )
 
 
 @window_attention.register_kernel("cpu")
 def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     """See :func:`snapstream.compression.scoring.plain_window_attention`, which does what there is no kernel for."""
-    scale = rest[3]
     kernel_fits = (
         loaded
-        and keys.dtype in (torch.float32, torch.bfloat16)
+        and keys.dtype in _TYPES
         and queries.dtype == keys.dtype
         and keys.shape[3] % MULTIPLE == 0
         and keys.stride(3) == queries.stride(3) == 1
         and keys.stride(2) % 2 == 0
-        and scale > 0
+        and rest[3] > 0
     )
     if not kernel_fits:
         return plain_window_attention(queries, keys, *rest)
-    name = INSTRUCTIONS.index(prefill_instructions(keys.dtype))
-    result: Tensor = torch.ops.snapstream_cpu.window_attention(queries, keys, *rest[:-1], name)  # but for key_chunk
-    return result
+    return attend_window(queries, keys, *rest[:-1])  # key_chunk is what bounds the plain function's memory
 
 
-def _register_shapes() -> None:
-    """Tell the tracer of compiled graphs what the operations return."""
+def attend_window(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    sink: int,
+    instructions: str | None = None,
+) -> Tensor:
+    """What :func:`snapstream.compression.scoring.window_attention` does, by a kernel.
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty(x.shape[0], weight.shape[0])
-
-    def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0], weight.shape[1])
-
-    def attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
-        return query.new_empty(query.shape)
-
-    def chunk(query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
-        return query.new_empty(*query.shape[:2], values.shape[2])
-
-    torch.library.register_fake("snapstream_cpu::prefill_attention", chunk)
-    torch.library.register_fake("snapstream_cpu::skinny_linear", linear)
-    torch.library.register_fake("snapstream_cpu::grouped_linear", grouped)
-    torch.library.register_fake("snapstream_cpu::decode_attention", attention)
+    Raises:
+        ValueError: Shapes or types that do not go together.
+    """
+    B, H, W, D = queries.shape
+    _, N, L, _ = keys.shape
+    name = prefill_instructions(keys.dtype) if instructions is None else instructions
+    _require(keys.shape[0] == B and keys.shape[3] == D and N > 0 and H % N == 0, "shapes do not match")
+    _require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
+    _require(queries.stride(3) == keys.stride(3) == 1, "the numbers of a head must lie side by side")
+    _check_types(queries, keys)
+    _require(scale > 0, "the scale must be positive")
+    _require(has_instructions(name), f"this processor has no {name}")
+    _require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of numbers must be aligned")
+    lengths = [each.contiguous() for each in (length, first_voter, candidate_end)]
+    _require(all(each.dtype == torch.int64 and each.numel() == B for each in lengths), "lengths must be int64 [B]")
+    votes = keys.new_zeros((B, N, L), dtype=torch.float32)
+    problem = _Problem(
+        query=queries.data_ptr(),
+        keys=keys.data_ptr(),
+        tokens=W,
+        heads=H,
+        kv_heads=N,
+        size=D,
+        query_token=queries.stride(2),
+        query_head=queries.stride(1),
+        key_head=keys.stride(1),
+        key_row=keys.stride(2),
+        readable=L,
+        scale=scale,
+    )
+    window = _Window(
+        *(each.data_ptr() for each in (*lengths, votes)),
+        sequences=B,
+        query_sequence=queries.stride(0),
+        key_sequence=keys.stride(0),
+        sink=sink,
+    )
+    done = _native().snapstream_window_attention(
+        ctypes.byref(problem), ctypes.byref(window), *_way(keys.dtype, name), torch.get_num_threads()
+    )
+    return _with_memory(done, votes)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -156,9 +161,38 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Returns:
         ``[M, N]``. Row ``m`` depends on row ``m`` of ``x`` alone, to the bit.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
     """
-    result: Tensor = torch.ops.snapstream_cpu.skinny_linear(x, weight, bias)
-    return result
+    _require(x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
+    _require(bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not match")
+    _check_product(x, weight)
+    out = x.new_empty(len(x), len(weight))
+    product = ops.Product(Part("x", x.shape[1]), Part("out", out.shape[1]), weight, bias)
+    _run_once(product, {"x": x.contiguous(), "out": out}, slots=len(x))
+    return out
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """See :func:`snapstream.kernels.products.grouped_linear`; sizes as for :func:`skinny_linear`.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+    """
+    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1]
+    _require(fits, "shapes do not match")
+    _require(ends.dtype == torch.int64, f"ends are {ends.dtype}; they must be int64")
+    _check_product(x, weight)
+    listed = [0, *ends.tolist()]
+    _require(listed == sorted(listed), f"ends are not in order: {listed[1:]}")
+    _require(listed[-1] == len(x), f"the last end is {listed[-1]}, not the number of rows, {len(x)}")
+    out = x.new_empty(len(x), weight.shape[1])
+    product = ops.ExpertProduct(
+        Part("x", x.shape[1]), Part("out", out.shape[1]), Part("ends", len(ends)), weight, gated=False
+    )
+    _run_once(product, {"x": x.contiguous(), "out": out, "ends": ends.contiguous()[None]}, slots=1)
+    return out
 
 
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
@@ -173,20 +207,82 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
 
     Returns:
         ``[B, H, D]``. Row ``b`` depends on sequence ``b`` alone, to the bit.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
     """
-    result: Tensor = torch.ops.snapstream_cpu.decode_attention(query, keys, values, valid, scale)
+    B, H, D = query.shape
+    fits = keys.shape == values.shape and keys.shape[0] == B and keys.shape[3] == D and H % keys.shape[1] == 0
+    _require(fits and valid.shape == (B,) and valid.dtype == torch.int64, "shapes or types do not match")
+    _require(D % MULTIPLE == 0 and D <= _MOST_HEAD_SIZE, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
+    _require(keys.is_contiguous() and values.is_contiguous(), "caches must be contiguous")
+    _check_types(query, keys, values)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    cache = EntryShape(keys.shape[1], D, latent=False).kind([keys, values])
+    operation = ops.Attend(Part("query", D, H), Part("out", D, H), 0, scale)
+    _run_once(operation, {"query": query.reshape(B, -1), "out": out.view(B, -1)}, slots=B, cache=cache, valid=valid)
+    return out
+
+
+def _run_once(
+    operation: Operation,
+    buffers: dict[str, Tensor],
+    *,
+    slots: int,
+    cache: LayerCache | None = None,
+    valid: Tensor | None = None,
+) -> None:
+    """One operation on buffers of the caller's."""
+    nothing = torch.zeros(slots, dtype=torch.int64)
+    state = Slots(
+        token=nothing[:, None],
+        position=nothing,
+        base=nothing,
+        count=nothing if valid is None else valid - 1,
+        limit=nothing if cache is None else torch.full_like(nothing, cache.entries),
+        active=torch.ones(slots, dtype=torch.bool) if valid is None else valid > 0,
+        forced=nothing[:, None],
+        taken=nothing[None],
+    )
+    CpuProgram([operation], Machine(buffers, state, [] if cache is None else [cache], [])).run()
+
+
+def _check_product(x: Tensor, weight: Tensor) -> None:
+    _require(x.shape[1] % MULTIPLE == 0, f"the input size is {x.shape[1]}; it must be a multiple of {MULTIPLE}")
+    _check_types(x, weight)
+    _require(weight.is_contiguous(), "weight must be contiguous")
+
+
+def _check_types(*tensors: Tensor) -> None:
+    types = {tensor.dtype for tensor in tensors}
+    _require(len(types) == 1, f"types do not match: {', '.join(sorted(map(str, types)))}")
+    _require(types <= set(_TYPES), f"numbers are {tensors[0].dtype}; they must be float32 or bfloat16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _with_memory(done: int, result: Tensor) -> Tensor:
+    if not done:
+        raise MemoryError("no memory for the temporaries of attention")
     return result
+
+
+def _way(dtype: torch.dtype, instructions: str) -> tuple[int, int]:
+    """Type and instructions as the library numbers them."""
+    return _TYPES.index(dtype), INSTRUCTIONS.index(instructions)
 
 
 def prefill_instructions(dtype: torch.dtype) -> str:
     """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
-    return _best_instructions if dtype == torch.bfloat16 else "portable"
+    return INSTRUCTIONS[_native().snapstream_best_instructions()] if dtype == torch.bfloat16 else "portable"
 
 
 def has_instructions(name: str) -> bool:
     """Whether this processor, and its system, has one of :data:`INSTRUCTIONS`."""
-    result: bool = torch.ops.snapstream_cpu.has_instructions(INSTRUCTIONS.index(name))
-    return result
+    return bool(_native().snapstream_has_instructions(INSTRUCTIONS.index(name)))
 
 
 def packed_shape(values: torch.Size, instructions: str) -> tuple[int, ...]:
@@ -222,12 +318,55 @@ def prefill_attention(
 
     Returns:
         ``[T, H, V]``.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
     """
+    T, H, D = query.shape
+    N, L, V = values.shape
     name = prefill_instructions(query.dtype) if instructions is None else instructions
     if packed is None or packed_until is None:
         packed = values.new_empty(packed_shape(values.shape, name))
         packed_until = start.new_zeros(())
-    result: Tensor = torch.ops.snapstream_cpu.prefill_attention(
-        query, keys, values, start, scale, packed, packed_until, INSTRUCTIONS.index(name)
+    at, until = int(start), int(packed_until)
+    _require(T > 0 and N > 0 and H % N == 0 and keys.shape == (N, L, D), "shapes do not match")
+    _require(
+        D > 0 and V > 0 and D % MULTIPLE == 0 and V % MULTIPLE == 0,
+        f"head sizes are {D} and {V}; they must be multiples of {MULTIPLE}",
     )
-    return result
+    _require(query.stride(2) == keys.stride(2) == values.stride(2) == 1, "the numbers of a head must lie side by side")
+    _check_types(query, keys, values)
+    _require(scale > 0, "the scale must be positive")
+    _require(0 <= at <= L - T, f"tokens {at} to {at + T} of a cache of {L}")
+    _require(0 <= until <= at, f"{until} packed entries before a chunk at {at}")
+    _require(has_instructions(name), f"this processor has no {name}")
+    if name != "portable" and query.dtype == torch.bfloat16:
+        fits = packed.dim() == 4 and packed.is_contiguous() and packed.dtype == query.dtype
+        fits = fits and packed.shape[0] == N and packed.shape[1] * BLOCK >= at + T and packed.shape[2:] == (V, BLOCK)
+        _require(fits, f"expected packed values [{N}, blocks, {V}, {BLOCK}], got {tuple(packed.shape)}")
+        aligned = not any(stride % 2 for stride in (query.stride(0), query.stride(1), keys.stride(1)))
+        _require(aligned, "pairs of numbers must be aligned")
+    out = query.new_empty(T, H, V)
+    problem = _Problem(
+        *(each.data_ptr() for each in (query, keys, values, out, packed)),
+        tokens=T,
+        heads=H,
+        kv_heads=N,
+        size=D,
+        columns=V,
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        key_head=keys.stride(0),
+        key_row=keys.stride(1),
+        value_head=values.stride(0),
+        value_row=values.stride(1),
+        packed_head=packed.stride(0) if packed.dim() == 4 else 0,
+        start=at,
+        readable=L,
+        packed_until=until,
+        scale=scale,
+    )
+    done = _native().snapstream_prefill_attention(
+        ctypes.byref(problem), *_way(query.dtype, name), torch.get_num_threads()
+    )
+    return _with_memory(done, out)

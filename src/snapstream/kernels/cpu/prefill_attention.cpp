@@ -5,13 +5,13 @@
 // A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
 // arXiv 1805.02867) and stops where its last row does. What comes out for a row depends on this row, the keys up to its
 // own and the multiples of BLOCK alone: chunks, starts, other rows and threads do not change a bit of it.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "operations.h"
+#include "instructions.h"
+#include "memory.h"
 #include "prefill_kernels.h"
+#include "team.h"
 
 #if defined(SNAPSTREAM_TILES)
 #include <sys/syscall.h>
@@ -53,8 +53,8 @@ class Rows {
     const int64_t sums_at = reserve(tiles * QUERIES * sizeof(float));
     const int64_t scores_at = reserve(BLOCK * QUERIES * sizeof(float));
     const int64_t block_at = reserve(K::scratch(p.size, p.columns));
-    memory = at::empty({bytes}, at::kByte);
-    auto* base = static_cast<char*>(memory.mutable_data_ptr());
+    memory.resize(bytes);
+    char* base = memory.get();
     queries = reinterpret_cast<Operand*>(base + queries_at);
     outputs = reinterpret_cast<float*>(base + outputs_at);
     maxima = reinterpret_cast<float*>(base + maxima_at);
@@ -107,7 +107,7 @@ class Rows {
   void attend_tile(const typename K::Tile& numbers, int64_t block, int64_t keys, int64_t tile, int64_t row,
                    int64_t last_row) {
     const int64_t padded = round_up(keys, K::MULTIPLE);
-    const vec factor = vec{} + K::factor(p.scale);
+    const vec factor = vec{} + K::factor(static_cast<float>(p.scale));
     float* out = outputs + tile * QUERIES * p.columns;
     K::score(numbers, padded, p.size, queries + tile * tile_queries, scores);
     // A pair of keys makes one row of weights, so these never overtake the scores they replace.
@@ -170,19 +170,19 @@ class Rows {
 
   const Problem<T>& p;
   const int64_t group, tile_queries;
-  at::Tensor memory;
+  Memory<char> memory;
   Operand* queries;
   float *outputs, *maxima, *sums, *scores;  // scores are replaced by their weights
   char* block_memory;
 };
 
 template <typename K>
-void run(const Problem<typename K::Number>& p, int64_t first) {
+void run(const Problem<typename K::Number>& p, int64_t threads) {
   using T = typename K::Number;
   const int64_t end = p.start + p.tokens;
   if constexpr (K::PACKS) {
-    const int64_t from = first / BLOCK, blocks = round_up(end, BLOCK) / BLOCK - from;
-    share_out(p.kv_heads * std::max<int64_t>(blocks, 0), [&] {
+    const int64_t from = p.packed_until / BLOCK, blocks = round_up(end, BLOCK) / BLOCK - from;
+    share_out(threads, p.kv_heads * std::max<int64_t>(blocks, 0), [&] {
       return [&](int64_t number) {
         const int64_t head = number / blocks, entry = (from + number % blocks) * BLOCK;
         const T* values = p.values + head * p.value_head + entry * p.value_row;
@@ -195,40 +195,24 @@ void run(const Problem<typename K::Number>& p, int64_t first) {
   const int64_t row_bytes = p.size * sizeof(T) + p.columns * sizeof(float);
   // Small enough for the cache, and at least a few tasks for each thread.
   const int64_t fitting = std::min(MOST_ROWS, TASK_BYTES / row_bytes);
-  const int64_t fair = rows * p.kv_heads / (4 * at::get_num_threads());
+  const int64_t fair = rows * p.kv_heads / (4 * threads);
   const int64_t most = std::max(QUERIES, std::min(fitting, fair) / QUERIES * QUERIES);
   const int64_t pieces = (rows + most - 1) / most;
-  share_out(p.kv_heads * pieces, [&] {
-    return [&, own = Rows<K>(p, most), tiles = typename K::Session()](int64_t number) mutable {
+  share_out(threads, p.kv_heads * pieces, [&] {
+    return [&, own = Rows<K>(p, most)](int64_t number) mutable {
+      [[maybe_unused]] const typename K::Session session{};
       const int64_t piece = pieces - 1 - number / p.kv_heads;  // the last rows see most keys
       own.attend(number % p.kv_heads, piece * most, std::min(rows, (piece + 1) * most));
     };
   });
 }
 
-template <typename T>
-Problem<T> problem_of(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, int64_t start,
-                      double scale, const at::Tensor& packed, at::Tensor& out) {
-  Problem<T> p;
-  p.query = query.const_data_ptr<T>();
-  p.keys = keys.const_data_ptr<T>();
-  p.values = values.const_data_ptr<T>();
-  p.out = out.mutable_data_ptr<T>();
-  p.packed = packed.numel() ? packed.mutable_data_ptr<T>() : nullptr;
-  p.tokens = query.size(0), p.heads = query.size(1), p.size = query.size(2);
-  p.kv_heads = keys.size(0), p.columns = values.size(2);
-  p.query_token = query.stride(0), p.query_head = query.stride(1);
-  p.key_head = keys.stride(0), p.key_row = keys.stride(1);
-  p.value_head = values.stride(0), p.value_row = values.stride(1);
-  p.packed_head = packed.numel() ? packed.stride(0) : 0;
-  p.start = start, p.readable = keys.size(1);
-  p.scale = static_cast<float>(scale);
-  return p;
-}
-
 }  // namespace
+}  // namespace snapstream
 
-int64_t best_instructions() {
+using namespace snapstream;
+
+EXPORT int64_t snapstream_best_instructions() {
   if (tiles_allowed()) return TILES;
 #if defined(__AVX512BF16__)
   // Intel's processors take two cycles for a dot product of pairs and half of one for a float32 product.
@@ -237,58 +221,32 @@ int64_t best_instructions() {
   return PORTABLE;
 }
 
-bool has_instructions(int64_t instructions) {
+EXPORT int64_t snapstream_has_instructions(int64_t instructions) {
 #if defined(__AVX512BF16__)
   if (instructions == PAIRS) return true;
 #endif
   return instructions == PORTABLE || (instructions == TILES && tiles_allowed());
 }
 
-at::Tensor prefill_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                             const at::Tensor& start, double scale, const at::Tensor& packed, const at::Tensor& first,
-                             int64_t instructions) {
-  TORCH_CHECK(query.dim() == 3 && keys.dim() == 3 && values.dim() == 3,
-              "prefill_attention: expected query [T, H, D], keys [N, L, D] and values [N, L, V]");
-  const int64_t T = query.size(0), H = query.size(1), D = query.size(2), N = keys.size(0), V = values.size(2);
-  TORCH_CHECK(T > 0 && N > 0 && H % N == 0 && keys.size(2) == D && values.size(0) == N && values.size(1) == keys.size(1),
-              "prefill_attention: shapes do not match");
-  TORCH_CHECK(D > 0 && V > 0 && D % PAIR == 0 && V % PAIR == 0, "prefill_attention: head sizes must be multiples of ", PAIR);
-  TORCH_CHECK(query.stride(2) == 1 && keys.stride(2) == 1 && values.stride(2) == 1,
-              "prefill_attention: the numbers of a head must lie side by side");
-  TORCH_CHECK(keys.scalar_type() == query.scalar_type() && values.scalar_type() == query.scalar_type(),
-              "prefill_attention: types do not match");
-  TORCH_CHECK(scale > 0, "prefill_attention: the scale must be positive");
-  const int64_t at = start.item<int64_t>(), from = first.item<int64_t>();
-  TORCH_CHECK(at >= 0 && at + T <= keys.size(1), "prefill_attention: tokens ", at, " to ", at + T,
-              " of a cache of ", keys.size(1));
-  TORCH_CHECK(from >= 0 && from <= at, "prefill_attention: ", from, " packed entries before a chunk at ", at);
-  TORCH_CHECK(has_instructions(instructions),
-              "prefill_attention: this processor has no such instructions");
-  at::Tensor out = at::empty({T, H, V}, query.options());
-  if (query.scalar_type() == at::kFloat) {
-    run<Portable<float>>(problem_of<float>(query, keys, values, at, scale, packed, out), from);
-    return out;
-  }
-  TORCH_CHECK(query.scalar_type() == at::kBFloat16, "prefill_attention: float32 or bfloat16 only");
-  const auto problem = problem_of<at::BFloat16>(query, keys, values, at, scale, packed, out);
-  if (instructions != PORTABLE) {
-    TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.scalar_type() == at::kBFloat16 &&
-                    packed.size(0) == N && packed.size(1) * BLOCK >= at + T && packed.size(2) == V &&
-                    packed.size(3) == BLOCK,
-                "prefill_attention: expected packed values [N, blocks, V, ", BLOCK, "]");
-    TORCH_CHECK(query.stride(0) % 2 == 0 && query.stride(1) % 2 == 0 && keys.stride(1) % 2 == 0,
-                "prefill_attention: pairs of numbers must be aligned");
-  }
-  switch (instructions) {
+// Returns whether there was memory.
+EXPORT int64_t snapstream_prefill_attention(const void* problem, int64_t type, int64_t instructions, int64_t threads) {
+  try {
+    if (type == 0) {
+      run<Portable<float>>(*static_cast<const Problem<float>*>(problem), threads);
+      return true;
+    }
+    const auto& p = *static_cast<const Problem<bfloat16>*>(problem);
+    switch (instructions) {
 #if defined(SNAPSTREAM_TILES)
-    case TILES: run<Tiles>(problem, from); break;
+      case TILES: run<Tiles>(p, threads); break;
 #endif
 #if defined(__AVX512BF16__)
-    case PAIRS: run<Pairs>(problem, from); break;
+      case PAIRS: run<Pairs>(p, threads); break;
 #endif
-    default: run<Portable<at::BFloat16>>(problem, from);
+      default: run<Portable<bfloat16>>(p, threads);
+    }
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
-  return out;
 }
-
-}  // namespace snapstream

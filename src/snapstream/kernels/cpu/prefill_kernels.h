@@ -1,10 +1,7 @@
 // Three kernels for a tile of prefill attention: any processor, dot products of bfloat16 pairs, tile registers. Each has
 // the form in which it wants queries, keys and values, and turns scores into weights its own way.
 #pragma once
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <atomic>
 
 #include "prefill_tiles.h"
 
@@ -12,7 +9,7 @@ namespace snapstream {
 
 constexpr float LOWEST = -1e30f;  // below every score, but finite: differences of two are numbers
 
-// Arguments as pointers and strides, the latter in numbers.
+// Arguments as pointers and strides, the latter in numbers; __init__.py fills the structure.
 template <typename T>
 struct Problem {
   const T *query, *keys, *values;
@@ -20,7 +17,8 @@ struct Problem {
   int64_t tokens, heads, kv_heads, size, columns;  // size: numbers of a key; columns: numbers of a value
   int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;
   int64_t start, readable;  // position of the first token; entries that memory holds
-  float scale;
+  int64_t packed_until;     // entries that are packed already
+  double scale;
 };
 
 // Up to BLOCK keys and their values as a kernel multiplies them.
@@ -43,7 +41,7 @@ struct Portable {
   static constexpr bool PACKS = false;       // whether it reads packed values
 
   using Tile = Block<float>;
-  struct Session {};  // for as long as a thread computes
+  struct Session {};  // while a thread computes
   static float factor(float scale) { return scale; }
   static vec shrink(vec x) { return exp_nonpositive(x); }
   static int64_t scratch(int64_t size, int64_t columns) { return BLOCK * (size + columns) * sizeof(float); }
@@ -107,42 +105,42 @@ inline __m512 exp2_to_be_cut(__m512 x) {
 }
 
 struct Pairs {
-  using Number = at::BFloat16;
+  using Number = bfloat16;
   using Operand = uint32_t;  // queries [size / 2][QUERIES], weights [keys / 2][QUERIES]
   static constexpr int64_t PER_OPERAND = 2;
   static constexpr int64_t MULTIPLE = PAIR;
   static constexpr bool PACKS = true;
 
-  using Tile = Block<at::BFloat16>;
+  using Tile = Block<bfloat16>;
   struct Session {};
   static float factor(float scale) { return scale * 1.44269504088896341f; }
   static vec shrink(vec x) { return exp_nonpositive(x * 0.69314718055994531f); }
-  static int64_t scratch(int64_t size, int64_t) { return BLOCK * size * sizeof(at::BFloat16); }
+  static int64_t scratch(int64_t size, int64_t) { return BLOCK * size * sizeof(bfloat16); }
 
-  static Block<at::BFloat16> read(const Problem<at::BFloat16>& p, int64_t head, int64_t first, int64_t keys,
+  static Block<bfloat16> read(const Problem<bfloat16>& p, int64_t head, int64_t first, int64_t keys,
                                   void* scratch) {
-    const at::BFloat16* key = p.keys + head * p.key_head + first * p.key_row;
-    const at::BFloat16* packed = p.packed + head * p.packed_head + first * p.columns;
+    const bfloat16* key = p.keys + head * p.key_head + first * p.key_row;
+    const bfloat16* packed = p.packed + head * p.packed_head + first * p.columns;
     if (first + round_up(keys, MULTIPLE) <= p.readable) return {key, p.key_row, packed, BLOCK};
-    auto* own = static_cast<at::BFloat16*>(scratch);
+    auto* own = static_cast<bfloat16*>(scratch);
     for (int64_t row = 0; row < BLOCK; ++row) {
       if (row < keys)
-        std::memcpy(own + row * p.size, key + row * p.key_row, p.size * sizeof(at::BFloat16));
+        std::memcpy(own + row * p.size, key + row * p.key_row, p.size * sizeof(bfloat16));
       else
-        std::memset(own + row * p.size, 0, p.size * sizeof(at::BFloat16));
+        std::memset(own + row * p.size, 0, p.size * sizeof(bfloat16));
     }
     return {own, p.size, packed, BLOCK};
   }
 
-  static vec_u32 load_query(const at::BFloat16* p) { return load_u32(p); }
+  static vec_u32 load_query(const bfloat16* p) { return load_u32(p); }
 
-  static void score(const Block<at::BFloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
+  static void score(const Block<bfloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
                     float* scores) {
     multiply_rows(reinterpret_cast<const uint32_t*>(block.keys), keys, block.key_row / 2, 1, queries, size / 2, scores,
                   false);
   }
 
-  static void add(const Block<at::BFloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
+  static void add(const Block<bfloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
                   float* out) {
     multiply_rows(reinterpret_cast<const uint32_t*>(block.values), columns, block.value_row / 2, 1, weights, keys / 2,
                   out, true);
@@ -183,12 +181,12 @@ struct Tiles : Pairs {
     Session(const Session&) = delete;
   };
 
-  static void score(const Block<at::BFloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
+  static void score(const Block<bfloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
                     float* scores) {
     score_tile(block.keys, block.key_row, keys, size, queries, scores);
   }
 
-  static void add(const Block<at::BFloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
+  static void add(const Block<bfloat16>& block, int64_t keys, int64_t columns, const uint32_t* weights,
                   float* out) {
     add_tile(block.values, keys, columns, weights, out);
   }
@@ -210,20 +208,6 @@ inline void pack_queries(int64_t rows, int64_t size, typename K::Operand* to, co
       for (int i = 0; i < LANES; ++i) store_u32(tile + (operand + i) * QUERIES, numbers[i]);
     }
   }
-}
-
-// Calls make_task()(number) for all numbers below `count`: one task object a thread, which takes the next number when it
-// is done with the last.
-template <typename Task>
-void share_out(int64_t count, const Task& make_task) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      auto task = make_task();
-      for (int64_t number = next++; number < count; number = next++) task(number);
-    }
-  });
 }
 
 }  // namespace snapstream

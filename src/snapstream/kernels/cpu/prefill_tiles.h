@@ -68,8 +68,8 @@ inline vec_u32 load_halves(const void* p) {
 }
 
 // Transposes up to BLOCK rows of bfloat16 values, `columns` numbers each, to packed[column][BLOCK]; zeros beyond `rows`.
-inline void pack_values(const at::BFloat16* values, int64_t stride, int64_t rows, int64_t columns,
-                        at::BFloat16* packed) {
+inline void pack_values(const bfloat16* values, int64_t stride, int64_t rows, int64_t columns,
+                        bfloat16* packed) {
   for (int64_t row = 0; row < BLOCK; row += PAIR) {
     for (int64_t column = 0; column < columns; column += LANES) {
       vec_u32 pairs[LANES];
@@ -168,7 +168,7 @@ inline void end_tiles() { _tile_release(); }
 constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);  // of a row of packed queries, weights, scores or outputs
 
 // Adds 32 x 32 numbers, whose rows are `bytes` apart, times 32 rows of packed ones, to the 32 x 32 sums in tiles 0 to 3.
-inline void multiply_tiles(const at::BFloat16* upper, const at::BFloat16* lower, int64_t bytes, const uint32_t* right) {
+inline void multiply_tiles(const bfloat16* upper, const bfloat16* lower, int64_t bytes, const uint32_t* right) {
   _tile_loadd(4, upper, bytes);
   _tile_loadd(6, right, QUERY_BYTES);
   _tile_dpbf16ps(0, 4, 6);
@@ -187,15 +187,15 @@ inline void store_tiles(float* out) {
 }
 
 // Scores of `count` keys (a multiple of 32) of `size` numbers (a multiple of 32), whose rows are `stride` numbers apart.
-inline void score_tile(const at::BFloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
+inline void score_tile(const bfloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
                        float* scores) {
-  const int64_t bytes = stride * static_cast<int64_t>(sizeof(at::BFloat16));
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(bfloat16));
   for (int64_t key = 0; key < count; key += 2 * LANES) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const at::BFloat16 *upper = keys + key * stride, *lower = upper + LANES * stride;
+    const bfloat16 *upper = keys + key * stride, *lower = upper + LANES * stride;
     for (int64_t d = 0; d < size; d += PAIR)
       multiply_tiles(upper + d, lower + d, bytes, queries + d / 2 * QUERIES);
     store_tiles(scores + key * QUERIES);
@@ -203,15 +203,15 @@ inline void score_tile(const at::BFloat16* keys, int64_t stride, int64_t count, 
 }
 
 // Adds `count` keys' (a multiple of 32) packed values, weighted, to `columns` (a multiple of 32) columns of outputs.
-inline void add_tile(const at::BFloat16* packed, int64_t count, int64_t columns, const uint32_t* weights, float* out) {
-  constexpr int64_t VALUE_BYTES = BLOCK * sizeof(at::BFloat16);
+inline void add_tile(const bfloat16* packed, int64_t count, int64_t columns, const uint32_t* weights, float* out) {
+  constexpr int64_t VALUE_BYTES = BLOCK * sizeof(bfloat16);
   for (int64_t column = 0; column < columns; column += 2 * LANES) {
     float* to = out + column * QUERIES;
     _tile_loadd(0, to, QUERY_BYTES);
     _tile_loadd(1, to + LANES, QUERY_BYTES);
     _tile_loadd(2, to + LANES * QUERIES, QUERY_BYTES);
     _tile_loadd(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
-    const at::BFloat16 *upper = packed + column * BLOCK, *lower = upper + LANES * BLOCK;
+    const bfloat16 *upper = packed + column * BLOCK, *lower = upper + LANES * BLOCK;
     for (int64_t key = 0; key < count; key += PAIR)
       multiply_tiles(upper + key, lower + key, VALUE_BYTES, weights + key / 2 * QUERIES);
     store_tiles(to);

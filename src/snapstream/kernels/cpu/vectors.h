@@ -1,11 +1,10 @@
 // Vectors of 16 numbers with the extensions of GCC and Clang, for any instruction set; intrinsics only where there is no
 // other way to say it.
 #pragma once
-#include <c10/util/BFloat16.h>
-
-#include <cstdint>
-#include <cstring>
+#include <limits>
 #include <type_traits>
+
+#include "numbers.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -42,23 +41,17 @@ inline vec load(const float* p) {
 
 // 32 numbers at a time, as two vectors. A bfloat16 is the upper half of a float32, so of 32 bfloat16 the odd ones need
 // a mask and the even ones a shift, and nothing has to be unpacked: `low` holds the even, `high` the odd ones. What
-// they are combined with must be in the same order; interleave() puts it there. For float32 the order is the plain one.
+// they are combined with must be in the same order; store_pair() undoes it. For float32 the order is the plain one.
 inline void load_pair(const float* p, vec& low, vec& high) {
   low = load(p);
   high = load(p + LANES);
 }
 
-inline void load_pair(const at::BFloat16* p, vec& low, vec& high) {
+inline void load_pair(const bfloat16* p, vec& low, vec& high) {
   vec_u32 both;
   std::memcpy(&both, p, sizeof(both));
   low = (vec)(both << 16);
   high = (vec)(both & 0xFFFF0000u);
-}
-
-template <typename T>
-inline int64_t interleave(int64_t i) {
-  if constexpr (std::is_same_v<T, float>) return i;
-  return i / PAIR * PAIR + (i % 2) * LANES + i % PAIR / 2;
 }
 
 inline vec select(vec_i32 mask, vec a, vec b) { return (vec)(((vec_i32)a & mask) | ((vec_i32)b & ~mask)); }
@@ -86,11 +79,23 @@ inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof(v)); }
 // 16 numbers in the type of the memory; to bfloat16 they are rounded to nearest, ties to even.
 inline void store_numbers(float* p, vec v) { store(p, v); }
 
-inline void store_numbers(at::BFloat16* p, vec v) {
+inline void store_numbers(bfloat16* p, vec v) {
   typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
   const vec_u32 bits = (vec_u32)v;
   const half_u16 halves = __builtin_convertvector((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, half_u16);
   std::memcpy(p, &halves, sizeof(halves));
+}
+
+// What load_pair() has read, back in its place.
+inline void store_pair(float* p, vec low, vec high) {
+  store(p, low);
+  store(p + LANES, high);
+}
+
+inline void store_pair(bfloat16* p, vec low, vec high) {
+  store_numbers(p, __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  store_numbers(p + LANES,
+                __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
 inline float sum(vec v) {
@@ -121,28 +126,71 @@ inline vec exp_nonpositive(vec x) {
   return (vec)((vec_i32)scaled & ~underflow);
 }
 
-// 32 numbers on either side of a dot product, in whatever form multiplies fastest.
+// The sums of 16 vectors, as one vector; each is added up in the same order as all others.
+inline vec sums(const vec v[LANES]) {
+  vec a[8], b[4], c[2];
+  UNROLL for (int i = 0; i < 8; ++i)
+    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  UNROLL for (int i = 0; i < 4; ++i)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  UNROLL for (int i = 0; i < 2; ++i)
+    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+// ---- 32 numbers on either side of a dot product ----
+
 template <typename T>
-struct Operand {
+struct Wide {
+  using Number = T;
   vec low, high;
   void read(const T* p) { load_pair(p, low, high); }
   void hold() { pin(low), pin(high); }
-  void add_product(vec& total, const Operand& other) const {
-    total += low * other.low;
-    total += high * other.high;
+};
+
+template <typename T>
+inline void add_product(vec& total, const Wide<T>& weight, const Wide<float>& left) {
+  total += weight.low * left.low;
+  total += weight.high * left.high;
+}
+
+// Ways to multiply: Number is the type in memory, Left what the few rows are turned into first, Right reads weights.
+template <typename T>
+struct Widened {
+  using Number = T;
+  using Left = Wide<float>;
+  using Right = Wide<T>;
+  static void prepare(const T* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += PAIR) {
+      vec low, high;
+      load_pair(from + i, low, high);
+      store(to + i, low), store(to + i + LANES, high);
+    }
   }
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16 are multiplied exactly and added in float32; nothing has to be widened first.
-template <>
-struct Operand<at::BFloat16> {
+// Pairs of bfloat16 are multiplied exactly and added in float32; nothing has to be widened.
+struct PairOperand {
+  using Number = bfloat16;
   __m512i both;
-  void read(const at::BFloat16* p) { both = _mm512_loadu_si512(p); }
+  void read(const bfloat16* p) { both = _mm512_loadu_si512(p); }
   void hold() { asm("" : "+v"(both)); }
-  void add_product(vec& total, const Operand& other) const {
-    total = (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)other.both);
-  }
+};
+
+inline void add_product(vec& total, const PairOperand& weight, const PairOperand& left) {
+  total = (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)weight.both, (__m512bh)left.both);
+}
+
+struct Paired {
+  using Number = bfloat16;
+  using Left = PairOperand;
+  using Right = PairOperand;
+  static void prepare(const bfloat16* from, int64_t count, bfloat16* to) { std::memcpy(to, from, count * 2); }
 };
 #endif
 

@@ -1,0 +1,121 @@
+"""Compiles the kernels of this folder: one library per level of instructions.
+
+They are plain C functions on pointers and use nothing of torch or Python, so one library serves every version of both,
+and building needs a C++ compiler alone. ``setup.py`` loads this file by its path, without the package; nothing but the
+standard library may be imported here.
+
+Levels are libraries of their own, not functions in one: templates of the C++ library that several levels use would be
+merged into one copy, and that copy might use instructions which an older processor does not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w"),
+    *("-fno-math-errno", "-ffp-contract=fast"),
+    *("-static-libstdc++", "-static-libgcc"),  # so that they run where no compiler has ever been
+)
+_AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instructions that a library uses.
+
+    Attributes:
+        name: Part of its file's name.
+        needs: What ``/proc/cpuinfo`` must list.
+        flags: What the compiler is told.
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+
+_V3 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_X86 = (
+    Level("amx", _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    Level("avx512-bf16", _V4 | {"avx512_bf16"}, (*_AVX512, "-mavx512bf16")),
+    Level("avx512", _V4, _AVX512),
+    Level("avx2", _V3, ("-march=x86-64-v3",)),
+)
+LEVELS = _X86 if platform.machine() in ("x86_64", "AMD64") else (Level("generic", frozenset(), ()),)
+"""Best first."""
+
+
+class BuildError(Exception):
+    """What the compiler said."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler, what ``CXX`` names or ``g++``; ``None`` if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def library_name(level: Level) -> str:
+    """Name of a level's file; it changes with the sources."""
+    digest = hashlib.sha256(repr((FLAGS, level.flags)).encode())
+    for path in _sources("*.cpp", "*.h"):
+        digest.update(path.name.encode() + path.read_bytes())
+    return f"libsnapstream-{level.name}-{digest.hexdigest()[:16]}.so"
+
+
+def build(level: Level, directory: Path) -> Path:
+    """Compile a level's library into a directory, unless it is there; returns where it is.
+
+    It is moved into place when it is complete, so a build that is killed leaves nothing behind that would be loaded.
+
+    Raises:
+        BuildError: There is no compiler, or it failed.
+        OSError: The directory cannot be written to.
+    """
+    target = directory / library_name(level)
+    if target.exists():
+        return target
+    program = compiler()
+    if program is None:
+        raise BuildError("no C++ compiler found")
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        made = Path(temporary) / target.name
+        command = [program, *FLAGS, *level.flags, *map(str, _sources("*.cpp")), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()}")
+        os.replace(made, target)
+    for old in directory.glob(f"libsnapstream-{level.name}-{'?' * 16}.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+    return target
+
+
+def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]]]:
+    """Compile all levels that the compiler knows; returns the libraries, and which failed and why."""
+    built: list[Path] = []
+    failed: list[tuple[Level, Exception]] = []
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        waiting = [(level, threads.submit(build, level, directory)) for level in LEVELS]
+        for level, future in waiting:
+            try:
+                built.append(future.result())
+            except (BuildError, OSError) as error:
+                failed.append((level, error))
+    return built, failed
+
+
+def _sources(*patterns: str) -> Iterable[Path]:
+    return sorted(path for pattern in patterns for path in HERE.glob(pattern))

@@ -1,0 +1,61 @@
+// Products of few rows with weights. Decode on a CPU is bound by memory: a step reads every weight once, for all rows.
+// What comes out for a row depends on that row alone, to the bit: sums run in the same order whatever is beside them.
+#pragma once
+#include "vectors.h"
+
+namespace snapstream {
+
+constexpr int64_t ROWS_AT_ONCE = 8;  // rows of x that a weight is multiplied with while it is in a register
+
+// ROWS weights times M rows of x [M][K]: out[m * stride + r].
+template <typename A, int M, int ROWS>
+inline void multiply_block(const typename A::Left::Number* x, const typename A::Number* weight, int64_t K, float* out,
+                           int64_t stride) {
+  static_assert(M * ROWS <= LANES);
+  vec total[LANES] = {};
+  for (int64_t k = 0; k < K; k += PAIR) {
+    typename A::Right w[ROWS];
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      w[r].read(weight + r * K + k);
+      // Rows are too short for the hardware to get into its stride; ask for those of the next block by hand.
+      __builtin_prefetch(weight + (r + ROWS) * K + k);
+    }
+    UNROLL for (int m = 0; m < M; ++m) {
+      typename A::Left left;
+      left.read(x + m * K + k);
+      left.hold();
+      UNROLL for (int r = 0; r < ROWS; ++r) add_product(total[m * ROWS + r], w[r], left);
+    }
+  }
+  const vec all = sums(total);
+  UNROLL for (int m = 0; m < M; ++m) {
+    UNROLL for (int r = 0; r < ROWS; ++r) out[m * stride + r] = all[m * ROWS + r];
+  }
+}
+
+template <typename A, int M>
+inline void multiply_group(const typename A::Left::Number* x, const typename A::Number* weight, int64_t K, int64_t count,
+                           float* out, int64_t stride) {
+  constexpr int ROWS = M <= 1 ? 8 : M <= 4 ? 4 : 2;
+  int64_t n = 0;
+  for (; n + ROWS <= count; n += ROWS) multiply_block<A, M, ROWS>(x, weight + n * K, K, out + n, stride);
+  for (; n < count; ++n) multiply_block<A, M, 1>(x, weight + n * K, K, out + n, stride);
+}
+
+// `count` weights [count][K] times M rows of x [M][K], at most ROWS_AT_ONCE: out[m * stride + n].
+template <typename A>
+inline void multiply(const typename A::Left::Number* x, int64_t M, const typename A::Number* weight, int64_t K,
+                     int64_t count, float* out, int64_t stride) {
+  switch (M) {
+    case 1: return multiply_group<A, 1>(x, weight, K, count, out, stride);
+    case 2: return multiply_group<A, 2>(x, weight, K, count, out, stride);
+    case 3: return multiply_group<A, 3>(x, weight, K, count, out, stride);
+    case 4: return multiply_group<A, 4>(x, weight, K, count, out, stride);
+    case 5: return multiply_group<A, 5>(x, weight, K, count, out, stride);
+    case 6: return multiply_group<A, 6>(x, weight, K, count, out, stride);
+    case 7: return multiply_group<A, 7>(x, weight, K, count, out, stride);
+    default: return multiply_group<A, 8>(x, weight, K, count, out, stride);
+  }
+}
+
+}  // namespace snapstream

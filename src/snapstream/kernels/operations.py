@@ -1,0 +1,463 @@
+"""What a decode step is made of: a short list of operations, which models describe their layers by.
+
+The list runs in two ways: by the loop of :mod:`snapstream.kernels.cpu.program`, for all layers and several tokens in
+one launch, and here, operation by operation in plain torch, which says what each of them means and what the loop is
+tested against. Kernel looping: arXiv 2410.23668.
+
+An operation reads and writes parts of buffers. A buffer has a row for each token of each slot: row ``slot * T + t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from snapstream.cache import LayerCache
+from snapstream.compression import next_slot
+
+
+@dataclass(frozen=True)
+class Part:
+    """Numbers of every row of a buffer.
+
+    Attributes:
+        buffer: Its name.
+        size: Numbers of a head.
+        heads: Heads of a row.
+        offset: Where the first head begins in a row.
+        dtype: Of the buffer; ``None``: that of the model.
+        copies: Rows of the buffer for each token.
+    """
+
+    buffer: str
+    size: int
+    heads: int = 1
+    offset: int = 0
+    stride: int = 0
+    dtype: torch.dtype | None = None
+    copies: int = 1
+
+    @property
+    def step(self) -> int:
+        """Numbers from one head to the next."""
+        return self.stride or self.size
+
+    @property
+    def end(self) -> int:
+        """Numbers that a row must have."""
+        return self.offset + (self.heads - 1) * self.step + self.size
+
+    def of(self, buffers: dict[str, Tensor]) -> Tensor:
+        """The part itself, ``[rows, heads, size]``, in the buffer's memory."""
+        buffer = buffers[self.buffer]
+        shape = (len(buffer), self.heads, self.size)
+        return buffer.as_strided(shape, (buffer.stride(0), self.step, 1), buffer.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """State of the slots, which operations read, and :class:`Take` writes.
+
+    Attributes:
+        token: Tokens to read, int64 ``[B, T]``.
+        position: True position of the first of them, int64 ``[B]``.
+        base: See :mod:`snapstream.compression.layout`; int64 ``[B]``.
+        count: The same.
+        limit: The same.
+        active: Slots that take part, bool ``[B]``; the others are left alone.
+        forced: Tokens that must be taken next, -1 for none, int64 ``[B, steps]``.
+        taken: Tokens that were taken, int64 ``[steps, B]``.
+    """
+
+    token: Tensor
+    position: Tensor
+    base: Tensor
+    count: Tensor
+    limit: Tensor
+    active: Tensor
+    forced: Tensor
+    taken: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a slot (``T``)."""
+        return self.token.shape[1]
+
+    def positions(self) -> Tensor:
+        """True positions of all rows, int64 ``[B * T]``."""
+        return self._of_rows(self.position)
+
+    def entries(self) -> Tensor:
+        """Entries that the tokens go to, int64 ``[B, T]``."""
+        return next_slot(self._of_rows(self.count), *self._expanded(self.base, self.limit)).view_as(self.token)
+
+    def valid(self) -> Tensor:
+        """Entries that each token sees, its own included, int64 ``[B, T]``; 0 in a slot that takes no part."""
+        seen = torch.minimum(self._of_rows(self.count) + 1, *self._expanded(self.limit)).view_as(self.token)
+        return torch.where(self.active[:, None], seen, 0)
+
+    def _of_rows(self, first: Tensor) -> Tensor:
+        return (first[:, None] + torch.arange(self.tokens, device=first.device)).flatten()
+
+    def _expanded(self, *columns: Tensor) -> list[Tensor]:
+        return [column.repeat_interleave(self.tokens) for column in columns]
+
+
+@dataclass
+class Machine:
+    """What the operations work on.
+
+    Attributes:
+        buffers: By name; each ``[rows, width]``.
+        slots: State of the slots.
+        caches: One per layer.
+        pending: Where ``T > 1``: entries ``[B, N, T, D]`` of the tokens, which are not certain yet.
+        step: Of the launch.
+    """
+
+    buffers: dict[str, Tensor]
+    slots: Slots
+    caches: Sequence[LayerCache]
+    pending: Sequence[LayerCache]
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; fields that are :class:`Part` are read or written, tensors are weights."""
+
+    def run(self, m: Machine) -> None:
+        """Do it, in plain torch."""
+        raise NotImplementedError
+
+    def parts(self) -> list[Part]:
+        """All parts it reads or writes."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return [value for value in values if isinstance(value, Part)]
+
+
+@dataclass(frozen=True)
+class Embed(Operation):
+    """Rows of a table ``[vocab, hidden]``."""
+
+    table: Tensor
+    target: Part
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        self.target.of(m.buffers)[:, 0] = self.table[m.slots.token.flatten()]
+
+
+@dataclass(frozen=True)
+class Angles(Operation):
+    """Cosines, then sines, of the tokens' positions; float32 numbers of the model's type."""
+
+    frequencies: Tensor
+    scaling: float
+    target: Part
+    dtype: torch.dtype
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        angles = m.slots.positions()[:, None].to(self.frequencies.dtype) * self.frequencies
+        both = torch.cat((angles.cos(), angles.sin()), -1) * self.scaling
+        self.target.of(m.buffers)[:, 0] = both.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Norm(Operation):
+    """Root-mean-square norm of each head."""
+
+    source: Part
+    target: Part
+    weight: Tensor
+    epsilon: float
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        x = self.source.of(m.buffers)
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        self.target.of(m.buffers).copy_(self.weight * wide.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Product(Operation):
+    """``x @ weight.T + bias`` with a weight ``[out, in]``.
+
+    With ``add`` it is added to the target. A float32 target takes sums as they are, or with ``rounded`` as numbers of
+    the model's type.
+    """
+
+    source: Part
+    target: Part
+    weight: Tensor
+    bias: Tensor | None = None
+    add: bool = False
+    rounded: bool = False
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
+        if target.dtype != x.dtype and not self.rounded:
+            y = F.linear(x.to(target.dtype), self.weight.to(target.dtype))
+        else:
+            y = F.linear(x, self.weight, self.bias)
+        target.copy_(target + y if self.add else y)
+
+
+@dataclass(frozen=True)
+class GatedProduct(Operation):
+    """SwiGLU: ``silu(x @ gate.T) * (x @ up.T)``; gate and up are the halves of a weight ``[2 * inner, in]``."""
+
+    source: Part
+    target: Part
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        gate, up = F.linear(self.source.of(m.buffers)[:, 0], self.weight, self.bias).chunk(2, -1)
+        self.target.of(m.buffers)[:, 0] = F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class HeadProduct(Operation):
+    """Every head times a matrix of its own: ``weight[h]`` is ``[out, in]``, or ``[in, out]`` if ``transposed``."""
+
+    source: Part
+    target: Part
+    weight: Tensor
+    transposed: bool
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        weight = self.weight if self.transposed else self.weight.transpose(1, 2)
+        out = torch.bmm(self.source.of(m.buffers).transpose(0, 1), weight)
+        self.target.of(m.buffers).copy_(out.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Rotate(Operation):
+    """Rotary embedding: halves are turned together, or neighbours, which then become halves (``pairs``)."""
+
+    source: Part
+    target: Part
+    angles: Part
+    pairs: bool = False
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        x, target = self.source.of(m.buffers), self.target.of(m.buffers)
+        cosine, sine = self.angles.of(m.buffers).to(x.dtype).chunk(2, -1)
+        first, second = (x[..., 0::2], x[..., 1::2]) if self.pairs else x.chunk(2, -1)
+        target.copy_(torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1))
+
+
+@dataclass(frozen=True)
+class Store(Operation):
+    """Put keys and values into a layer's cache; with more than one token per slot they only become pending."""
+
+    key: Part
+    value: Part | None
+    layer: int
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots, cache = m.slots, m.caches[self.layer]
+        B, T = slots.token.shape
+        key = self.key.of(m.buffers).view(B, T, -1, self.key.size)
+        value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size)
+        if T == 1:
+            cache.write(slots.entries(), key, value, slots.active)
+        else:
+            m.pending[self.layer].write(torch.arange(T).expand(B, T), key, value, slots.active)
+
+
+@dataclass(frozen=True)
+class Attend(Operation):
+    """Attention of each token to what its slot's cache holds once it and the tokens before it are stored.
+
+    Where values are shorter than keys, they are the first numbers of entries.
+    """
+
+    query: Part
+    target: Part
+    layer: int
+    scale: float
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots, cache = m.slots, m.caches[self.layer]
+        B, T = slots.token.shape
+        query = self.query.of(m.buffers).view(B, T, *self.query.of(m.buffers).shape[1:])
+        target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)
+        entries, valid = slots.entries(), slots.valid()
+        seen = type(cache)([tensor.clone() for tensor in cache.tensors])
+        for t in range(T):
+            if T > 1:
+                pending = m.pending[self.layer]
+                key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
+                seen.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), slots.active)
+            mask = torch.arange(seen.entries) < valid[:, t].clamp(min=1)[:, None]
+            out = F.scaled_dot_product_attention(
+                query[:, t].reshape(B, seen.keys.shape[1], -1, self.query.size),
+                seen.keys,
+                seen.values[..., : self.target.size],
+                attn_mask=mask[:, None, None],
+                scale=self.scale,
+            )
+            target[:, t] = torch.where(valid[:, t, None, None] > 0, out.reshape(B, self.target.heads, -1), target[:, t])
+
+
+@dataclass(frozen=True)
+class Choose(Operation):
+    """Choose experts of each token, and their weights, from its router's logits; see ``models/deepseek.py``."""
+
+    logits: Part
+    weights: Part
+    experts: Part
+    correction: Tensor | None
+    groups: int
+    chosen_groups: int
+    corrected: bool
+    normalize: bool
+    scale: float
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        logits = self.logits.of(m.buffers)[:, 0]
+        scores = logits.sigmoid() if self.corrected else logits.softmax(-1)
+        ranking = scores if self.correction is None else scores + self.correction
+        if self.groups > 1:
+            grouped = ranking.view(len(logits), self.groups, -1)
+            best = grouped.topk(2, -1).values.sum(-1) if self.corrected else grouped.amax(-1)
+            kept = torch.zeros_like(best).scatter(1, best.topk(self.chosen_groups, -1).indices, 1)
+            ranking = grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(1)
+        experts = ranking.topk(self.experts.size, -1).indices
+        weights = scores.gather(1, experts)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        self.weights.of(m.buffers)[:, 0] = weights * self.scale
+        self.experts.of(m.buffers)[:, 0] = experts
+
+
+@dataclass(frozen=True)
+class Sort(Operation):
+    """Put a copy of each row beside the others that chose the same expert; ``ends`` says where each expert's end."""
+
+    source: Part
+    target: Part
+    experts: Part
+    ends: Part
+    count: int
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        chosen = self.experts.of(m.buffers)[:, 0].clone()
+        chosen[~m.slots.active.repeat_interleave(m.slots.tokens)] = self.count  # behind all others
+        order = chosen.flatten().argsort(stable=True)
+        self.target.of(m.buffers)[:, 0] = self.source.of(m.buffers)[order // chosen.shape[1], 0]
+        self.ends.of(m.buffers)[0, 0] = F.one_hot(chosen.flatten(), self.count + 1).sum(0)[:-1].cumsum(0)
+
+
+@dataclass(frozen=True)
+class ExpertProduct(Operation):
+    """Sorted rows times the weights ``[E, out, in]`` of their experts; ``gated``: see :class:`GatedProduct`."""
+
+    source: Part
+    target: Part
+    ends: Part
+    weight: Tensor
+    gated: bool
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        source, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
+        start = 0
+        for expert, end in enumerate(self.ends.of(m.buffers)[0, 0, : len(self.weight)].tolist()):
+            out = F.linear(source[start:end], self.weight[expert])
+            if self.gated:
+                gate, up = out.chunk(2, -1)
+                out = F.silu(gate) * up
+            target[start:end] = out
+            start = end
+
+
+@dataclass(frozen=True)
+class Combine(Operation):
+    """Add the weighted rows that experts have made of each token to the target."""
+
+    source: Part
+    weights: Part
+    experts: Part
+    target: Part
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        chosen = self.experts.of(m.buffers)[:, 0].clone()
+        chosen[~m.slots.active.repeat_interleave(m.slots.tokens)] = torch.iinfo(torch.int64).max
+        place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
+        rows, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
+        weighted = (rows[place] * self.weights.of(m.buffers)[:, 0, :, None]).sum(1)
+        target.copy_(target + weighted.to(target.dtype))
+
+
+@dataclass(frozen=True)
+class Take(Operation):
+    """Take the most likely token of each slot, or the one it must take, as the next; one token per slot."""
+
+    logits: Part
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots, active = m.slots, m.slots.active
+        likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1)
+        tokens = torch.where(slots.forced[:, 0] >= 0, slots.forced[:, 0], likeliest)
+        left = torch.cat((slots.forced[:, 1:], torch.full_like(slots.forced[:, :1], -1)), 1)
+        slots.forced.copy_(torch.where(active[:, None], left, slots.forced))
+        slots.taken[m.step, active] = tokens[active]
+        slots.token[:, 0] = torch.where(active, tokens, slots.token[:, 0])
+        slots.count.add_(active.long())
+        slots.position.add_(active.long())
+
+
+def allocate_buffers(
+    operations: Iterable[Operation], rows: int, dtype: torch.dtype, given: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Buffers that are wide enough for all parts, zero; those that are given stay."""
+    widths: dict[str, int] = {}
+    kinds: dict[str, Part] = {}
+    for part in (part for operation in operations for part in operation.parts()):
+        widths[part.buffer] = max(widths.get(part.buffer, 0), part.end)
+        kinds[part.buffer] = part
+    made = {}
+    for name, width in widths.items():
+        kind = kinds[name].dtype or dtype
+        wide = torch.promote_types(kind, dtype) if kind.is_floating_point else kind
+        made[name] = torch.zeros(rows * kinds[name].copies, width, dtype=wide)
+    return made | (given or {})
+
+
+@dataclass
+class PlainProgram:
+    """A list of operations that runs in plain torch; the twin of the loop on the CPU.
+
+    Attributes:
+        operations: The list.
+        machine: What it works on.
+    """
+
+    operations: Sequence[Operation]
+    machine: Machine = field(repr=False)
+
+    @torch.inference_mode()
+    def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
+        """Run operations ``first .. last`` so many times."""
+        for self.machine.step in range(steps):
+            for operation in self.operations[first:last]:
+                operation.run(self.machine)

@@ -1,0 +1,237 @@
+"""The loop over a decode step against the same operations in plain torch: one by one, and in whole."""
+
+import copy
+
+import pytest
+import torch
+
+from snapstream.compression import lay_out
+from snapstream.config import CacheBudget
+from snapstream.kernels import cpu as kernels
+from snapstream.kernels import operations as ops
+from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.operations import Machine, Part, PlainProgram, Slots, Take, allocate_buffers
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
+
+pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
+EXACT = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+CPU = torch.device("cpu")
+BUDGET = CacheBudget(sink=4, recent=600, top_k=500, window=8)
+INSTRUCTIONS = range(len(kernels.INSTRUCTIONS)) if kernels.available() else ()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
+    return path
+
+
+def load(checkpoint, dtype):
+    return load_model(checkpoint, load_spec(checkpoint), dtype, CPU)
+
+
+def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None):
+    """Slots in the middle of sequences of different lengths, one of them free; caches are random."""
+    spec, generator = model.spec, torch.Generator().manual_seed(seed)
+    dtype = dtype or model.embedding.weight.dtype
+    layouts = [lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)]
+
+    def column(values):
+        return torch.tensor([*values] * 2)[:slots].clone()
+
+    def caches(entries):
+        made = [spec.entry.empty(slots, entries, dtype=dtype) for _ in range(spec.layers)]
+        for cache in made:
+            for tensor in cache.tensors:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        return made
+
+    state = Slots(
+        token=torch.randint(0, 96, (slots, tokens), generator=generator),
+        position=column((3, 600, 5000, 1104)),
+        base=column(layout.base for layout in layouts),
+        count=column(layout.count for layout in layouts),
+        limit=column(layout.limit for layout in layouts),
+        active=column((True, True, False, True)),
+        forced=torch.full((slots, steps), -1),
+        taken=torch.zeros((steps, slots), dtype=torch.int64),
+    )
+    operations = [*model.operations()]
+    if tokens == 1:
+        operations.append(Take(Part("logits", spec.vocab_size, dtype=torch.float32)))
+    buffers = allocate_buffers(operations, slots * tokens, dtype)
+    pending = caches(tokens) if tokens > 1 else []
+    return operations, Machine(buffers, state, caches(BUDGET.capacity), pending)
+
+
+def agree(got, want, active, tolerance):
+    """Buffers of active rows, caches and state; relative to the size of what is in them."""
+    tokens = got.slots.tokens
+    rows = active.repeat_interleave(tokens)
+    for name, buffer in want.buffers.items():
+        mine = got.buffers[name]
+        if name == "ends":
+            assert torch.equal(mine[0], buffer[0])
+            continue
+        copies = len(buffer) // len(rows)
+        used = torch.arange(len(buffer)) < copies * rows.sum() if copies > 1 else rows
+        scale = buffer[used].double().square().mean().sqrt().clamp(min=1e-6)
+        torch.testing.assert_close(
+            mine[used].double() / scale, buffer[used].double() / scale, rtol=4 * tolerance, atol=4 * tolerance, msg=name
+        )
+    for mine, theirs in zip((*got.caches, *got.pending), (*want.caches, *want.pending), strict=True):
+        for a, b in zip(mine.tensors, theirs.tensors, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+    for a, b in zip(vars(got.slots).values(), vars(want.slots).values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens):
+    """One after the other, each from what plain torch has made of those before."""
+    model = load(checkpoint, dtype)
+    for instructions in INSTRUCTIONS if dtype == torch.bfloat16 else (0,):
+        operations, plain = machine(model, tokens=tokens)
+        mine = copy.deepcopy(plain)
+        loop, twin = CpuProgram(operations, mine, instructions=instructions), PlainProgram(operations, plain)
+        for index in range(len(operations)):
+            loop.run(1, index, index + 1)
+            twin.run(1, index, index + 1)
+            agree(mine, plain, plain.slots.active, EXACT[dtype])
+            for name, buffer in plain.buffers.items():
+                mine.buffers[name].copy_(buffer)
+            for ours, theirs in zip((*mine.caches, *mine.pending), (*plain.caches, *plain.pending), strict=True):
+                for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+                    a.copy_(b)
+
+
+@torch.inference_mode()
+def test_a_step_equals_float64(checkpoint):
+    """All of it at once, beside the same operations in float64."""
+    operations, mine = machine(load(checkpoint, torch.float32))
+    wide_operations, wide = machine(load(checkpoint, torch.float64), dtype=torch.float64)
+    for ours, theirs in zip(mine.caches, wide.caches, strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            b.copy_(a)
+    CpuProgram(operations, mine).run(4)
+    PlainProgram(wide_operations, wide).run(4)
+    assert torch.equal(mine.slots.taken[:, wide.slots.active], wide.slots.taken[:, wide.slots.active])
+    rows = wide.slots.active
+    torch.testing.assert_close(
+        mine.buffers["logits"][rows].double(), wide.buffers["logits"][rows], rtol=1e-3, atol=1e-3
+    )
+
+
+def state_of(m):
+    tensors = [m.buffers["logits"], *vars(m.slots).values(), *(t for c in m.caches for t in c.tensors)]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_threads_and_steps_change_no_bit(checkpoint, dtype):
+    model = load(checkpoint, dtype)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads, launches in ((1, (5,)), (2, (5,)), (5, (2, 3)), (2, (1, 1, 1, 1, 1)), (3, (4, 1))):
+            torch.set_num_threads(threads)
+            operations, m = machine(model)
+            loop, taken = CpuProgram(operations, m), []
+            for steps in launches:
+                loop.run(steps)
+                taken.append(m.slots.taken[:steps].clone())
+            m.slots.taken.copy_(torch.cat(taken))
+            results.append(state_of(m))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_slot_depends_on_itself_alone(checkpoint, dtype):
+    """To the bit: with eight neighbours, with others, and alone."""
+    model = load(checkpoint, dtype)
+    operations, m = machine(model, slots=8)
+    start = copy.deepcopy(m)
+    CpuProgram(operations, m).run(5)
+    alone = copy.deepcopy(start)
+    for slot in range(8):
+        if start.slots.active[slot]:
+            alone.slots.active.zero_()[slot] = True
+            CpuProgram(operations, alone).run(5)
+    alone.slots.active.copy_(m.slots.active)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(m), state_of(alone), strict=True))
+    free = ~m.slots.active
+    for got, was in zip((m.slots, *m.caches), (start.slots, *start.caches), strict=True):
+        tensors = zip(*((vars(x).values() if isinstance(x, Slots) else x.tensors) for x in (got, was)), strict=True)
+        assert all(torch.equal(a[free], b[free]) for a, b in tensors if len(a) == len(free))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_several_tokens_equal_one_after_the_other(checkpoint, dtype):
+    """To the bit, and the caches are not written before the tokens are certain."""
+    model, T = load(checkpoint, dtype), 4
+    operations, many = machine(model, tokens=T, seed=3)
+    single_operations, single = machine(model, seed=3)
+    for ours, theirs in zip(many.caches, single.caches, strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            b.copy_(a)
+    before = copy.deepcopy(many.caches)
+    CpuProgram(operations, many).run(1)
+    for ours, theirs in zip(many.caches, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
+    loop, rows = CpuProgram(single_operations, single), many.slots.active
+    for t in range(T):
+        single.slots.token[:, 0] = many.slots.token[:, t]
+        loop.run(1)
+        assert torch.equal(many.buffers["logits"].view(len(rows), T, -1)[rows, t], single.buffers["logits"][rows])
+
+
+@torch.inference_mode()
+def test_forced_tokens_and_ties(checkpoint):
+    model = load(checkpoint, torch.float32)
+    operations, m = machine(model)
+    m.slots.forced[0, :2] = torch.tensor([7, 9])
+    m.slots.forced[1, :5] = torch.arange(20, 25)
+    CpuProgram(operations, m).run(3)
+    assert m.slots.taken[:2, 0].tolist() == [7, 9]
+    assert m.slots.taken[:3, 1].tolist() == [20, 21, 22]
+    assert m.slots.forced[1].tolist() == [23, 24, -1, -1, -1]
+    assert m.slots.forced[0].tolist() == [-1] * 5
+    take = operations[-1]
+    m.buffers["logits"][:] = -1.0
+    m.buffers["logits"][:, [40, 77, 95]] = 3.5
+    m.slots.forced.fill_(-1)
+    CpuProgram([take], m).run(1)
+    assert m.slots.taken[0, m.slots.active].tolist() == [40, 40, 40]
+    m.buffers["logits"].fill_(float("nan"))
+    CpuProgram([take], m).run(1)  # a broken model gives a token, not a crash
+    assert m.slots.taken[0, m.slots.active].tolist() == [0, 0, 0]
+
+
+@torch.inference_mode()
+def test_a_launch_without_active_slots_does_nothing(checkpoint):
+    operations, m = machine(load(checkpoint, torch.float32))
+    m.slots.active.zero_()
+    before = state_of(m)
+    CpuProgram(operations, m).run(3)
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(m), strict=True))
+
+
+def test_what_the_loop_cannot_run():
+    product = ops.Product(Part("x", 40), Part("y", 64), torch.zeros(64, 40))
+    assert "multiples of 32" in unsupported([product], torch.float32)
+    assert "float16" in unsupported([], torch.float16)
+    buffers = {"x": torch.zeros(1, 40), "y": torch.zeros(1, 64)}
+    zero = torch.zeros(1, dtype=torch.int64)
+    slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
+    with pytest.raises(ValueError, match="multiples of 32"):
+        CpuProgram([product], Machine(buffers, slots, [], []))
