@@ -11,6 +11,7 @@ namespace snapstream {
 
 constexpr int64_t SPLIT = 512;  // entries of a unit of work: fixed, so that results do not depend on the batch
 constexpr int64_t ENTRIES = 64;  // per softmax update: keys and values of a block stay in the first-level cache
+constexpr int64_t AHEAD = 4 * ENTRIES;  // what is asked for early: into the second-level cache, which takes more requests
 constexpr int HEADS_AT_ONCE = 4;
 
 // Entries of one KV head, at most ENTRIES of them.
@@ -30,7 +31,7 @@ inline void score_keys(const typename A::Left::Number* queries, const Entries<ty
     typename A::Right k[KEYS];
     UNROLL for (int i = 0; i < KEYS; ++i) {
       k[i].read(keys + i * entries.key_row + d);
-      __builtin_prefetch(values + i * entries.value_row + d);  // needed next, when all keys of the block are scored
+      __builtin_prefetch(values + (AHEAD + i) * entries.value_row + d, 0, 2);
     }
     UNROLL for (int h = 0; h < HEADS; ++h) {
       typename A::Left query;
@@ -47,7 +48,7 @@ inline void score_keys(const typename A::Left::Number* queries, const Entries<ty
 
 // Adds n rows of values, weighted, to PAIRS * 32 columns of each head's output (at `out`, heads `stride` apart).
 template <typename T, int HEADS, int PAIRS>
-inline void add_values(const float* weights, const T* values, int64_t row, const T* next_keys, int64_t key_row, int64_t n,
+inline void add_values(const float* weights, const T* values, int64_t row, const T* keys, int64_t key_row, int64_t n,
                        float* out, int64_t stride) {
   vec total[HEADS][2 * PAIRS];
   UNROLL for (int h = 0; h < HEADS; ++h) {
@@ -57,7 +58,7 @@ inline void add_values(const float* weights, const T* values, int64_t row, const
     UNROLL for (int j = 0; j < PAIRS; ++j) {
       vec low, high;
       load_pair(values + i * row + j * PAIR, low, high);
-      __builtin_prefetch(next_keys + i * key_row + j * PAIR);
+      __builtin_prefetch(keys + (AHEAD + i) * key_row + j * PAIR, 0, 2);
       UNROLL for (int h = 0; h < HEADS; ++h) total[h][2 * j] += low * weights[h * ENTRIES + i];
       UNROLL for (int h = 0; h < HEADS; ++h) total[h][2 * j + 1] += high * weights[h * ENTRIES + i];
     }
@@ -77,10 +78,10 @@ inline void clear_state(float* state, int64_t columns) {
   std::fill_n(state + LANES, columns, 0.0f);
 }
 
-// Takes n entries into the states of HEADS heads. `next` is what comes after them, to be fetched meanwhile.
+// Takes n entries into the states of HEADS heads.
 template <typename A, int HEADS>
 inline void attend_block(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t n,
-                         int64_t size, int64_t columns, float scale, float* states, const typename A::Number* next) {
+                         int64_t size, int64_t columns, float scale, float* states) {
   constexpr int KEYS = 4;
   const int64_t stride = state_size(columns);
   alignas(64) float scores[HEADS][ENTRIES];
@@ -110,26 +111,25 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
   const auto* values = entries.values;
   int64_t d = 0;  // 64 values of each head at a time stay in registers
   for (; d + 2 * PAIR <= columns; d += 2 * PAIR)
-    add_values<typename A::Number, HEADS, 2>(scores[0], values + d, entries.value_row, next + d, entries.key_row, n,
+    add_values<typename A::Number, HEADS, 2>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,
                                              states + LANES + d, stride);
   for (; d < columns; d += PAIR)
-    add_values<typename A::Number, HEADS, 1>(scores[0], values + d, entries.value_row, next + d, entries.key_row, n,
+    add_values<typename A::Number, HEADS, 1>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,
                                              states + LANES + d, stride);
 }
 
 // The same for all `heads` heads that share a KV head; their states lie beside each other.
 template <typename A>
 inline void attend_block(const typename A::Left::Number* queries, int64_t heads, const Entries<typename A::Number>& entries,
-                         int64_t n, int64_t size, int64_t columns, float scale, float* states,
-                         const typename A::Number* next) {
+                         int64_t n, int64_t size, int64_t columns, float scale, float* states) {
   for (int64_t h = 0; h < heads; h += HEADS_AT_ONCE) {
     const auto* q = queries + h * size;
     float* s = states + h * state_size(columns);
     switch (heads - h) {
-      case 1: attend_block<A, 1>(q, entries, n, size, columns, scale, s, next); break;
-      case 2: attend_block<A, 2>(q, entries, n, size, columns, scale, s, next); break;
-      case 3: attend_block<A, 3>(q, entries, n, size, columns, scale, s, next); break;
-      default: attend_block<A, 4>(q, entries, n, size, columns, scale, s, next);
+      case 1: attend_block<A, 1>(q, entries, n, size, columns, scale, s); break;
+      case 2: attend_block<A, 2>(q, entries, n, size, columns, scale, s); break;
+      case 3: attend_block<A, 3>(q, entries, n, size, columns, scale, s); break;
+      default: attend_block<A, 4>(q, entries, n, size, columns, scale, s);
     }
   }
 }

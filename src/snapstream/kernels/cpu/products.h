@@ -6,6 +6,7 @@
 namespace snapstream {
 
 constexpr int64_t ROWS_AT_ONCE = 8;  // rows of x that a weight is multiplied with while it is in a register
+constexpr int64_t AHEAD_BYTES = 24 * 1024;  // how early weights are asked for
 
 // ROWS weights times M rows of x [M][K]: out[m * stride + r].
 template <typename A, int M, int ROWS>
@@ -17,8 +18,8 @@ inline void multiply_block(const typename A::Left::Number* x, const typename A::
     typename A::Right w[ROWS];
     UNROLL for (int r = 0; r < ROWS; ++r) {
       w[r].read(weight + r * K + k);
-      // Rows are too short for the hardware to get into its stride; ask for those of the next block by hand.
-      __builtin_prefetch(weight + (r + ROWS) * K + k);
+      // Rows are too short for the hardware to get into its stride. The second-level cache takes more requests at once.
+      __builtin_prefetch(reinterpret_cast<const char*>(weight + r * K + k) + AHEAD_BYTES, 0, 2);
     }
     UNROLL for (int m = 0; m < M; ++m) {
       typename A::Left left;

@@ -14,7 +14,11 @@ namespace {
 
 constexpr int64_t UNIT = 16;  // weights of a unit of work
 
-float silu(float x) { return x / (1.0f + std::exp(-x)); }
+// x / (1 + exp(-x)), of which exp(-|x|) alone is needed.
+vec silu(vec x) {
+  const vec e = exp_nonpositive(select(x > 0.0f, -x, x));
+  return select(x > 0.0f, x, x * e) / (1.0f + e);
+}
 
 // Memory for temporaries: of how many bytes, and where they begin.
 class Scratch {
@@ -239,36 +243,51 @@ class Launch : public Work {
 
   void product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
     const int64_t K = o.source.size, last_weight = std::min(end * UNIT, o.target.size);
-    const T *weight = static_cast<const T*>(o.weight), *bias = static_cast<const T*>(o.bias);
+    const T* weight = static_cast<const T*>(o.weight);
     for (int64_t from = 0; from < static_cast<int64_t>(rows.size()); from += ROWS_AT_ONCE) {
       const int64_t M = group_of(from);
       const Left* x = gather(o.source, from, M, thread);
       for (int64_t n = begin * UNIT; n < last_weight; n += UNIT) {
-        float y[ROWS_AT_ONCE * UNIT];
+        alignas(64) float y[ROWS_AT_ONCE * UNIT];
         const int64_t count = std::min(UNIT, last_weight - n);
         multiply<A>(x, M, weight + n * K, K, count, y, UNIT);
-        for (int64_t m = 0; m < M; ++m) {
-          for (int64_t i = 0; i < count; ++i) {
-            const float value = y[m * UNIT + i] + (bias ? static_cast<float>(bias[n + i]) : 0.0f);
-            finish(o, rows[from + m], n + i, value);
-          }
-        }
+        for (int64_t m = 0; m < M; ++m) finish(o, rows[from + m], n, count, y + m * UNIT);
       }
     }
   }
 
-  void finish(const Operation& o, int64_t row, int64_t column, float value) {
+  // Sums of `count` weights from n on, at most UNIT, to a row of the target.
+  void finish(const Operation& o, int64_t row, int64_t n, int64_t count, const float* sums) {
     enum { PLAIN, ADD, EXACT, ROUNDED };
+    const T* bias = static_cast<const T*>(o.bias);
+    const vec y = bias ? load(sums) + some(bias + n, count) : load(sums);
+    T* numbers = at<T>(o.target, row) + n;
+    float* wide = at<float>(o.target, row) + n;
     switch (o.number[0]) {
-      case ADD: {
-        T& to = at<T>(o.target, row)[column];
-        to = static_cast<T>(static_cast<float>(to) + static_cast<float>(static_cast<T>(value)));
-        break;
-      }
-      case EXACT: at<float>(o.target, row)[column] = value; break;
-      case ROUNDED: at<float>(o.target, row)[column] = static_cast<float>(static_cast<T>(value)); break;
-      default: at<T>(o.target, row)[column] = static_cast<T>(value);
+      case ADD: return put(numbers, some(numbers, count) + rounded<T>(y), count);
+      case EXACT: return put(wide, y, count);
+      case ROUNDED: return put(wide, rounded<T>(y), count);
+      default: put(numbers, y, count);
     }
+  }
+
+  static_assert(UNIT == LANES);
+
+  // The first numbers of a vector, and where it is in memory all there is.
+  template <typename N>
+  static vec some(const N* from, int64_t count) {
+    if (count == LANES) return load_numbers(from);
+    N all[LANES] = {};
+    std::copy_n(from, count, all);
+    return load_numbers(all);
+  }
+
+  template <typename N>
+  static void put(N* to, vec v, int64_t count) {
+    if (count == LANES) return store_numbers(to, v);
+    N all[LANES];
+    store_numbers(all, v);
+    std::copy_n(all, count, to);
   }
 
   // The upper half of the weights are gates.
@@ -287,16 +306,13 @@ class Launch : public Work {
             const Target& target) {
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, inner); n += UNIT) {
       const int64_t count = std::min(UNIT, inner - n);
-      float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
+      alignas(64) float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
       multiply<A>(x, M, weight + n * K, K, count, gates, UNIT);
       multiply<A>(x, M, weight + (inner + n) * K, K, count, ups, UNIT);
       for (int64_t m = 0; m < M; ++m) {
-        T* to = target(m) + n;
-        for (int64_t i = 0; i < count; ++i) {
-          float a = gates[m * UNIT + i], b = ups[m * UNIT + i];
-          if (bias != nullptr) a += static_cast<float>(bias[n + i]), b += static_cast<float>(bias[inner + n + i]);
-          to[i] = static_cast<T>(silu(a) * b);
-        }
+        vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
+        if (bias != nullptr) a += some(bias + n, count), b += some(bias + inner + n, count);
+        put(target(m) + n, silu(a) * b, count);
       }
     }
   }
@@ -325,10 +341,10 @@ class Launch : public Work {
           Left* x = left + thread * left_size;
           A::prepare(from, K, x);
           for (int64_t n = 0; n < N; n += UNIT) {
-            float y[UNIT];
+            alignas(64) float y[UNIT];
             const int64_t count = std::min(UNIT, N - n);
             multiply<A>(x, 1, weight + n * K, K, count, y, UNIT);
-            for (int64_t i = 0; i < count; ++i) to[n + i] = static_cast<T>(y[i]);
+            put(to + n, load(y), count);
           }
         }
       }
@@ -394,7 +410,7 @@ class Launch : public Work {
       const int64_t n = std::min(ENTRIES, last - entry);
       Entries<T> block{keys + entry * D, values + entry * D, D, D};
       if (p.tokens > 1) block = with_pending(cache, block, row, head, entry, n, thread);
-      attend_block<A>(queries, group, block, n, D, V, static_cast<float>(o.real), states, keys + (entry + ENTRIES) * D);
+      attend_block<A>(queries, group, block, n, D, V, static_cast<float>(o.real), states);
     }
   }
 
@@ -515,11 +531,10 @@ class Launch : public Work {
           continue;
         }
         for (int64_t n = tile * UNIT; n < std::min(until * UNIT, N); n += UNIT) {
-          float y[ROWS_AT_ONCE * UNIT];
+          alignas(64) float y[ROWS_AT_ONCE * UNIT];
           const int64_t count = std::min(UNIT, N - n);
           multiply<A>(x, M, weight + n * K, K, count, y, UNIT);
-          for (int64_t m = 0; m < M; ++m)
-            for (int64_t i = 0; i < count; ++i) target(m)[n + i] = static_cast<T>(y[m * UNIT + i]);
+          for (int64_t m = 0; m < M; ++m) put(target(m) + n, load(y + m * UNIT), count);
         }
       }
       begin += until - tile;

@@ -86,6 +86,23 @@ inline void store_numbers(bfloat16* p, vec v) {
   std::memcpy(p, &halves, sizeof(halves));
 }
 
+inline vec load_numbers(const float* p) { return load(p); }
+
+inline vec load_numbers(const bfloat16* p) {
+  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
+  half_u16 v;
+  std::memcpy(&v, p, sizeof(v));
+  return (vec)(__builtin_convertvector(v, vec_u32) << 16);
+}
+
+// Rounds to the type of the memory.
+template <typename T>
+inline vec rounded(vec v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  const vec_u32 bits = (vec_u32)v;
+  return (vec)((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
+}
+
 // What load_pair() has read, back in its place.
 inline void store_pair(float* p, vec low, vec high) {
   store(p, low);
