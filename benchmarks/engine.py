@@ -4,33 +4,38 @@ Everything that is compared is measured in turn, round after round, in one proce
 spread; single times mean little on a shared machine. Prints Markdown; `--json FILE` keeps the raw numbers.
 
     python benchmarks/engine.py                      # everything, about half an hour on 2 cores
-    python benchmarks/engine.py --only decode        # or: profile, position, memory
+    python benchmarks/engine.py --only decode        # or: depth, profile, looping, position, memory
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from limits import MemoryReader
 from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
+from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.operations import Attend, GatedProduct, Norm, Product
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
-SECTIONS = ("decode", "profile", "position", "memory")
+SECTIONS = ("decode", "depth", "profile", "looping", "position", "memory")
+BATCHES = (1, 4, 8)
 BUDGET = 4096
 MEMORY_PROMPT = 8192
 CPU = torch.device("cpu")
@@ -67,28 +72,14 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict
     return times
 
 
-class MemoryReader:
-    """Reads a buffer far larger than the caches of the processor; its speed is the floor of everything else."""
-
-    def __init__(self, megabytes: int = 512, passes: int = 8) -> None:
-        self.buffer = torch.ones(megabytes * 2**20 // 4)
-        self.passes = passes  # about as long as what it is compared with, so that both see the same neighbours
-        self.bytes = self.buffer.numel() * 4 * passes
-
-    def __call__(self) -> None:
-        for _ in range(self.passes):
-            self.buffer.sum()
-
-
 def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context: int) -> Decode:
     """A decoder whose slots are in the middle of sequences of `context` tokens; cache contents are random."""
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
-    decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=1, max_logprobs=1, eager=False)
+    decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=8, max_logprobs=1, eager=True)
     for cache in decode.layers:
         for tensor in cache.tensors:
             tensor.normal_()
-    decode.warm_up()
     set_position(decode, budget, context)
     return decode
 
@@ -98,6 +89,7 @@ def set_position(decode: Decode, budget: CacheBudget, context: int) -> None:
 
     plan = lay_out(context, budget)
     decode.active.fill_(True)
+    decode.sampling.temperature.fill_(1.0)
     decode.token.fill_(1)
     decode.position.fill_(context)
     decode.base.fill_(plan.base)
@@ -130,21 +122,27 @@ def transformers_step(peer: LlamaForCausalLM, batch: int, context: int, steps: i
 
 def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
     print("\n## Decode: tokens per second\n")
-    print("Floor: weights once + valid cache entries of every sequence, at the read bandwidth of the same round.\n")
+    print("Floor: reading as many bytes as weights and valid entries have, over and over, in the same round.\n")
     print("| context | batch | full cache | cache of 4096 | ratio | full, of floor | 4096, of floor | transformers |")
     print("|---|---|---|---|---|---|---|---|")
     per_token, weights = model.spec.kv_bytes_per_token(torch.bfloat16), weight_bytes(model)
-    reader, steps = MemoryReader(), 16
+    steps, passes = 8, 4
+    reader = MemoryReader(weights + max(BATCHES) * 32768 * per_token)
     small = CacheBudget.of(BUDGET)
     rows = results["decode"] = []
-    for batch in (1, 4, 8):
+    for batch in BATCHES:
         compressed = filled_decode(model, batch, small, 16384)
         for context in (4096, 16384, 32768):
             large = CacheBudget.preset("full", context + 2048)
             full = filled_decode(model, batch, large, context)
             set_position(compressed, small, context)
+            sizes = {
+                name: weights + batch * entries * per_token
+                for name, entries in (("full", context), ("small", min(context, BUDGET)))
+            }
             functions: dict[str, Callable[[], object]] = {
-                "read": reader,
+                "read small": lambda sizes=sizes: reader(sizes["small"], passes),
+                "read full": lambda sizes=sizes: reader(sizes["full"], passes),
                 "full": lambda full=full: full.launch(steps, greedy=True),
                 "small": lambda compressed=compressed: compressed.launch(steps, greedy=True),
             }
@@ -153,12 +151,9 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
             for function in functions.values():
                 function()
             times = interleaved(functions, rounds)
-            bandwidth = [reader.bytes / t for t in times["read"]]
             speed = {name: [batch * steps / t for t in times[name]] for name in ("full", "small")}
-            floors = {
-                name: [batch / ((weights + batch * entries * per_token) / b) for b in bandwidth]
-                for name, entries in (("full", context), ("small", min(context, BUDGET)))
-            }
+            floors = {name: [batch * passes / t for t in times[f"read {name}"]] for name in sizes}
+            bandwidth = [sizes["full"] * passes / t for t in times["read full"]]
             peer_speed = [batch * 2 / t for t in times["peer"]] if "peer" in times else None
             row = {
                 "context": context,
@@ -186,37 +181,117 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
                 flush=True,
             )
             del full, functions
-            torch._dynamo.reset()
-            compressed.warm_up()
             gc.collect()
         del compressed
-    every = [b / 1e9 for row in rows for b in row["bandwidth"]]
-    print(f"\nRead bandwidth: {Spread(every).show()} GB/s.")
+    print("\nRead bandwidth, GB/s, by what the full cache and the weights take:")
+    for row in rows:
+        size = (weights + row["batch"] * row["context"] * per_token) / 2**20
+        print(f"{size:.0f} MiB: {Spread([b / 1e9 for b in row['bandwidth']]).show()}")
 
 
-def bench_profile(model: DecoderModel, results: dict) -> None:
-    """Where a decode step with a cache of 4096 spends its time, against the floor of each part."""
-    print("\n## Where a decode step goes, cache of 4096, position 16384\n")
-    print("| batch | matrix products | their floor | attention | its floor | everything else |")
-    print("|---|---|---|---|---|---|")
-    budget, reader, steps = CacheBudget.of(BUDGET), MemoryReader(), 32
-    cache_bytes = BUDGET * model.spec.kv_bytes_per_token(torch.bfloat16)
+def bench_depth(checkpoint: Path, rounds: int, results: dict) -> None:
+    print("\n## Decode with a cache of 4096 at position 16384, of floor, by layers\n")
+    print("| batch | 12 layers | 30 layers |\n|---|---|---|")
+    budget, steps, passes = CacheBudget.of(BUDGET), 8, 4
+    models = []
+    for layers in (12, 30):
+        directory = checkpoint / str(layers)
+        make_checkpoint(str(directory), num_hidden_layers=layers)
+        models.append(load_model(directory, load_spec(directory), torch.bfloat16, CPU))
+    sizes = [weight_bytes(m) + max(BATCHES) * BUDGET * m.spec.kv_bytes_per_token(torch.bfloat16) for m in models]
+    reader = MemoryReader(max(sizes))
+    rows = results["depth"] = []
+    for batch in BATCHES:
+        functions: dict[str, Callable[[], object]] = {}
+        for number, model in enumerate(models):
+            size = weight_bytes(model) + batch * BUDGET * model.spec.kv_bytes_per_token(torch.bfloat16)
+            decode = filled_decode(model, batch, budget, 16384)
+            functions[f"read {number}"] = lambda size=size: reader(size, passes)
+            functions[f"decode {number}"] = lambda decode=decode: decode.launch(steps, greedy=True)
+        interleaved(functions, 1)
+        times = interleaved(functions, rounds)
+        cells = []
+        for number in range(2):
+            floor, step = (
+                [t / n for t in times[f"{what} {number}"]] for what, n in (("read", passes), ("decode", steps))
+            )
+            cells.append(ratio(floor, step).show(2))
+        print(f"| {batch} | {' | '.join(cells)} |", flush=True)
+        rows.append({"batch": batch, "times": times})
+
+
+def bench_profile(model: DecoderModel, rounds: int, results: dict) -> None:
+    """Operations one at a time, each as a launch of its own, and how fast they read what they have to."""
+    print("\n## Where a decode step goes, cache of 4096, position 16384: share of it (GB/s)\n")
+    budget = CacheBudget.of(BUDGET)
+    cache_bytes = BUDGET * model.spec.kv_bytes_per_token(torch.bfloat16) // model.spec.layers
     rows = results["profile"] = []
-    for batch in (1, 4):
+    for batch in BATCHES:
         decode = filled_decode(model, batch, budget, 16384)
-        decode.launch(steps, greedy=True)
-        wall = Spread(
-            [seconds(lambda decode=decode: decode.launch(steps, greedy=True)) / steps for _ in range(5)]
-        ).median
-        bandwidth = reader.bytes / Spread([seconds(reader) for _ in range(5)]).median
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            decode.launch(steps, greedy=True)
-        spent = {event.key: event.self_cpu_time_total / 1e6 / steps for event in profile.key_averages()}
-        linear, attention = spent["snapstream_cpu::skinny_linear"], spent["snapstream_cpu::decode_attention"]
-        parts = [linear, weight_bytes(model) / bandwidth, attention, batch * cache_bytes / bandwidth]
-        parts.append(wall - linear - attention)
-        rows.append({"batch": batch, "wall": wall, "parts": parts})
-        print(f"| {batch} | {' | '.join(f'{100 * part / wall:.0f} %' for part in parts)} |", flush=True)
+        loop = decode.loop
+        assert loop is not None
+        spent: dict[str, list[float]] = {}
+        read: dict[str, int] = {}
+        for turn in range(rounds):
+            for index, operation in enumerate(loop.operations):
+                took = seconds(lambda loop=loop, index=index: loop.run(1, index, index + 1))
+                name, size = type(operation).__name__, 0
+                if isinstance(operation, Attend):
+                    size = batch * cache_bytes
+                elif isinstance(operation, Product | GatedProduct):
+                    name, size = "products", operation.weight.nbytes
+                else:
+                    name = "norms, rotation, storing, taking"
+                spent.setdefault(name, [0.0] * rounds)[turn] += took
+                read[name] = read.get(name, 0) + (size if turn == 0 else 0)
+            set_position(decode, budget, 16384)
+        if not rows:
+            print("| batch | " + " | ".join(spent) + " |\n" + "|---" * (1 + len(spent)) + "|")
+        parts = {name: statistics.median(times) for name, times in spent.items()}
+        whole = sum(parts.values())
+        cells = (
+            f"{100 * part / whole:.0f} %" + (f" ({read[name] / part / 1e9:.0f})" if read[name] else "")
+            for name, part in parts.items()
+        )
+        print(f"| {batch} | {' | '.join(cells)} |", flush=True)
+        rows.append({"batch": batch, "parts": spent, "read": read})
+
+
+def bench_looping(model: DecoderModel, rounds: int, results: dict) -> None:
+    """The same step in more or fewer launches (arXiv 2410.23668), and with a sampler of torch between the steps."""
+    print("\n## Kernel looping: tokens per second by what one launch does, relative to a launch per operation\n")
+    budget, steps = CacheBudget.of(BUDGET), 8
+    rows = results["looping"] = []
+    for batch in BATCHES:
+        decode = filled_decode(model, batch, budget, 16384)
+        loop = decode.loop
+        assert loop is not None
+        # A layer begins with the norm before its attention.
+        norms = [index for index, operation in enumerate(loop.operations) if isinstance(operation, Norm)]
+        layers = [0, *norms[2:-1:2], len(loop.operations)]
+
+        def launches(edges: Sequence[int], loop: CpuProgram = loop) -> Callable[[], None]:
+            def run() -> None:
+                for _ in range(steps):
+                    for first, last in itertools.pairwise(edges):
+                        loop.run(1, first, last)
+
+            return run
+
+        functions = {
+            "operation": launches(range(len(loop.operations) + 1)),
+            "layer": launches(layers),
+            "step": launches([0, len(loop.operations)]),
+            "eight steps": lambda decode=decode: decode.launch(steps, greedy=True),
+            "step, then a sampler of torch": lambda decode=decode: decode.launch(steps, greedy=False),
+        }
+        interleaved(functions, 2)
+        times = interleaved(functions, 2 * rounds)
+        if not rows:
+            print("| batch | " + " | ".join(list(functions)[1:]) + " |\n" + "|---" * len(functions) + "|")
+        cells = (f"{ratio(times['operation'], times[name]).show(2)}x" for name in list(functions)[1:])
+        print(f"| {batch} | {' | '.join(cells)} |", flush=True)
+        rows.append({"batch": batch, "times": times})
 
 
 def bench_position(model: DecoderModel, rounds: int, results: dict) -> None:
@@ -268,7 +343,6 @@ def memory_child(checkpoint: str, entries: int) -> None:
         budget=entries or None,
         max_model_len=MEMORY_PROMPT + 256,
         slots=4,
-        enforce_eager=True,
         report_plan=lambda _: None,
     )
     Path("/proc/self/clear_refs").write_text("5")  # pages of the checkpoint were mapped while it was loaded
@@ -305,7 +379,11 @@ def main() -> None:
         if "decode" in wanted:
             bench_decode(model, peer, options.rounds, results)
         if "profile" in wanted:
-            bench_profile(model, results)
+            bench_profile(model, options.rounds, results)
+        if "looping" in wanted:
+            bench_looping(model, options.rounds, results)
+        if "depth" in wanted:
+            bench_depth(Path(checkpoint), options.rounds, results)
         if "position" in wanted:
             bench_position(model, options.rounds, results)
         if "memory" in wanted:

@@ -65,6 +65,15 @@ class Worker:
             self.step()
         return (sum(self.made()) - before) / (time.perf_counter() - start)
 
+    def paces(self, tokens: int) -> list[float]:
+        """Seconds per token of every step, over so many tokens of one sequence."""
+        paces, goal = [], self.made()[0] + tokens
+        while (before := self.made()[0]) < goal:
+            start = time.perf_counter()
+            self.step()
+            paces.append((time.perf_counter() - start) / max(1, self.made()[0] - before))
+        return paces
+
     def say(self, prompt: list[int], count: int) -> list[int]:
         """What it answers; all engines should say about the same."""
         self.fill([prompt])

@@ -9,7 +9,6 @@ All of a run is measured on the same machine one after the other, what is compar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from engine import BUDGET, CPU, Spread, interleaved, make_checkpoint, ratio, seconds
+from limits import multiplications
 from model import CONFIG
 from snapstream import CacheBudget
 from snapstream.attention import choose_backend
@@ -45,18 +45,6 @@ PARTS = (  # of a profile: what an operation's name begins with, and where it be
     ("aten::addmm", "products"),
     ("## Call CompiledFxGraph", "norms, rotation, gating, storing"),
 )
-
-
-def limits() -> dict[str, float]:
-    """GFLOP/s of this machine by kind of multiplication, from limits.cpp; empty without a compiler."""
-    source = Path(__file__).with_name("limits.cpp")
-    with tempfile.TemporaryDirectory() as directory:
-        program = f"{directory}/limits"
-        compiler = os.environ.get("CXX") or "g++"
-        subprocess.run([compiler, "-O2", "-march=native", "-fopenmp", source, "-o", program], check=True)
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        found: dict[str, float] = json.loads(subprocess.check_output([program], env=os.environ | threads))
-        return found
 
 
 def show_limits(found: dict[str, float]) -> None:
@@ -250,7 +238,7 @@ def main() -> None:
         raise SystemExit("a C++ compiler is needed")
     best = kernels.prefill_instructions(torch.bfloat16)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; bfloat16 is multiplied with: {best}")
-    peaks = limits()
+    peaks = multiplications()
     show_limits(peaks)
     if "products" in wanted:
         bench_products(max(peaks.values()), options.rounds)

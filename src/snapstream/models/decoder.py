@@ -56,8 +56,8 @@ class Block(nn.Module):
 
     def complete(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output ``[T, hidden]``, from its input ``[T, hidden]`` and attention's result ``[T, H, D]``."""
-        x = x + self.attention.complete(attended)
-        result: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        x = self.attention.complete(attended).add_(x)
+        result: Tensor = self.feed_forward(self.feed_forward_norm(x)).add_(x)
         return result
 
     def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:

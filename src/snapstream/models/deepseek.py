@@ -29,8 +29,8 @@ from snapstream.kernels.operations import (
     Store,
 )
 from snapstream.kernels.products import grouped_linear
+from snapstream.kernels.rows import gate, rotate
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
-from snapstream.models.rope import rotate, rotate_pairs
 from snapstream.models.spec import ExpertShape, ModelSpec
 
 
@@ -58,17 +58,17 @@ class LatentAttention(nn.Module):
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, the latter as key and as value."""
         shape, tokens = self.shape, x.shape[0]
-        turn = rotate_pairs if shape.rope_in_pairs else rotate
+        pairs = shape.rope_in_pairs
         low = x
         if self.query_down is not None and self.query_norm is not None:
             low = self.query_norm(self.query_down(x))
         query = self.query(low).view(tokens, self.heads, -1)
         nope, rope = query.split((shape.nope, shape.rope), -1)
         compressed, key = self.latent(x).split((shape.rank, shape.rope), -1)
-        key = turn(key[:, None], cosine, sine)
+        key = rotate(key[:, None], cosine, sine, pairs=pairs)
         latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.expand[:, : shape.nope]).transpose(0, 1)
-        return torch.cat((absorbed, turn(rope, cosine, sine)), -1), latent, latent
+        return torch.cat((absorbed, rotate(rope, cosine, sine, pairs=pairs)), -1), latent, latent
 
     def complete(self, attended: Tensor) -> Tensor:
         """Map ``[T, H, D]`` to ``[T, hidden]``; of attended latents, the compressed part is the value."""
@@ -159,8 +159,8 @@ class MixtureOfExperts(nn.Module):
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ends = F.one_hot(flat, self.router.shape.count).sum(0).cumsum(0)
-        gate, up = grouped_linear(x[order // self.chosen], self.gate_up, ends).chunk(2, -1)
-        rows = grouped_linear(F.silu(gate) * up, self.down, ends)
+        inner = gate(grouped_linear(x[order // self.chosen], self.gate_up, ends))
+        rows = grouped_linear(inner, self.down, ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         routed: Tensor = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
         if self.shared is not None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from snapstream.kernels.operations import GatedProduct, Norm, Operation, Part, Product
 from snapstream.kernels.products import linear
+from snapstream.kernels.rows import gate, norm
 
 
 class Linear(nn.Linear):
@@ -34,9 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; shape and dtype stay."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * wide.to(x.dtype)
+        return norm(x, self.weight, self.epsilon)
 
     def operation(self, source: Part, target: Part) -> Operation:
         """The same in a decode step."""
@@ -53,10 +51,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, hidden]`` to ``[T, hidden]``."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        inner = F.silu(gate).mul_(up)
-        del gate, up  # the widest there is, while a prompt is read
-        result: Tensor = self.down(inner)
+        result: Tensor = self.down(gate(self.gate_up(x)))
         return result
 
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from snapstream.kernels.operations import Attend, Operation, Part, Rotate, Store
+from snapstream.kernels.rows import rotate
 from snapstream.models.layers import Linear, RMSNorm
-from snapstream.models.rope import rotate
 from snapstream.models.spec import ModelSpec
 
 
@@ -29,7 +29,7 @@ class GroupedAttention(nn.Module):
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, cosine, sine), rotate(key, cosine, sine), value
+        return rotate(query, cosine, sine, pairs=False), rotate(key, cosine, sine, pairs=False), value
 
     def complete(self, attended: Tensor) -> Tensor:
         """Map ``[T, H, D]`` to ``[T, hidden]``."""

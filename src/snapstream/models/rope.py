@@ -41,21 +41,3 @@ def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: to
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), -1)[:, None]
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate ``[T, heads, D]`` by the angles of :func:`rope_table`; halves are paired, as in ``transformers``."""
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat((-second, first), -1) * sine
-
-
-def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Like :func:`rotate` where neighbours are paired, as in DeepSeek.
-
-    The result has the first of all pairs, then the second of all pairs: another order of the same numbers, so products
-    of queries and keys are the same.
-    """
-    half = x.shape[-1] // 2
-    cosine, sine = cosine[..., :half], sine[..., :half]
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

@@ -18,8 +18,9 @@ from snapstream.cache import EntryShape, LayerCache
 from snapstream.compression.scoring import plain_window_attention, window_attention
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu import library
+from snapstream.kernels.cpu.program import MOST_ROTATED as MOST_ROTATED
 from snapstream.kernels.cpu.program import MULTIPLE as MULTIPLE
-from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.cpu.program import CpuProgram, run_rows
 from snapstream.kernels.operations import Machine, Operation, Part, Slots
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,38 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     out = x.new_empty(len(x), len(weight))
     product = ops.Product(Part("x", x.shape[1]), Part("out", out.shape[1]), weight, bias)
     _run_once(product, {"x": x.contiguous(), "out": out}, slots=len(x))
+    return out
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether :func:`norm`, :func:`rotate` and :func:`gate` can take these rows here and now."""
+    ready = loaded and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return ready and x.dtype in _TYPES and x.stride(-1) == 1 and x.shape[0] > 0
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """See :func:`snapstream.kernels.rows.norm`; the last axis must be a multiple of 32."""
+    assert weight.shape == x.shape[-1:]
+    assert weight.dtype == x.dtype
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, target = (each if each.dim() == 3 else each[:, None] for each in (x, out))
+    run_rows("norm", source, target, weight=weight.data_ptr(), real=epsilon)
+    return out
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
+    """See :func:`snapstream.kernels.rows.rotate`."""
+    half = x.shape[-1] // 2
+    angles = torch.cat((cosine[..., :half], sine[..., :half]), -1).float()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    run_rows("rotate", x, out, other=angles, number=(pairs,))
+    return out
+
+
+def gate(x: Tensor) -> Tensor:
+    """See :func:`snapstream.kernels.rows.gate`."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    run_rows("gate", x[:, None], out[:, None])
     return out
 
 

@@ -19,6 +19,7 @@ _FUNCTIONS = {
     "has_instructions": ((_NUMBER,), _NUMBER),
     "prefill_attention": ((_POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
     "window_attention": ((_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
+    "rows": ((_POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
     "scratch": ((_POINTER, _NUMBER), _NUMBER),
     "run": ((_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from snapstream.kernels.operations import Machine, Operation, Part
 
 MULTIPLE = 32
 """Sizes the kernels read in one go: what is summed over must be a multiple of it."""
-_MOST_ROTATED = 2048
+MOST_ROTATED = 2048
+"""Numbers of a head that may be rotated."""
 _TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -59,8 +61,8 @@ def unsupported(operations: Sequence[Operation], dtype: torch.dtype) -> str | No
         if any(size % MULTIPLE for size in sizes):
             name = type(operation).__name__
             return f"{name} has sizes {', '.join(map(str, sizes))}; it takes multiples of {MULTIPLE}"
-        if isinstance(operation, ops.Rotate) and operation.source.size > _MOST_ROTATED:
-            return f"{operation.source.size} numbers of a head are rotated; it takes {_MOST_ROTATED} at most"
+        if isinstance(operation, ops.Rotate) and operation.source.size > MOST_ROTATED:
+            return f"{operation.source.size} numbers of a head are rotated; it takes {MOST_ROTATED} at most"
     return None
 
 
@@ -178,7 +180,7 @@ class CpuProgram:
 
 _KINDS = (
     *("embed", "angles", "norm", "product", "gated", "heads", "rotate", "store", "attend", "choose", "sort"),
-    *("expert gated", "expert", "combine", "take"),
+    *("expert gated", "expert", "combine", "take", "gate"),
 )
 _Encoded = tuple[
     str, tuple[Part | None, Part | None, Part | None], Tensor | None, Tensor | None, tuple[int, ...], float
@@ -264,6 +266,30 @@ def _(o: ops.Combine, machine: Machine) -> _Encoded:
 @_encode.register
 def _(o: ops.Take, machine: Machine) -> _Encoded:
     return "take", (o.logits, None, None), None, None, (), 0.0
+
+
+def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None = None, **fields: Any) -> None:
+    """One operation that takes each row by itself.
+
+    Args:
+        kind: Which.
+        source: ``[T, heads, size]``, numbers of a head side by side.
+        target: The same.
+        other: The same.
+        **fields: Of the structure.
+    """
+    library = load()
+    assert library is not None
+    parts = (
+        _Part()
+        if each is None
+        else _Part(each.data_ptr(), each.stride(0), each.shape[1], each.shape[2], each.stride(1))
+        for each in (source, target, other)
+    )
+    operation = _Operation(_KINDS.index(kind), *parts, **fields)
+    rows, threads = source.shape[0], torch.get_num_threads()
+    if not library.snapstream_rows(ctypes.byref(operation), _TYPES.index(source.dtype), rows, threads):
+        raise MemoryError("no memory for temporaries")
 
 
 def _address(tensor: Tensor | None) -> int | None:

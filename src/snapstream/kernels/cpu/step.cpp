@@ -110,6 +110,7 @@ class Launch : public Work {
       case EXPERT_PRODUCT: return expert_product(o, begin, end, thread);
       case COMBINE: return each_row(begin, end, [&](int64_t row) { combine(o, row); });
       case TAKE: return each_row(begin, end, [&](int64_t row) { take(o, row); });
+      case GATE: return each_row(begin, end, [&](int64_t row) { gate_row(o, row); });
     }
   }
 
@@ -128,7 +129,7 @@ class Launch : public Work {
   void begin_step() {
     rows.clear();
     for (int64_t slot = 0; slot < p.slots; ++slot) {
-      if (!p.active[slot]) continue;
+      if (p.active != nullptr && !p.active[slot]) continue;
       for (int64_t t = 0; t < p.tokens; ++t) {
         const int64_t row = slot * p.tokens + t;
         rows.push_back(row);
@@ -214,6 +215,15 @@ class Launch : public Work {
         result[0][i] = a * cosine[i] - b * sine[i], result[1][i] = b * cosine[i] + a * sine[i];
       }
       for (int64_t i = 0; i < half; ++i) to[i] = static_cast<T>(result[0][i]), to[half + i] = static_cast<T>(result[1][i]);
+    }
+  }
+
+  void gate_row(const Operation& o, int64_t row) {
+    const T *gates = at<T>(o.source, row), *ups = gates + o.target.size;
+    T* to = at<T>(o.target, row);
+    for (int64_t i = 0; i < o.target.size; i += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
+      put(to + i, silu(some(gates + i, count)) * some(ups + i, count), count);
     }
   }
 
@@ -633,4 +643,11 @@ EXPORT int64_t snapstream_run(const Program* program, char* memory, int64_t firs
   } catch (const std::bad_alloc&) {
     return false;
   }
+}
+
+// Runs one operation that takes each row by itself, on all rows.
+EXPORT int64_t snapstream_rows(const Operation* operation, int64_t type, int64_t rows, int64_t threads) {
+  Program program{};
+  program.operations = operation, program.count = 1, program.type = type, program.slots = rows, program.tokens = 1;
+  return snapstream_run(&program, nullptr, 0, 1, 1, threads);
 }

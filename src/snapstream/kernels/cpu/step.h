@@ -27,6 +27,7 @@ enum Kind : int64_t {
   EXPERT_PRODUCT,
   COMBINE,
   TAKE,
+  GATE,
 };
 
 struct Operation {
