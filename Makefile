@@ -84,7 +84,7 @@ test-install: $(STAMP)
 test-vllm-tp16: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
 
-# The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about 40 minutes on a quiet machine, after ten to build llama.cpp.
+# The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about two hours on a quiet machine, after ten minutes to build llama.cpp.
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
 

@@ -76,7 +76,7 @@ def bench_experts(model: DecoderModel) -> None:
             torch.ops.snapstream.grouped_linear(x, copies[next(turn) % 6], ends)
 
         def read(few=few, turn=turn) -> None:
-            torch.ops.snapstream_cpu.skinny_linear(x[:1], few[next(turn) % 6], None)
+            kernels.skinny_linear(x[:1], few[next(turn) % 6])
 
         for function in (kernel, stock, read):
             function()
@@ -122,7 +122,6 @@ def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM, batches: tupl
             )
         print(f"| {batch} | {ratio(steps['full'], steps['small']).show(2)}x{beside}|", flush=True)
         del full, compressed, functions
-        torch._dynamo.reset()
         gc.collect()
 
 
@@ -135,8 +134,7 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         budget, spec = CacheBudget.of(1024), model.spec
-        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512, eager=False)
-        prefill.warm_up()
+        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512, eager=True)
         slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
         def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:
@@ -153,7 +151,6 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
         theirs()
         times = interleaved({"this": read, "peer": theirs}, 3)
         print(f"| {length} | 512 | {ratio(times['this'], times['peer']).show(2)}x |", flush=True)
-        torch._dynamo.reset()
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class OpenVino(Worker):
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = CHUNK
         scheduler.enable_prefix_caching = False
-        scheduler.cache_size = 2
+        scheduler.cache_size = 4
         if budget is not None:
             mode = genai.AggregationMode.NORM_SUM
             scheduler.use_cache_eviction = True

@@ -4,8 +4,8 @@ Each lives in a process and an environment of its own (`make bench-peers` makes 
 bfloat16 and the same prompts, and are asked in turn, round after round; what is reported are ratios to SnapStream with
 their spread. Prints Markdown; `--json FILE` keeps the raw numbers.
 
-    python benchmarks/peers.py                      # everything; about 40 minutes on 2 cores, on a quiet machine
-    python benchmarks/peers.py --only prefill       # or: decode
+    python benchmarks/peers.py                      # everything; about two hours on 2 cores, on a quiet machine
+    python benchmarks/peers.py --only prefill       # or: start, decode, neighbours
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,8 @@ ENVIRONMENTS = {
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
 PROMPTS = (2048, 4096, CONTEXT, 32768)
-SECTIONS = ("prefill", "decode")
+CONTEXTS, BATCHES = (4096, CONTEXT, 32768), (1, 4, 8)
+SECTIONS = ("start", "prefill", "decode", "neighbours")
 
 
 def python(engine: str) -> str:
@@ -52,7 +56,7 @@ class Engine(Process):
     """An engine of peer_worker.py."""
 
     def __init__(self, name: str, model: str, length: int, batch: int, budget: int | None = None) -> None:
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "4"}
         worker = ROOT / "benchmarks" / "peer_worker.py"
         super().__init__(
             name if budget is None else f"{name}, cache of {budget}",
@@ -96,7 +100,7 @@ def beside(numerators: list[float], denominators: list[float]) -> list[float]:
 
 
 def prefill(model: str, rounds: int) -> dict[str, Any]:
-    """Seconds to read one prompt and say one token."""
+    """Seconds to the first token of one prompt."""
     results: dict[str, Any] = {}
     print("\n## Prefill: how many times as fast SnapStream reads one prompt (above 1: SnapStream is faster)\n")
     engines = [
@@ -131,20 +135,22 @@ def prefill(model: str, rounds: int) -> dict[str, Any]:
     return results
 
 
-def decode(model: str, rounds: int) -> dict[str, Any]:
-    """Tokens per second after prompts of 16,384 tokens, and what the processes hold."""
+def decode(model: str, rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
+    """Tokens per second after prompts, and what the processes hold."""
     results: dict[str, Any] = {}
-    print(f"\n## Decode after {CONTEXT} tokens: how many times as fast SnapStream is (above 1: SnapStream is faster)\n")
-    print(f"| sequences | | SnapStream, full | SnapStream, cache of {BUDGET} | process holds, MiB (at most) |")
-    print("|---|---|---|---|---|")
-    for batch in (1, 4):
+    print("\n## Decode: how many times as fast SnapStream is (above 1: SnapStream is faster)\n")
+    print(
+        f"| context | sequences | | SnapStream, full | SnapStream, cache of {BUDGET} | process holds, MiB (at most) |"
+    )
+    print("|---|---|---|---|---|---|")
+    for context, batch in ((context, batch) for context in contexts for batch in BATCHES):
         kinds: list[tuple[str, int | None]] = [("snapstream", None), ("snapstream", BUDGET)]
-        kinds += [("openvino", None), ("openvino", BUDGET), ("vllm", None)]
+        kinds += [("openvino", None), ("openvino", BUDGET), ("vllm", None), ("vllm", BUDGET)]
         kinds += [("llama.cpp, plain attention", None)] if batch == 1 else []
-        engines = [Engine(name, model, CONTEXT + ROOM, batch, budget) for name, budget in kinds]
+        engines = [Engine(name, model, context + ROOM, batch, budget) for name, budget in kinds]
         speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
         for engine in engines:
-            engine.ask("fill", prompts(batch, CONTEXT, 1))
+            engine.ask("fill", prompts(batch, context, 1))
             engine.ask("decode", 8)
         for _ in range(rounds):
             for engine in engines:
@@ -154,15 +160,69 @@ def decode(model: str, rounds: int) -> dict[str, Any]:
         for engine in engines:
             held, theirs = memory[engine.name], speeds[engine.name]
             cells = f"{show(beside(full, theirs))}x | {show(beside(small, theirs))}x"
-            print(f"| {batch} | {engine.name} | {cells} | {held['now']:.0f} ({held['peak']:.0f}) |", flush=True)
+            label = f"| {context} | {batch} | {engine.name} |"
+            print(f"{label} {cells} | {held['now']:.0f} ({held['peak']:.0f}) |", flush=True)
             engine.close()
-        results[str(batch)] = {"speeds": speeds, "memory": memory}
+        results[f"{context} {batch}"] = {"speeds": speeds, "memory": memory}
+    return results
+
+
+def start(model: str, rounds: int) -> dict[str, Any]:
+    """Seconds until an engine is ready, from its process on, and what that then holds; one sequence."""
+    results: dict[str, Any] = {}
+    print("\n## Start: seconds until the engine is ready, and MiB that its process then holds, one sequence\n")
+    print("| | s | MiB |\n|---|---|---|")
+    kinds: list[tuple[str, int | None]] = [("snapstream", BUDGET), ("openvino", None), ("openvino", BUDGET)]
+    for name, budget in (*kinds, ("transformers", None), ("vllm", None), ("llama.cpp", None)):
+        found = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            engine = Engine(name, model, CONTEXT + ROOM, 1, budget)
+            found.append((time.perf_counter() - begin, engine.ask("memory")["now"]))
+            engine.close()
+        seconds, held = ([one[part] for one in found] for part in range(2))
+        print(f"| {engine.name} | {show(seconds, 1)} | {show(held, 0)} |", flush=True)
+        results[engine.name] = found
+    return results
+
+
+def neighbours(model: str, rounds: int) -> dict[str, Any]:
+    """Decoding one sequence beside busy processes that want the same cores."""
+    results: dict[str, Any] = {}
+    print("\n## Beside busy processes: tokens per second of one sequence after 2,048 tokens\n")
+    print("| busy processes | | median | slowest tenth | its time / that on a quiet machine |\n|---|---|---|---|---|")
+    kinds = [("snapstream", BUDGET), ("openvino", BUDGET)]
+    engines = [Engine(name, model, CONTEXT + ROOM, 1, budget) for name, budget in kinds]
+    quiet: dict[str, float] = {}
+    for engine in engines:
+        engine.ask("fill", prompts(1, 2048, 0))
+        engine.ask("decode", 8)
+    for others in (0, 1, 2):
+        running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
+        try:
+            paces: dict[str, list[float]] = {engine.name: [] for engine in engines}
+            for _ in range(2 * rounds):
+                for engine in engines:
+                    paces[engine.name] += engine.ask("paces", 100)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        for name, each in paces.items():
+            median, slow = statistics.median(each), statistics.quantiles(each, n=10)[-1]
+            quiet.setdefault(name, slow)
+            cells = f"{1 / median:.0f} | {1 / slow:.0f} | {slow / quiet[name]:.1f}"
+            print(f"| {others} | {name} | {cells} |", flush=True)
+        results[str(others)] = paces
+    for engine in engines:
+        engine.close()
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--contexts", type=int, nargs="+", help="of decoding, instead of all", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -173,8 +233,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         make_models(Path(directory))
         for section in (arguments.only,) if arguments.only else SECTIONS:
-            rounds = min(arguments.rounds, 3) if section == "prefill" else arguments.rounds
-            results[section] = globals()[section](directory, rounds)
+            rounds = arguments.rounds if section in ("decode", "neighbours") else min(arguments.rounds, 3)
+            chosen = {"contexts": arguments.contexts} if section == "decode" else {}
+            results[section] = globals()[section](directory, rounds, **chosen)
     if arguments.json:
         arguments.json.write_text(json.dumps(results))
 

@@ -13,38 +13,43 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from engine import BUDGET, CPU, Spread, interleaved, make_checkpoint, ratio, seconds
 from limits import multiplications
 from model import CONFIG
 from snapstream import CacheBudget
-from snapstream.attention import choose_backend
+from snapstream.attention import CpuAttention, choose_backend
+from snapstream.cache import LayerCache
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.kernels import cpu as kernels
 from snapstream.models import DecoderModel, load_model
+from snapstream.models.layers import Linear
 from snapstream.models.weights import load_spec
 from snapstream.threads import SPINS
 
 SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
 LENGTHS = (4096, 16384, 32768)
 CHUNK = 2048
-PARTS = (  # of a profile: what an operation's name begins with, and where it belongs
-    ("snapstream_cpu::prefill_attention", "attention"),
-    ("aten::mm", "products"),
-    ("aten::addmm", "products"),
-    ("## Call CompiledFxGraph", "norms, rotation, gating, storing"),
-)
+PARTS = {  # of a profile: functions whose time is counted, and where it belongs
+    "attention": (CpuAttention, "prefill"),
+    "products": (Linear, "forward"),
+    "norms, rotation, gating": (kernels, "run_rows"),
+    "storing": (LayerCache, "write"),
+    "compression": (Prefill, "_compress"),
+}
 
 
 def show_limits(found: dict[str, float]) -> None:
@@ -129,7 +134,7 @@ class Reader:
         spec = model.spec
         backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
         queries, padded = self.budget.queries, -(-length // chunk) * chunk
-        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk, eager=False)
+        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk, eager=True)
         self.prefill.warm_up()
         self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
@@ -185,19 +190,32 @@ def bench_prompts(model: DecoderModel, checkpoint: str, rounds: int) -> None:
         print(f"| {length} | {' | '.join(cells)} | {share.show(1)} % |", flush=True)
 
 
+def timed(function: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
+    """The function, with its time added to a part."""
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            spent[part] += time.perf_counter() - start
+
+    return run
+
+
 def bench_profile(model: DecoderModel) -> None:
     print(f"\n## Where the time of a prompt goes, in chunks of {CHUNK}: percent\n")
-    names = [*dict.fromkeys(part for _, part in PARTS), "compression and all else"]
+    names = [*PARTS, "all else"]
     print(f"| tokens | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|")
     for length in LENGTHS:
         reader, tokens = Reader(model, length, CHUNK), torch.randint(0, 4096, (length,)).tolist()
         reader.read(tokens)
-        with profile(activities=[ProfilerActivity.CPU]) as measured:
-            reader.read(tokens)
         spent = dict.fromkeys(names, 0.0)
-        for event in measured.key_averages():
-            part = next((part for start, part in PARTS if event.key.startswith(start)), names[-1])
-            spent[part] += event.self_cpu_time_total
+        with ExitStack() as patches:
+            for part, (owner, name) in PARTS.items():
+                patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), spent, part)))
+            whole = seconds(lambda reader=reader, tokens=tokens: reader.read(tokens))
+        spent["all else"] = whole - sum(spent.values())
         total = sum(spent.values())
         print(f"| {length} | {' | '.join(f'{100 * spent[name] / total:.1f}' for name in names)} |", flush=True)
 

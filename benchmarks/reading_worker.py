@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
 import sys
 import tempfile
 import time
 
-import torch
+BEGIN = time.perf_counter()
 
-from process import serve
-from snapstream import LLM, SamplingParams
+from process import serve  # noqa: E402 (after the clock)
+from snapstream import LLM, SamplingParams  # noqa: E402
 
 LIMIT = 256
 """MiB that the process may take beyond what an empty engine has, where there is a limit."""
@@ -27,16 +28,10 @@ def held(field: str) -> int:
 class Version:
     """What is measured; the engine is made when it is first asked for."""
 
-    def __init__(self, checkpoint: str, budget: str, length: str, slots: str, style: str) -> None:
+    def __init__(self, checkpoint: str, budget: str, length: str, slots: str) -> None:
         self.checkpoint = checkpoint
-        self.settings = {
-            "budget": int(budget),
-            "max_model_len": int(length),
-            "slots": int(slots),
-            "enforce_eager": style == "eager",
-        }
-        generator = torch.Generator().manual_seed(0)
-        self.prompt = torch.randint(5, 4096, (int(length) - 64,), generator=generator).tolist()
+        self.settings = {"budget": int(budget), "max_model_len": int(length), "slots": int(slots)}
+        self.prompt = random.Random(0).choices(range(5, 4096), k=int(length) - 64)
         self.turn = 5
         self.llm: LLM | None = None
 
@@ -46,12 +41,16 @@ class Version:
         return self.llm, getattr(self.llm, "engine", self.llm)
 
     def start(self) -> dict:
-        """Seconds until an engine is there, with nothing compiled before."""
+        """Seconds until an engine is there, with nothing compiled before, and what the process then holds."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
         os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-        begin = time.perf_counter()
-        self.made()
-        return {"seconds": time.perf_counter() - begin}
+        _, engine = self.made()
+        plan = engine.plan
+        return {
+            "seconds": time.perf_counter() - BEGIN,
+            "held": held("VmRSS"),
+            "planned": plan.weights + plan.slots + plan.staging,
+        }
 
     def memory(self) -> dict:
         """Bytes planned, and held while the prompt is read."""
@@ -112,7 +111,7 @@ class Version:
 
 def use_libraries() -> None:
     """What libraries take for themselves when they are first used is no part of an engine."""
-    small = {"budget": 64, "max_model_len": 1024, "slots": 1, "dtype": "bfloat16", "enforce_eager": True}
+    small = {"budget": 64, "max_model_len": 1024, "slots": 1, "dtype": "bfloat16"}
     tiny = LLM("task-model", report_plan=lambda _: None, **small)
     tiny.generate([[token % 500 + 5 for token in range(1000)]], SamplingParams(max_tokens=2, ignore_eos=True))
     del tiny

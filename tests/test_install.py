@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from snapstream.kernels.cpu import build, library
+
 ROOT = Path(__file__).parent.parent
 PAGES = (
     "README.md",
@@ -48,30 +50,73 @@ def test_the_pages_install_from_the_source():
         assert "snapstream[" not in path.read_text(), path
 
 
+def copy_of_the_source(directory):
+    """As it is now, not as it was committed, and with nothing built."""
+    source = directory / "source"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.rmtree(source / "src")
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.so", "*.egg-info"))
+    return source
+
+
+def call(environment, *command, **where):
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False, **where)
+
+
+def fresh_environment(directory):
+    """A virtual environment, and variables that install with the versions of constraints.txt."""
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    binaries = directory / "bin"
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PATH": f"{binaries}:/usr/bin:/bin"}
+    environment.pop("PYTHONPATH", None)
+    return binaries, environment
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(WORKS))
 def test_a_fresh_environment(tmp_path, extra):
     """Each line in an environment of its own, with the versions of constraints.txt: another torch may be gigabytes."""
     wanted = f".[{extra}]" if extra else "."
     assert wanted in {what for some in lines().values() for what in some}
-    source = tmp_path / "source"
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
-    for name in ("pyproject.toml", "src"):  # as it is now, not as it was committed
-        shutil.rmtree(source / name) if (source / name).is_dir() else (source / name).unlink()
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
-    binaries = tmp_path / "fresh" / "bin"
-    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PATH": f"{binaries}:/usr/bin:/bin"}
-    environment.pop("PYTHONPATH", None)
-
-    def call(*command, **where):
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=900, check=False, **where
-        )
-
-    done = call(binaries / "python", "-m", "pip", "install", "--quiet", wanted, cwd=source)
+    source = copy_of_the_source(tmp_path)
+    binaries, environment = fresh_environment(tmp_path / "fresh")
+    done = call(environment, binaries / "python", "-m", "pip", "install", "--quiet", wanted, cwd=source)
     assert done.returncode == 0, done.stderr
-    done = call(binaries / WORKS[extra][0], *WORKS[extra][1:], cwd=tmp_path)
+    done = call(environment, binaries / WORKS[extra][0], *WORKS[extra][1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Name: snapstream-llm" in call(binaries / "pip", "show", "snapstream-llm").stdout
+    assert "Name: snapstream-llm" in call(environment, binaries / "pip", "show", "snapstream-llm").stdout
+
+
+_LOADED = """
+from snapstream.kernels.cpu import build, library
+assert build.compiler() is None
+assert library.load() is not None
+assert not library.cache_directory().exists()
+built = sorted(path.name for path in build.HERE.glob("*.so"))
+assert built == sorted(map(build.library_name, build.LEVELS)), built
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not library.available(), reason="no kernels for this processor")
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_a_wheel_needs_no_compiler(tmp_path):
+    """It brings the kernels for every level of processors, and runs where there is nothing but Python."""
+    source = copy_of_the_source(tmp_path)
+    binaries, environment = fresh_environment(tmp_path / "fresh")
+    pip = (binaries / "python", "-m", "pip")
+    done = call(environment, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", ".", cwd=source)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    assert re.fullmatch(r"snapstream_llm-[0-9.]+-py3-none-linux_\w+\.whl", wheel.name)
+    done = call(environment, *pip, "install", "--quiet", str(wheel))
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(source)
+    bare = {"PATH": str(binaries), "HOME": str(tmp_path / "home"), "CXX": "no-compiler-here"}
+    done = call(bare, binaries / "python", "-c", _LOADED, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = call(bare, binaries / "snapstream", *WORKS[""][1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stock" not in done.stderr

@@ -1,6 +1,7 @@
 """The loop over a decode step against the same operations in plain torch: one by one, and in whole."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -215,6 +216,28 @@ def test_forced_tokens_and_ties(checkpoint):
     m.buffers["logits"].fill_(float("nan"))
     CpuProgram([take], m).run(1)  # a broken model gives a token, not a crash
     assert m.slots.taken[0, m.slots.active].tolist() == [0, 0, 0]
+
+
+def test_threads_of_a_program_may_call_at_once(tmp_path):
+    """The team of threads is one for all; who finds it at work does without."""
+    save_checkpoint(tmp_path, "qwen3")
+    model, results = load(tmp_path, torch.float32), {}
+
+    def decode(name):
+        with torch.inference_mode():
+            for _ in range(20):
+                operations, m = machine(model)
+                CpuProgram(operations, m).run(5)
+                results.setdefault(name, []).append(state_of(m))
+
+    threads = [threading.Thread(target=decode, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, *others = [state for name in range(4) for state in results[name]]
+    assert len(others) == 79
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @torch.inference_mode()

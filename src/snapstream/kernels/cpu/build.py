@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w"),
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s", "-w"),
     *("-fno-math-errno", "-ffp-contract=fast"),
     *("-static-libstdc++", "-static-libgcc"),  # so that they run where no compiler has ever been
 )

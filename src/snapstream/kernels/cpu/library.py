@@ -68,11 +68,14 @@ def open_library(path: Path) -> ctypes.CDLL:
     """Load a library.
 
     Raises:
-        OSError: It cannot be loaded.
+        OSError: It cannot be loaded, or is another one.
     """
     library = ctypes.CDLL(str(path))
     for name, (arguments, result) in _FUNCTIONS.items():
-        function = getattr(library, f"snapstream_{name}")
+        try:
+            function = getattr(library, f"snapstream_{name}")
+        except AttributeError as error:
+            raise OSError(f"{path} is not a library of this package: {error}") from error
         function.argtypes, function.restype = arguments, result
     return library
 

@@ -4,7 +4,9 @@
 #include <sched.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace snapstream {
@@ -22,15 +24,11 @@ inline void relax() {
 
 class Team {
  public:
-  explicit Team(int64_t size) : size(size) {
-    for (int64_t thread = 1; thread < size; ++thread) std::thread([this, thread] { serve(thread); }).detach();
-  }
-
-  // Lets the other threads end; the team is never deleted, since they may look at it once more.
-  void dissolve() {
-    dissolved.store(true, std::memory_order_release);
-    launch.fetch_add(2, std::memory_order_release);
-    launch.notify_all();
+  explicit Team(int64_t size) {
+    try {
+      for (int64_t thread = 1; thread < size; ++thread) std::thread([this, thread] { serve(thread); }).detach();
+    } catch (const std::system_error&) {  // the system gives no more; those that are there do the work
+    }
   }
 
   void run(Work& to_do) {
@@ -49,8 +47,6 @@ class Team {
     }
   }
 
-  const int64_t size;
-
  private:
   void wait(int& idle) {
     if (++idle < SPINS) {
@@ -63,7 +59,7 @@ class Team {
   // The life of a thread other than the caller's.
   void serve(int64_t thread) {
     int idle = 0;
-    while (!dissolved.load(std::memory_order_acquire)) {
+    for (;;) {
       const uint32_t seen = launch.load(std::memory_order_acquire);
       if (take(thread)) {
         idle = 0;
@@ -114,33 +110,31 @@ class Team {
   alignas(64) std::atomic<int64_t> done{0};
   alignas(64) std::atomic<uint32_t> launch{0};
   alignas(64) std::atomic<int64_t> fraction{0};
-  std::atomic<bool> dissolved{false};
   Work* work = nullptr;  // of the phase that is open, or the last
 };
 
-std::mutex* in_use = new std::mutex;
-Team* team = nullptr;
+// Teams by their size, which last as long as the process: their threads sleep while there is nothing to do.
+struct Teams {
+  std::mutex in_use;
+  std::map<int64_t, Team*> by_size;
+};
+
+Teams* teams = new Teams;
 
 // A fork has none of its parent's threads.
-void forget_team() {
-  in_use = new std::mutex;
-  team = nullptr;
-}
+void forget_teams() { teams = new Teams; }
 
 }  // namespace
 
 void run_team(Work& work, int64_t threads) {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_team);
-  (void)registered;
-  std::unique_lock<std::mutex> lock(*in_use, std::try_to_lock);
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_teams);
+  std::unique_lock<std::mutex> lock(teams->in_use, std::try_to_lock);
   if (threads < 2 || !lock) {
     for (int64_t units = work.next_phase(); units > 0; units = work.next_phase()) work.run(0, units, 0);
     return;
   }
-  if (team == nullptr || team->size != threads) {
-    if (team != nullptr) team->dissolve();
-    team = new Team(threads);
-  }
+  Team*& team = teams->by_size[threads];
+  if (team == nullptr) team = new Team(threads);
   team->run(work);
 }
 

@@ -1,0 +1,122 @@
+"""The libraries: one for each level of instructions, each of which has to give right results by itself."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from snapstream.kernels import cpu as kernels
+from snapstream.kernels.cpu import build, library, program
+from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.operations import PlainProgram
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import save_checkpoint
+from tests.kernels.test_program import EXACT, agree, machine
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no kernels, and no C++ compiler")
+LEVELS = {level.name: level for level in build.LEVELS}
+FORBIDDEN = {  # what an older processor does not have
+    "avx2": ("zmm", "vdpbf16ps", "tdpbf16ps"),
+    "avx512": ("vdpbf16ps", "tdpbf16ps"),
+    "avx512-bf16": ("tdpbf16ps",),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """All levels, wherever they are."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    directory = tmp_path_factory.mktemp("libraries")
+    for level in build.LEVELS:
+        ready = build.HERE / build.library_name(level)
+        if ready.exists():
+            shutil.copy(ready, directory)
+    found, failed = build.build_all(directory)
+    assert not failed
+    return dict(zip(LEVELS, found, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_gives_right_results(built, level, monkeypatch, tmp_path):
+    if LEVELS[level] not in library.supported_levels():
+        pytest.skip("not on this processor")
+    opened = library.open_library(built[level])
+    monkeypatch.setattr(library, "load", lambda: opened)
+    monkeypatch.setattr(program, "load", lambda: opened)
+    save_checkpoint(tmp_path, "qwen3")
+    ways = [name for name in kernels.INSTRUCTIONS if kernels.has_instructions(name)]
+    assert ways == list(kernels.INSTRUCTIONS[: {"amx": 3, "avx512-bf16": 2}.get(level, 1)])
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = load_model(tmp_path, load_spec(tmp_path), dtype, torch.device("cpu"))
+            operations, mine = machine(model)
+            _, plain = machine(model)
+            CpuProgram(operations, mine).run(1, last=-1)
+            PlainProgram(operations, plain).run(1, last=-1)
+            agree(mine, plain, plain.slots.active, 10 * EXACT[dtype])
+            query, keys = torch.randn(200, 4, 64).to(dtype), torch.randn(2, 300, 64).to(dtype)
+            for name in ways if dtype == torch.bfloat16 else ways[:1]:
+                got = kernels.prefill_attention(query, keys, keys, torch.tensor(100), 0.1, instructions=name)
+                mask = torch.arange(300) <= 100 + torch.arange(200)[:, None]
+                wide = (each.double()[None] for each in (query.transpose(0, 1), keys, keys))
+                want = torch.nn.functional.scaled_dot_product_attention(
+                    *wide, attn_mask=mask, scale=0.1, enable_gqa=True
+                )[0].transpose(0, 1)
+                torch.testing.assert_close(
+                    got.double(), want, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-5
+                )
+
+
+@pytest.mark.parametrize("level", FORBIDDEN.keys() & LEVELS.keys())
+def test_a_level_has_no_instructions_of_a_better_one(built, level):
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    text = subprocess.run(["objdump", "-d", built[level]], check=True, capture_output=True, text=True).stdout
+    for instruction in FORBIDDEN[level]:
+        assert instruction not in text
+    assert "fmadd" in text  # so it has looked at code
+
+
+def test_a_build_that_fails_leaves_nothing_and_is_said(tmp_path, monkeypatch):
+    broken = tmp_path / "compiler"
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.BuildError, match="no such flag"):
+        build.build(build.LEVELS[0], tmp_path / "libraries")
+    assert list((tmp_path / "libraries").iterdir()) == []
+
+
+_FALLS_BACK = """
+import sys
+from snapstream import LLM, SamplingParams
+from snapstream.kernels.cpu import library
+library.HERE = __import__("pathlib").Path(sys.argv[2])  # as if nothing had been built
+llm = LLM(sys.argv[1], max_model_len=256, slots=1, report_plan=lambda _: None)
+print(llm.generate([5] * 100, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids)
+print(llm.engine.executor.decode.loop is None)
+"""
+
+
+def test_without_kernels_plain_torch_says_the_same(tmp_path):
+    """And how to change that; with a compiler they are built once, when they are first needed."""
+    from tests.conftest import save_tokenizer
+
+    save_checkpoint(tmp_path / "model", "qwen3")
+    save_tokenizer(tmp_path / "model")
+    said = []
+    for compiler in ("no-compiler-here", "", ""):
+        environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
+        command = [sys.executable, "-c", _FALLS_BACK, str(tmp_path / "model"), str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append((done.stdout.splitlines(), done.stderr))
+    assert said[0][0][1] == "True"
+    assert "Install g++" in said[0][1]
+    if build.compiler() is not None:
+        assert said[1][0] == said[2][0] == [said[0][0][0], "False"]
+        assert "Building the CPU kernels" in said[1][1]
+        assert "Building the CPU kernels" not in said[2][1]
