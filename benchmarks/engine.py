@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from limits import MemoryReader
+from limits import MemoryReader, as_the_command_does
 from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
@@ -407,4 +407,5 @@ def make_checkpoint(directory: str, **changes: int) -> None:
 
 
 if __name__ == "__main__":
+    as_the_command_does()
     main()

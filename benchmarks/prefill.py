@@ -9,7 +9,6 @@ All of a run is measured on the same machine one after the other, what is compar
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from engine import BUDGET, CPU, Spread, interleaved, make_checkpoint, ratio, seconds
-from limits import multiplications
+from limits import as_the_command_does, multiplications
 from model import CONFIG
 from snapstream import CacheBudget
 from snapstream.attention import CpuAttention, choose_backend
@@ -38,7 +37,6 @@ from snapstream.kernels import cpu as kernels
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.layers import Linear
 from snapstream.models.weights import load_spec
-from snapstream.threads import SPINS
 
 SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
 LENGTHS = (4096, 16384, 32768)
@@ -274,6 +272,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "GOMP_SPINCOUNT" not in os.environ:  # as the command and LLM do before torch is there; here it is too late
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GOMP_SPINCOUNT": SPINS})
+    as_the_command_does()
     main()

@@ -1,6 +1,8 @@
 // A decode step as a list of operations, see snapstream/kernels/operations.py; program.py fills these structures.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace snapstream {
 
@@ -58,5 +60,60 @@ struct Program {
   int64_t* forced;                       // [slots, most_steps]: tokens that must be taken next, -1 for none
   int64_t* taken;                        // [most_steps, slots]: tokens that were taken
 };
+
+// Memory for temporaries: of how many bytes, and where they begin.
+class Scratch {
+ public:
+  explicit Scratch(char* memory) : memory(memory) {}
+
+  template <typename T>
+  T* reserve(int64_t count) {
+    constexpr int64_t LINE = 64;
+    T* place = reinterpret_cast<T*>(memory + bytes);
+    bytes += (count * static_cast<int64_t>(sizeof(T)) + LINE - 1) / LINE * LINE;
+    return place;
+  }
+
+  int64_t bytes = 0;
+
+ private:
+  char* memory;
+};
+
+// Where a launch is: which rows there are, where each token goes, and what it sees.
+struct Step {
+  explicit Step(const Program& program) : p(program), place(program.slots * program.tokens), seen(place.size()) {
+    rows.reserve(place.size());
+  }
+
+  // Begins with the next token of each slot.
+  void begin() {
+    rows.clear();
+    for (int64_t slot = 0; slot < p.slots; ++slot) {
+      if (p.active != nullptr && !p.active[slot]) continue;
+      for (int64_t t = 0; t < p.tokens; ++t) {
+        const int64_t row = slot * p.tokens + t;
+        rows.push_back(row);
+        if (p.cached == nullptr) continue;
+        const int64_t base = p.base[slot], limit = p.limit[slot], count = p.cached[slot] + t;
+        place[row] = count < limit ? count : base + (count - base) % std::max<int64_t>(limit - base, 1);
+        seen[row] = std::min(count + 1, limit);
+      }
+    }
+  }
+
+  int64_t row_count() const { return static_cast<int64_t>(rows.size()); }
+
+  const Program& p;
+  int64_t number = 0;                // of the step in its launch
+  std::vector<int64_t> rows;         // of active slots
+  std::vector<int64_t> place, seen;  // of each row: its entry in the cache, and how many entries it attends to
+};
+
+// The first number of a head of a row.
+template <typename N>
+inline N* at(const Part& part, int64_t row, int64_t head = 0) {
+  return static_cast<N*>(part.data) + row * part.row + head * part.stride;
+}
 
 }  // namespace snapstream
