@@ -18,6 +18,7 @@ from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.kernels.cpu.pages import empty_tensors
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Machine, Operation, Part, Slots, Take, allocate_buffers
 from snapstream.models import DecoderModel
@@ -52,7 +53,7 @@ class Decode:
         def column() -> Tensor:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
-        self.layers = [spec.entry.empty(slots, capacity, dtype=weight.dtype, device=device) for _ in range(spec.layers)]
+        self.layers = self._caches(capacity, weight.dtype, device)
         self.token, self.position = column(), column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
@@ -182,6 +183,16 @@ class Decode:
                 self.loop.run(last=-1)  # all but taking the token
             results.append(Sampled(*(tensor.clone() for tensor in take())))
         return results
+
+    def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+        """The slots' memory, all zero."""
+        spec = self.model.spec
+        if device.type != "cpu":
+            return [spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.layers)]
+        entry, stored = spec.entry, spec.entry.kind.stored
+        shape = (self.slots, entry.heads, capacity, entry.size)
+        memory = [tensor.zero_() for tensor in empty_tensors([(shape, dtype)] * stored * spec.layers)]
+        return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]
 
     def _loop_of(self, operations: Sequence[Operation]) -> CpuProgram | None:
         """The native loop over these operations, where there is one."""

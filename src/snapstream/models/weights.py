@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snapstream.assets import SHIPPED
 from snapstream.errors import CheckpointError
+from snapstream.kernels.cpu.pages import empty_tensors
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import Router
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
@@ -112,7 +113,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
         wanted = {scale_of(name) for name in quantised}
         sources = _each_tensor(files) if wanted else ()
         scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
-        model = _empty_model(spec, dtype).to_empty(device=device)
+        model = _materialise(_empty_model(spec, dtype), device)
         if spec.tied_embeddings:
             model.head.weight = model.embedding.weight
         # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
@@ -160,6 +161,24 @@ def _empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         # A choice of experts hangs on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = torch.nn.Parameter(module.correction.float())
+    return model
+
+
+def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
+    """Give the weights memory; on a CPU all of them in one block."""
+    if device.type != "cpu":
+        return model.to_empty(device=device)
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}  # of each parameter; some have two
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    parameters = list(model.parameters())
+    memory = empty_tensors((tuple(parameter.shape), parameter.dtype) for parameter in parameters)
+    for parameter, tensor in zip(parameters, memory, strict=True):
+        made = torch.nn.Parameter(tensor, requires_grad=False)
+        for module, name in owners[id(parameter)]:
+            setattr(module, name, made)
     return model
 
 
