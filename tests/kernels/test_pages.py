@@ -1,0 +1,57 @@
+"""Tensors in one block of memory: each has its own part of it, and is as good as any other."""
+
+import gc
+import sys
+
+import pytest
+import torch
+
+from snapstream.kernels.cpu import pages
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import FAMILIES, save_checkpoint
+
+
+def test_tensors_do_not_overlap_and_are_aligned():
+    shapes = [((3, 5), torch.float32), ((700, 900), torch.bfloat16), ((), torch.float32), ((2, 0, 4), torch.float32)]
+    shapes += [((4, 2, 64, 32), torch.float32)] * 3
+    made = pages.empty_tensors(shapes)
+    for number, (tensor, (shape, dtype)) in enumerate(zip(made, shapes, strict=True)):
+        assert tuple(tensor.shape) == shape
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
+        tensor.fill_(number)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(made))
+    kept = made[1]
+    del made, tensor
+    gc.collect()
+    torch.zeros(10**7)
+    assert bool((kept == 1).all())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="not Linux")
+def test_the_system_is_asked_for_whole_pages_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        pages.ctypes, "CDLL", lambda _: type("Library", (), {"madvise": lambda *given: asked.append(given[1:])})()
+    )
+    small = pages.empty_tensors([((1000,), torch.float32)])
+    assert not asked
+    large = pages.empty_tensors([((2**20 + 5,), torch.float32), ((2**19,), torch.float32)])
+    ((address, size, _),) = asked
+    assert address.value == large[0].data_ptr()
+    assert address.value % 2**21 == 0
+    assert size.value == 3 * 2**21
+    assert len(small[0]) == 1000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_two_modules_have_are_one(family, tmp_path):
+    """And nothing of a model is left without memory."""
+    save_checkpoint(tmp_path, family)
+    spec = load_spec(tmp_path)
+    model = load_model(tmp_path, spec, torch.float32, torch.device("cpu"))
+    assert (model.head.weight is model.embedding.weight) == spec.tied_embeddings
+    everything = [*model.parameters(), *model.buffers()]
+    assert all(tensor.device.type == "cpu" and not tensor.requires_grad for tensor in everything)
+    assert len({tensor.data_ptr() for tensor in everything}) == len(everything)
