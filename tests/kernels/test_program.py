@@ -11,7 +11,8 @@ from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Machine, Part, PlainProgram, Slots, Take, allocate_buffers
+from snapstream.kernels.operations import PlainProgram, Take
+from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
 
@@ -62,7 +63,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None):
     operations = [*model.operations()]
     if tokens == 1:
         operations.append(Take(Part("logits", spec.vocab_size, dtype=torch.float32)))
-    buffers = allocate_buffers(operations, slots * tokens, dtype)
+    buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending = caches(tokens) if tokens > 1 else []
     return operations, Machine(buffers, state, caches(BUDGET.capacity), pending)
 

@@ -20,7 +20,8 @@ from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.kernels.cpu.pages import empty_tensors
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Machine, Operation, Part, Slots, Take, allocate_buffers
+from snapstream.kernels.operations import Operation, Take
+from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 
@@ -209,7 +210,9 @@ class Decode:
             forced=self.forced,
             taken=self.taken,
         )
-        buffers = allocate_buffers(operations, self.slots, dtype, {"logits": self.logits})
+        buffers = allocate_buffers(
+            (part for each in operations for part in each.parts()), self.slots, dtype, {"logits": self.logits}
+        )
         return CpuProgram(operations, Machine(buffers, slots, self.layers, pending=[]))
 
     def _read_tokens(self) -> None:

@@ -15,7 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from snapstream.kernels.operations import Angles, Embed, Operation, Part
+from snapstream.kernels.operations import Angles, Embed, Operation
+from snapstream.kernels.parts import Part
 from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.llama import GroupedAttention

@@ -22,12 +22,12 @@ from snapstream.kernels.operations import (
     ExpertProduct,
     HeadProduct,
     Operation,
-    Part,
     Product,
     Rotate,
     Sort,
     Store,
 )
+from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.rows import gate, rotate
 from snapstream.models.layers import FeedForward, Linear, RMSNorm

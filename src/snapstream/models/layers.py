@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from snapstream.kernels.operations import GatedProduct, Norm, Operation, Part, Product
+from snapstream.kernels.operations import GatedProduct, Norm, Operation, Product
+from snapstream.kernels.parts import Part
 from snapstream.kernels.products import linear
 from snapstream.kernels.rows import gate, norm
 

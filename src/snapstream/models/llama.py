@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from snapstream.kernels.operations import Attend, Operation, Part, Rotate, Store
+from snapstream.kernels.operations import Attend, Operation, Rotate, Store
+from snapstream.kernels.parts import Part
 from snapstream.kernels.rows import rotate
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.spec import ModelSpec

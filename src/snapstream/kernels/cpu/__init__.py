@@ -21,7 +21,8 @@ from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.program import MOST_ROTATED as MOST_ROTATED
 from snapstream.kernels.cpu.program import MULTIPLE as MULTIPLE
 from snapstream.kernels.cpu.program import CpuProgram, run_rows
-from snapstream.kernels.operations import Machine, Operation, Part, Slots
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine, Part, Slots
 
 logger = logging.getLogger(__name__)
 

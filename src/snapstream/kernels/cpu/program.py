@@ -12,7 +12,8 @@ from torch import Tensor
 
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.library import load
-from snapstream.kernels.operations import Machine, Operation, Part
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine, Part
 
 MULTIPLE = 32
 """Sizes the kernels read in one go: what is summed over must be a multiple of it."""
