@@ -18,7 +18,7 @@ from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph, repeated
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
-from snapstream.kernels.cpu.pages import empty_tensors
+from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Operation, Take
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
@@ -192,7 +192,9 @@ class Decode:
             return [spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.layers)]
         entry, stored = spec.entry, spec.entry.kind.stored
         shape = (self.slots, entry.heads, capacity, entry.size)
-        memory = [tensor.zero_() for tensor in empty_tensors([(shape, dtype)] * stored * spec.layers)]
+        memory = tensors_of_zeros([(shape, dtype)] * stored * spec.layers)
+        for tensor in memory:
+            tensor.zero_()  # so that what was planned is there from the start
         return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]
 
     def _loop_of(self, operations: Sequence[Operation]) -> CpuProgram | None:

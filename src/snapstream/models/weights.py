@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapstream.assets import SHIPPED
 from snapstream.errors import CheckpointError
-from snapstream.kernels.cpu.pages import empty_tensors
+from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import Router
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
@@ -174,7 +174,7 @@ def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     parameters = list(model.parameters())
-    memory = empty_tensors((tuple(parameter.shape), parameter.dtype) for parameter in parameters)
+    memory = tensors_of_zeros((tuple(parameter.shape), parameter.dtype) for parameter in parameters)
     for parameter, tensor in zip(parameters, memory, strict=True):
         made = torch.nn.Parameter(tensor, requires_grad=False)
         for module, name in owners[id(parameter)]:

@@ -6,9 +6,10 @@ processor's table of pages. Linux gives pages of 2 MiB to whom asks (``madvise``
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-import sys
+import mmap
 from collections.abc import Iterable
 
 import torch
@@ -16,26 +17,26 @@ from torch import Tensor
 
 _PAGE = 2**21
 _LINE = 64
-_MADV_HUGEPAGE = 14
 
 
-def empty_tensors(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """Tensors beside each other in one block of memory, which is kept while one of them is; nothing is written."""
+def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Tensors beside each other in one block of memory, which is kept while one of them is.
+
+    Each has a storage of its own: compiled graphs take tensors that share one for the same memory.
+    """
     wanted = list(shapes)
     sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape, dtype in wanted]
-    block = torch.empty(sum(sizes) + _PAGE, dtype=torch.uint8)
-    at = -block.data_ptr() % _PAGE
-    _ask_for_large_pages(block.data_ptr() + at, sum(sizes))
+    block = mmap.mmap(-1, sum(sizes) + _PAGE)
+    view = memoryview(block)
+    at = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _PAGE
+    whole = sum(sizes) // _PAGE * _PAGE  # what is left is not asked for: it would take a large page of its own
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            block.madvise(mmap.MADV_HUGEPAGE, at, whole)
     tensors = []
     for (shape, dtype), size in zip(wanted, sizes, strict=True):
-        used = math.prod(shape) * dtype.itemsize
-        tensors.append(block[at : at + used].view(dtype).view(shape))
+        count = math.prod(shape)
+        part = view[at : at + count * dtype.itemsize]
+        tensors.append(torch.frombuffer(part, dtype=dtype).view(shape) if count else torch.zeros(shape, dtype=dtype))
         at += size
     return tensors
-
-
-def _ask_for_large_pages(address: int, size: int) -> None:
-    """For what whole pages hold; it does no harm where there are none."""
-    whole = size // _PAGE * _PAGE
-    if whole and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
