@@ -26,7 +26,8 @@ def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> l
     """
     wanted = list(shapes)
     sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape, dtype in wanted]
-    block = mmap.mmap(-1, sum(sizes) + _PAGE)
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # not shared with a fork
+    block = mmap.mmap(-1, sum(sizes) + _PAGE, **private)
     view = memoryview(block)
     at = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _PAGE
     whole = sum(sizes) // _PAGE * _PAGE  # what is left is not asked for: it would take a large page of its own
