@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part
 
 
@@ -72,10 +73,7 @@ class Norm(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        x = self.source.of(m.buffers)
-        wide = x if x.dtype == torch.float64 else x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        self.target.of(m.buffers).copy_(self.weight * wide.to(x.dtype))
+        self.target.of(m.buffers).copy_(plain.norm(self.source.of(m.buffers), self.weight, self.epsilon))
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,7 @@ class GatedProduct(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        gate, up = F.linear(self.source.of(m.buffers)[:, 0], self.weight, self.bias).chunk(2, -1)
-        self.target.of(m.buffers)[:, 0] = F.silu(gate) * up
+        self.target.of(m.buffers)[:, 0] = plain.gate(F.linear(self.source.of(m.buffers)[:, 0], self.weight, self.bias))
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,8 @@ class Rotate(Operation):
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
         x, target = self.source.of(m.buffers), self.target.of(m.buffers)
-        cosine, sine = self.angles.of(m.buffers).to(x.dtype).chunk(2, -1)
-        first, second = (x[..., 0::2], x[..., 1::2]) if self.pairs else x.chunk(2, -1)
-        target.copy_(torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1))
+        cosine, sine = (half.repeat(1, 1, 2) for half in self.angles.of(m.buffers).to(x.dtype).chunk(2, -1))
+        target.copy_(plain.rotate(x, cosine, sine, pairs=self.pairs))
 
 
 @dataclass(frozen=True)
@@ -274,10 +270,7 @@ class ExpertProduct(Operation):
         start = 0
         for expert, end in enumerate(self.ends.of(m.buffers)[0, 0, : len(self.weight)].tolist()):
             out = F.linear(source[start:end], self.weight[expert])
-            if self.gated:
-                gate, up = out.chunk(2, -1)
-                out = F.silu(gate) * up
-            target[start:end] = out
+            target[start:end] = plain.gate(out) if self.gated else out
             start = end
 
 

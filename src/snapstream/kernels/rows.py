@@ -6,11 +6,9 @@ graph torch fuses the passes by itself.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from snapstream.kernels import cpu
+from snapstream.kernels import cpu, plain
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -26,9 +24,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     if cpu.takes_rows(x) and x.shape[-1] % cpu.MULTIPLE == 0:
         return cpu.norm(x, weight, epsilon)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+    return plain.norm(x, weight, epsilon)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
@@ -43,18 +39,11 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
     """
     if cpu.takes_rows(x) and x.shape[-1] <= cpu.MOST_ROTATED:
         return cpu.rotate(x, cosine, sine, pairs=pairs)
-    if pairs:
-        half = x.shape[-1] // 2
-        cosine, sine = cosine[..., :half], sine[..., :half]
-        first, second = x[..., 0::2], x[..., 1::2]
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-    first, second = x.chunk(2, -1)
-    return x * cosine + torch.cat((-second, first), -1) * sine
+    return plain.rotate(x, cosine, sine, pairs=pairs)
 
 
 def gate(x: Tensor) -> Tensor:
     """SwiGLU of ``[T, 2 * I]``: ``silu`` of the first half times the second, ``[T, I]``."""
     if cpu.takes_rows(x):
         return cpu.gate(x)
-    first, second = x.chunk(2, -1)
-    return F.silu(first).mul_(second)
+    return plain.gate(x)

@@ -168,17 +168,9 @@ def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
     """Give the weights memory; on a CPU all of them in one block."""
     if device.type != "cpu":
         return model.to_empty(device=device)
-    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}  # of each parameter; some have two
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
-    parameters = list(model.parameters())
+    names, parameters = zip(*model.named_parameters(), strict=True)
     memory = tensors_of_zeros((tuple(parameter.shape), parameter.dtype) for parameter in parameters)
-    for parameter, tensor in zip(parameters, memory, strict=True):
-        made = torch.nn.Parameter(tensor, requires_grad=False)
-        for module, name in owners[id(parameter)]:
-            setattr(module, name, made)
+    model.load_state_dict(dict(zip(names, memory, strict=True)), strict=False, assign=True)  # tied ones have one name
     return model
 
 

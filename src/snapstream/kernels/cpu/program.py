@@ -97,9 +97,7 @@ class CpuProgram:
         Raises:
             ValueError: The loop cannot run them.
         """
-        dtype = next(b.dtype for b in machine.buffers.values() if b.dtype in _TYPES) if machine.buffers else None
-        dtype = next((each.keys.dtype for each in machine.caches), dtype)
-        assert dtype is not None
+        dtype = machine.caches[0].keys.dtype if machine.caches else next(iter(machine.buffers.values())).dtype
         reason = unsupported(operations, dtype)
         if reason:
             raise ValueError(reason)

@@ -74,7 +74,7 @@ class ExpertOperations {
       if (!allowed[e / size]) ranking[e] = none;
   }
 
-  // Puts the s.rows of each expert beside each other: `order` says which row comes where.
+  // Puts the rows of each expert beside each other: `order` says which row comes where.
   int64_t plan_sorting(const Operation& o) {
     const int64_t chosen = o.other.size, count = o.number[0];
     int64_t* ends = static_cast<int64_t*>(const_cast<void*>(o.bias));
@@ -107,7 +107,7 @@ class ExpertOperations {
   }
 
   void expert_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
-    const int64_t K = o.source.size, N = o.target.size, tiles = (N + UNIT - 1) / UNIT;
+    const int64_t K = o.source.size, N = o.target.size, tiles = units_of(N);
     const bool gated = o.kind == EXPERT_GATED_PRODUCT;
     const int64_t* ends = static_cast<const int64_t*>(o.bias);
     while (begin < end) {
