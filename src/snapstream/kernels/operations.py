@@ -219,19 +219,17 @@ class Choose(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        logits = self.logits.of(m.buffers)[:, 0]
-        scores = logits.sigmoid() if self.corrected else logits.softmax(-1)
-        ranking = scores if self.correction is None else scores + self.correction
-        if self.groups > 1:
-            grouped = ranking.view(len(logits), self.groups, -1)
-            best = grouped.topk(2, -1).values.sum(-1) if self.corrected else grouped.amax(-1)
-            kept = torch.zeros_like(best).scatter(1, best.topk(self.chosen_groups, -1).indices, 1)
-            ranking = grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(1)
-        experts = ranking.topk(self.experts.size, -1).indices
-        weights = scores.gather(1, experts)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        self.weights.of(m.buffers)[:, 0] = weights * self.scale
+        weights, experts = plain.choose_experts(
+            self.logits.of(m.buffers)[:, 0],
+            self.correction,
+            self.experts.size,
+            groups=self.groups,
+            chosen_groups=self.chosen_groups,
+            corrected=self.corrected,
+            normalize=self.normalize,
+            scale=self.scale,
+        )
+        self.weights.of(m.buffers)[:, 0] = weights
         self.experts.of(m.buffers)[:, 0] = experts
 
 

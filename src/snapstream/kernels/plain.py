@@ -29,3 +29,30 @@ def gate(x: Tensor) -> Tensor:
     """See :func:`snapstream.kernels.rows.gate`."""
     first, second = x.chunk(2, -1)
     return F.silu(first).mul_(second)
+
+
+def choose_experts(
+    logits: Tensor,
+    correction: Tensor | None,
+    chosen: int,
+    *,
+    groups: int,
+    chosen_groups: int,
+    corrected: bool,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights and experts, ``[T, chosen]`` both, of a router's logits ``[T, E]``; see ``models/deepseek.py``."""
+    scores = logits.sigmoid() if corrected else logits.softmax(-1)
+    ranking = scores if correction is None else scores + correction.float()
+    if groups > 1:
+        grouped = ranking.view(len(logits), groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1) if corrected else grouped.amax(-1)
+        kept = best.topk(chosen_groups, -1).indices
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+    experts = ranking.topk(chosen, -1).indices
+    weights = scores.gather(1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from snapstream.kernels import plain
 from snapstream.kernels.operations import (
     Attend,
     Choose,
@@ -123,19 +124,16 @@ class Router(nn.Module):
         """
         shape = self.shape
         logits = F.linear(x.float(), self.weight.float())
-        scores = logits.sigmoid() if shape.corrected else logits.softmax(-1)
-        ranking = scores if self.correction is None else scores + self.correction.float()
-        if shape.groups > 1:
-            grouped = ranking.view(len(x), shape.groups, -1)
-            best = grouped.topk(2, -1).values.sum(-1) if shape.corrected else grouped.amax(-1)
-            chosen_groups = best.topk(shape.chosen_groups, -1).indices
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen_groups, True)
-            ranking = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-        experts = ranking.topk(shape.chosen, -1).indices
-        weights = scores.gather(1, experts)
-        if shape.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * shape.scale, experts
+        return plain.choose_experts(
+            logits,
+            self.correction,
+            shape.chosen,
+            groups=shape.groups,
+            chosen_groups=shape.chosen_groups,
+            corrected=shape.corrected,
+            normalize=shape.normalize,
+            scale=shape.scale,
+        )
 
 
 class MixtureOfExperts(nn.Module):
