@@ -104,6 +104,12 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], cut_after: float 
     return await asyncio.wait_for(read(), cut_after)
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client that makes a connection for each request."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
+
+
 async def run_round(
     client: httpx.AsyncClient,
     requests: list[dict[str, Any]],
@@ -170,21 +176,22 @@ async def run_round(
     return result
 
 
-async def left_over(client: httpx.AsyncClient) -> dict[str, float]:
+async def left_over(url: str) -> dict[str, float]:
     """What the server holds once nothing runs any more."""
     end = time.monotonic() + 60
-    while True:
-        text = (await client.get("/metrics")).text
-        numbers = {
-            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
-            if not line.startswith("#")
-        }
-        if numbers["snapstream_sequences_unfinished"] == 0 or time.monotonic() > end:
-            names = ("snapstream_sequences_unfinished", "snapstream_slots_busy", "process_open_fds")
-            found = {name: numbers[name] for name in names}
-            return found | {"MiB": numbers["process_resident_memory_bytes"] / 2**20}
-        await asyncio.sleep(0.2)
+    async with client_of(url) as client:
+        while True:
+            text = (await client.get("/metrics")).text
+            numbers = {
+                line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+                for line in text.splitlines()
+                if not line.startswith("#")
+            }
+            if numbers["snapstream_sequences_unfinished"] == 0 or time.monotonic() > end:
+                names = ("snapstream_sequences_unfinished", "snapstream_slots_busy", "process_open_fds")
+                found = {name: numbers[name] for name in names}
+                return found | {"MiB": numbers["process_resident_memory_bytes"] / 2**20}
+            await asyncio.sleep(0.2)
 
 
 async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int) -> bool:
@@ -192,33 +199,34 @@ async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int
     text = json.loads(EXAMPLE.read_text())["text"]
     requests = make_requests(number, 0, text)
     ok = True
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    # A client keeps the connection of some requests that it cut off, so each round has one of its own.
+    async with client_of(url) as client:
         began = time.monotonic()
         expected = [await ask(client, body) for body in requests]
         alone = sum(body["max_tokens"] for body in requests) / (time.monotonic() - began)
         await run_round(client, requests, expected, copies=1, at_once=at_once, seed=99)  # fills allocators and pools
-        before = await left_over(client)
-        print(f"before: {before['MiB']:.0f} MiB, {before['process_open_fds']:.0f} file handles\n")
-        print(
-            "| round | requests | most at once | finished | equal to alone | aborted | invalid, refused 400 | "
-            "refused 429, sent again | tokens/s, to one at a time | sequences left | busy slots | file handles | MiB |"
-        )
-        print("|" + "---|" * 13)
-        for index in range(rounds):
+    before = await left_over(url)
+    print(f"before: {before['MiB']:.0f} MiB, {before['process_open_fds']:.0f} file handles\n")
+    print(
+        "| round | requests | most at once | finished | equal to alone | aborted | invalid, refused 400 | "
+        "refused 429, sent again | tokens/s, to one at a time | sequences left | busy slots | file handles | MiB |"
+    )
+    print("|" + "---|" * 13)
+    for index in range(rounds):
+        async with client_of(url) as client:
             r = await run_round(client, requests, expected, copies=copies, at_once=at_once, seed=index)
-            left = await left_over(client)
-            total = r.finished + r.aborted + r.invalid + sum(r.wrong.values())
-            print(
-                f"| {index + 1} | {total} | {r.most} | {r.finished} | {r.finished - r.unequal} | {r.aborted} | "
-                f"{r.invalid} | {r.refused} | {r.tokens / r.seconds / alone:.2f}x | "
-                f"{left['snapstream_sequences_unfinished']:.0f} | {left['snapstream_slots_busy']:.0f} | "
-                f"{left['process_open_fds']:.0f} | {left['MiB']:.0f} |"
-            )
-            for problem, times in r.wrong.items():
-                print(f"WRONG, {times} times: {problem}")
-            clean = not left["snapstream_sequences_unfinished"] and not left["snapstream_slots_busy"]
-            ok &= clean and not r.wrong and not r.unequal and left["process_open_fds"] <= before["process_open_fds"] + 2
+        left = await left_over(url)
+        total = r.finished + r.aborted + r.invalid + sum(r.wrong.values())
+        print(
+            f"| {index + 1} | {total} | {r.most} | {r.finished} | {r.finished - r.unequal} | {r.aborted} | "
+            f"{r.invalid} | {r.refused} | {r.tokens / r.seconds / alone:.2f}x | "
+            f"{left['snapstream_sequences_unfinished']:.0f} | {left['snapstream_slots_busy']:.0f} | "
+            f"{left['process_open_fds']:.0f} | {left['MiB']:.0f} |"
+        )
+        for problem, times in r.wrong.items():
+            print(f"WRONG, {times} times: {problem}")
+        clean = not left["snapstream_sequences_unfinished"] and not left["snapstream_slots_busy"]
+        ok &= clean and not r.wrong and not r.unequal and left["process_open_fds"] <= before["process_open_fds"] + 2
     return ok
 
 
