@@ -58,6 +58,18 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def native() -> ctypes.CDLL:
+    """What :func:`load` returns.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    library = load()
+    if library is None:
+        raise RuntimeError("the CPU kernels are not available; see the warning above, and docs/install.md")
+    return library
+
+
 def available() -> bool:
     """Whether :func:`load` could succeed, without doing it: the library is there, or a compiler is."""
     levels = supported_levels()

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels import operations as ops
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
 from snapstream.kernels.cpu.library import load
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
 
-MULTIPLE = 32
-"""Sizes the kernels read in one go: what is summed over must be a multiple of it."""
 MOST_ROTATED = 2048
 """Numbers of a head that may be rotated."""
-_TYPES = (torch.float32, torch.bfloat16)
 
 
 class _Part(ctypes.Structure):
@@ -55,7 +53,7 @@ class _Program(ctypes.Structure):
 
 def unsupported(operations: Sequence[Operation], dtype: torch.dtype) -> str | None:
     """Why the loop cannot run some operations on numbers of a type, or ``None`` if it can."""
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         return f"the dtype is {dtype}; it takes float32 and bfloat16"
     for operation in operations:
         sizes = _sizes_to_fit(operation)
@@ -119,7 +117,7 @@ class CpuProgram:
             operations=translated,
             count=len(self.operations),
             caches=caches,
-            type=_TYPES.index(dtype),
+            type=TYPES.index(dtype),
             instructions=self._instructions,
             slots=B,
             tokens=slots.tokens,
@@ -287,7 +285,7 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
     )
     operation = _Operation(_KINDS.index(kind), *parts, **fields)
     rows, threads = source.shape[0], torch.get_num_threads()
-    if not library.snapstream_rows(ctypes.byref(operation), _TYPES.index(source.dtype), rows, threads):
+    if not library.snapstream_rows(ctypes.byref(operation), TYPES.index(source.dtype), rows, threads):
         raise MemoryError("no memory for temporaries")
 
 

@@ -82,8 +82,7 @@ class ExpertOperations {
     for (const int64_t row : s.rows)
       for (int64_t i = 0; i < chosen; ++i) ++ends[at<int64_t>(o.other, row)[i]];
     for (int64_t e = 1; e < count; ++e) ends[e] += ends[e - 1];
-    next.assign(count, 0);
-    for (int64_t e = 1; e < count; ++e) next[e] = ends[e - 1];
+    next.assign(1, 0), next.insert(next.end(), ends, ends + count - 1);  // where each expert's rows begin
     order.clear(), order.resize(s.rows.size() * chosen);
     for (const int64_t row : s.rows) {
       for (int64_t i = 0; i < chosen; ++i) {
@@ -115,18 +114,15 @@ class ExpertOperations {
       const T* weight = static_cast<const T*>(o.weight) + expert * N * K * (gated ? 2 : 1);
       for (int64_t row = expert ? ends[expert - 1] : 0; row < ends[expert]; row += ROWS_AT_ONCE) {
         const int64_t M = std::min(ROWS_AT_ONCE, ends[expert] - row);
-        Left* x = products.room(thread);
-        for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(o.source, row + m), K, x + m * K);
+        const Left* x = products.gather(o.source, M, thread, [&](int64_t m) { return row + m; });
         const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
         if (gated) {
           products.gate(x, M, weight, nullptr, K, N, tile, until, target);
-          continue;
-        }
-        for (int64_t n = tile * UNIT; n < std::min(until * UNIT, N); n += UNIT) {
-          alignas(64) float y[ROWS_AT_ONCE * UNIT];
-          const int64_t count = std::min(UNIT, N - n);
-          multiply<A>(x, M, weight + n * K, K, count, y, UNIT);
-          for (int64_t m = 0; m < M; ++m) put(target(m) + n, load(y + m * UNIT), count);
+        } else {
+          products.multiply_units(x, M, weight, K, N, tile, until,
+                                  [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+                                    put(target(m) + n, load(sums), count);
+                                  });
         }
       }
       begin += until - tile;

@@ -27,31 +27,32 @@ class ProductOperations {
     left = scratch.reserve<Left>(threads * left_size);
   }
 
-  // Room of a thread for rows in the form they are multiplied in.
-  Left* room(int64_t thread) { return left + thread * left_size; }
-
-  // Rows from .. from + M of `rows`, side by side in the form they are multiplied in.
-  const Left* gather(const Part& source, int64_t from, int64_t M, int64_t thread) {
-    Left* to = room(thread);
-    for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, s.rows[from + m]), source.size, to + m * source.size);
+  // M rows of which row_at(m) is the number, side by side in the form they are multiplied in.
+  template <typename RowAt>
+  const Left* gather(const Part& source, int64_t M, int64_t thread, const RowAt& row_at) {
+    Left* to = left + thread * left_size;
+    for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m)), source.size, to + m * source.size);
     return to;
   }
 
-  int64_t group_of(int64_t from) const { return std::min<int64_t>(ROWS_AT_ONCE, s.row_count() - from); }
+  // Multiplies M rows with units begin .. end of N weights: finish(m, n, count, sums) gets those of each unit, from weight
+  // n on.
+  template <typename Finish>
+  void multiply_units(const Left* x, int64_t M, const T* weight, int64_t K, int64_t N, int64_t begin, int64_t end,
+                      const Finish& finish) {
+    for (int64_t n = begin * UNIT; n < std::min(end * UNIT, N); n += UNIT) {
+      alignas(64) float sums[ROWS_AT_ONCE * UNIT];
+      const int64_t count = std::min(UNIT, N - n);
+      multiply<A>(x, M, weight + n * K, K, count, sums, UNIT);
+      for (int64_t m = 0; m < M; ++m) finish(m, n, count, sums + m * UNIT);
+    }
+  }
 
   void product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
-    const int64_t K = o.source.size, last_weight = std::min(end * UNIT, o.target.size);
-    const T* weight = static_cast<const T*>(o.weight);
-    for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {
-      const int64_t M = group_of(from);
-      const Left* x = gather(o.source, from, M, thread);
-      for (int64_t n = begin * UNIT; n < last_weight; n += UNIT) {
-        alignas(64) float y[ROWS_AT_ONCE * UNIT];
-        const int64_t count = std::min(UNIT, last_weight - n);
-        multiply<A>(x, M, weight + n * K, K, count, y, UNIT);
-        for (int64_t m = 0; m < M; ++m) finish(o, s.rows[from + m], n, count, y + m * UNIT);
-      }
-    }
+    each_group(o.source, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
+      multiply_units(x, M, static_cast<const T*>(o.weight), o.source.size, o.target.size, begin, end,
+                     [&](int64_t m, int64_t n, int64_t count, const float* sums) { finish(o, rows[m], n, count, sums); });
+    });
   }
 
   // Sums of `count` weights from n on, at most UNIT, to a row of the target.
@@ -72,12 +73,10 @@ class ProductOperations {
   // The upper half of the weights are gates.
   void gated_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
     const T* bias = static_cast<const T*>(o.bias);
-    for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {
-      const int64_t M = group_of(from);
-      const Left* x = gather(o.source, from, M, thread);
+    each_group(o.source, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
       gate(x, M, static_cast<const T*>(o.weight), bias, o.source.size, o.target.size, begin, end,
-           [&](int64_t m) { return at<T>(o.target, s.rows[from + m]); });
-    }
+           [&](int64_t m) { return at<T>(o.target, rows[m]); });
+    });
   }
 
   template <typename Target>
@@ -98,39 +97,48 @@ class ProductOperations {
 
   // Every head of a row times a matrix of its own: [out, in], or [in, out] if it is transposed.
   void head_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
-    const int64_t K = o.source.size, N = o.target.size, head_stride = o.number[0];
-    const bool transposed = o.number[1] != 0;
+    const int64_t K = o.source.size, N = o.target.size;
     for (int64_t head = begin; head < end; ++head) {
-      const T* weight = static_cast<const T*>(o.weight) + head * head_stride;
+      const T* weight = static_cast<const T*>(o.weight) + head * o.number[0];
       for (const int64_t row : s.rows) {
         const T* from = at<T>(o.source, row, head);
         T* to = at<T>(o.target, row, head);
-        if (transposed) {
-          for (int64_t n = 0; n < N; n += PAIR) {
-            vec low = {}, high = {};
-            for (int64_t k = 0; k < K; ++k) {
-              vec weight_low, weight_high;
-              load_pair(weight + k * N + n, weight_low, weight_high);
-              const float factor = from[k];
-              low += weight_low * factor, high += weight_high * factor;
-            }
-            store_pair(to + n, low, high);
-          }
-        } else {
-          Left* x = room(thread);
-          A::prepare(from, K, x);
-          for (int64_t n = 0; n < N; n += UNIT) {
-            alignas(64) float y[UNIT];
-            const int64_t count = std::min(UNIT, N - n);
-            multiply<A>(x, 1, weight + n * K, K, count, y, UNIT);
-            put(to + n, load(y), count);
-          }
+        if (o.number[1] != 0) {
+          multiply_transposed(from, weight, K, N, to);
+          continue;
         }
+        Left* x = left + thread * left_size;
+        A::prepare(from, K, x);
+        multiply_units(x, 1, weight, K, N, 0, units_of(N),
+                       [&](int64_t, int64_t n, int64_t count, const float* sums) { put(to + n, load(sums), count); });
       }
     }
   }
 
  private:
+  // Calls function(x, M, rows) for the rows of the step, a few at a time, gathered in x.
+  template <typename Function>
+  void each_group(const Part& source, int64_t thread, const Function& function) {
+    for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {
+      const int64_t M = std::min(ROWS_AT_ONCE, s.row_count() - from), *rows = s.rows.data() + from;
+      function(gather(source, M, thread, [&](int64_t m) { return rows[m]; }), M, rows);
+    }
+  }
+
+  // One row times weights [K, N].
+  static void multiply_transposed(const T* x, const T* weight, int64_t K, int64_t N, T* out) {
+    for (int64_t n = 0; n < N; n += PAIR) {
+      vec low = {}, high = {};
+      for (int64_t k = 0; k < K; ++k) {
+        vec weight_low, weight_high;
+        load_pair(weight + k * N + n, weight_low, weight_high);
+        const float factor = x[k];
+        low += weight_low * factor, high += weight_high * factor;
+      }
+      store_pair(out + n, low, high);
+    }
+  }
+
   Step& s;
   int64_t left_size = 0;
   Left* left;

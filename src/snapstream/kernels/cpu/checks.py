@@ -1,0 +1,24 @@
+"""What every kernel asks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MULTIPLE = 32
+"""Sizes the kernels read in one go: what is summed over must be a multiple of it."""
+TYPES = (torch.float32, torch.bfloat16)
+"""Of numbers, in the order the library counts them."""
+
+
+def check_types(*tensors: Tensor) -> None:
+    """Raise ``ValueError`` unless the numbers of all are of one type, and one that kernels take."""
+    types = {tensor.dtype for tensor in tensors}
+    require(len(types) == 1, f"types do not match: {', '.join(sorted(map(str, types)))}")
+    require(types <= set(TYPES), f"numbers are {tensors[0].dtype}; they must be float32 or bfloat16")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError`` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,201 @@
+"""Attention while a prompt is read: of a chunk to all before it, and of the last queries that vote on what is kept."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
+from snapstream.kernels.cpu.library import native
+
+BLOCK = 64
+"""Keys that prefill attention takes at a time; packed values come in blocks of as many."""
+INSTRUCTIONS = ("portable", "pairs", "tiles")
+"""How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
+
+
+class _Problem(ctypes.Structure):
+    """``Problem`` of prefill_kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "packed")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "size", "columns")),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_head", "key_row")),
+        *((name, ctypes.c_int64) for name in ("value_head", "value_row", "packed_head")),
+        *((name, ctypes.c_int64) for name in ("start", "readable", "packed_until")),
+        ("scale", ctypes.c_double),
+    )
+
+
+class _Window(ctypes.Structure):
+    """``WindowArguments`` of window_attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
+        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence", "sink")),
+    )
+
+
+def prefill_instructions(dtype: torch.dtype) -> str:
+    """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
+    return INSTRUCTIONS[native().snapstream_best_instructions()] if dtype == torch.bfloat16 else "portable"
+
+
+def has_instructions(name: str) -> bool:
+    """Whether this processor, and its system, has one of :data:`INSTRUCTIONS`."""
+    return bool(native().snapstream_has_instructions(INSTRUCTIONS.index(name)))
+
+
+def packed_shape(values: torch.Size, instructions: str) -> tuple[int, ...]:
+    """Shape of the packed form of values ``[N, L, V]``, ``[N, blocks, V, BLOCK]``; ``(0,)`` if it is not needed."""
+    N, L, V = values
+    return (0,) if instructions == "portable" else (N, -(-L // BLOCK), V, BLOCK)
+
+
+def prefill_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    scale: float,
+    *,
+    packed: Tensor | None = None,
+    packed_until: Tensor | None = None,
+    instructions: str | None = None,
+) -> Tensor:
+    """Attend causally from a chunk of tokens to everything before it and to itself.
+
+    What comes out for a token is the same to the bit however the prompt is cut into chunks.
+
+    Args:
+        query: ``[T, H, D]``, float32 or bfloat16, ``D`` a multiple of 32.
+        keys: ``[N, L, D]``, of the same type; the last numbers of a row lie side by side, rows where they like.
+        values: ``[N, L, V]``, ``V`` a multiple of 32; may be part of the keys.
+        start: Entry of the first token, int64 scalar; entries ``start .. start + T`` hold the chunk itself.
+        scale: Factor on the logits, positive.
+        packed: Memory of :func:`packed_shape` for values in the order they are multiplied in; its own if ``None``.
+        packed_until: How many entries are in ``packed`` since an earlier call, int64 scalar; the rest is added.
+        instructions: One of :data:`INSTRUCTIONS`; the fastest ones if ``None``.
+
+    Returns:
+        ``[T, H, V]``.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+    """
+    T, H, D = query.shape
+    N, L, V = values.shape
+    name = prefill_instructions(query.dtype) if instructions is None else instructions
+    if packed is None or packed_until is None:
+        packed = values.new_empty(packed_shape(values.shape, name))
+        packed_until = start.new_zeros(())
+    at, until = int(start), int(packed_until)
+    require(T > 0 and N > 0 and H % N == 0 and keys.shape == (N, L, D), "shapes do not match")
+    require(
+        D > 0 and V > 0 and D % MULTIPLE == 0 and V % MULTIPLE == 0,
+        f"head sizes are {D} and {V}; they must be multiples of {MULTIPLE}",
+    )
+    require(query.stride(2) == keys.stride(2) == values.stride(2) == 1, "the numbers of a head must lie side by side")
+    check_types(query, keys, values)
+    require(scale > 0, "the scale must be positive")
+    require(0 <= at <= L - T, f"tokens {at} to {at + T} of a cache of {L}")
+    require(0 <= until <= at, f"{until} packed entries before a chunk at {at}")
+    require(has_instructions(name), f"this processor has no {name}")
+    if name != "portable" and query.dtype == torch.bfloat16:
+        fits = packed.dim() == 4 and packed.is_contiguous() and packed.dtype == query.dtype
+        fits = fits and packed.shape[0] == N and packed.shape[1] * BLOCK >= at + T and packed.shape[2:] == (V, BLOCK)
+        require(fits, f"expected packed values [{N}, blocks, {V}, {BLOCK}], got {tuple(packed.shape)}")
+        aligned = not any(stride % 2 for stride in (query.stride(0), query.stride(1), keys.stride(1)))
+        require(aligned, "pairs of numbers must be aligned")
+    out = query.new_empty(T, H, V)
+    problem = _Problem(
+        *(each.data_ptr() for each in (query, keys, values, out, packed)),
+        tokens=T,
+        heads=H,
+        kv_heads=N,
+        size=D,
+        columns=V,
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        key_head=keys.stride(0),
+        key_row=keys.stride(1),
+        value_head=values.stride(0),
+        value_row=values.stride(1),
+        packed_head=packed.stride(0) if packed.dim() == 4 else 0,
+        start=at,
+        readable=L,
+        packed_until=until,
+        scale=scale,
+    )
+    done = native().snapstream_prefill_attention(
+        ctypes.byref(problem), *_way(query.dtype, name), torch.get_num_threads()
+    )
+    return _with_memory(done, out)
+
+
+def attend_window(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    sink: int,
+    instructions: str | None = None,
+) -> Tensor:
+    """What :func:`snapstream.compression.scoring.window_attention` does, by a kernel.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+    """
+    B, H, W, D = queries.shape
+    _, N, L, _ = keys.shape
+    name = prefill_instructions(keys.dtype) if instructions is None else instructions
+    require(keys.shape[0] == B and keys.shape[3] == D and N > 0 and H % N == 0, "shapes do not match")
+    require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
+    require(queries.stride(3) == keys.stride(3) == 1, "the numbers of a head must lie side by side")
+    check_types(queries, keys)
+    require(scale > 0, "the scale must be positive")
+    require(has_instructions(name), f"this processor has no {name}")
+    require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of numbers must be aligned")
+    lengths = [each.contiguous() for each in (length, first_voter, candidate_end)]
+    require(all(each.dtype == torch.int64 and each.numel() == B for each in lengths), "lengths must be int64 [B]")
+    votes = keys.new_zeros((B, N, L), dtype=torch.float32)
+    problem = _Problem(
+        query=queries.data_ptr(),
+        keys=keys.data_ptr(),
+        tokens=W,
+        heads=H,
+        kv_heads=N,
+        size=D,
+        query_token=queries.stride(2),
+        query_head=queries.stride(1),
+        key_head=keys.stride(1),
+        key_row=keys.stride(2),
+        readable=L,
+        scale=scale,
+    )
+    window = _Window(
+        *(each.data_ptr() for each in (*lengths, votes)),
+        sequences=B,
+        query_sequence=queries.stride(0),
+        key_sequence=keys.stride(0),
+        sink=sink,
+    )
+    done = native().snapstream_window_attention(
+        ctypes.byref(problem), ctypes.byref(window), *_way(keys.dtype, name), torch.get_num_threads()
+    )
+    return _with_memory(done, votes)
+
+
+def _with_memory(done: int, result: Tensor) -> Tensor:
+    if not done:
+        raise MemoryError("no memory for the temporaries of attention")
+    return result
+
+
+def _way(dtype: torch.dtype, instructions: str) -> tuple[int, int]:
+    """Type and instructions as the library numbers them."""
+    return TYPES.index(dtype), INSTRUCTIONS.index(instructions)
