@@ -11,7 +11,7 @@ namespace snapstream {
 
 constexpr int64_t SPLIT = 512;  // entries of a unit of work: fixed, so that results do not depend on the batch
 constexpr int64_t ENTRIES = 64;  // per softmax update: keys and values of a block stay in the first-level cache
-constexpr int64_t AHEAD = 4 * ENTRIES;  // what is asked for early: into the second-level cache, which takes more requests
+constexpr int64_t AHEAD = 2 * ENTRIES;  // what is asked for early: into the second-level cache, which takes more requests
 constexpr int HEADS_AT_ONCE = 4;
 
 // Entries of one KV head, at most ENTRIES of them.

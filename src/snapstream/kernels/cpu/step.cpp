@@ -20,7 +20,7 @@ class Launch : public Work {
   Launch(const Program& program, int64_t threads, Scratch& scratch)
       : s(program), row_operations(s), products(s, threads, scratch), attention(s, threads, scratch),
         experts(s, products, scratch) {
-    fraction = 2 * threads;
+    divisor = 2;
   }
 
   // Operations first .. last, all of them `steps` times.
@@ -103,7 +103,8 @@ template <typename Function>
 int64_t with_arithmetic(const Program& program, const Function& function) {
   if (program.type == 0) return function(Widened<float>());
 #if defined(__AVX512BF16__)
-  if (program.instructions != PORTABLE) return function(Paired());
+  // Where there are tiles, the vector unit is slow at pairs, see snapstream_best_instructions().
+  if (program.instructions == PAIRS) return function(Paired());
 #endif
   return function(Widened<bfloat16>());
 }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace snapstream {
 namespace {
@@ -24,7 +25,7 @@ inline void relax() {
 
 class Team {
  public:
-  explicit Team(int64_t size) {
+  explicit Team(int64_t size) : ranges(size) {
     try {
       for (int64_t thread = 1; thread < size; ++thread) std::thread([this, thread] { serve(thread); }).detach();
     } catch (const std::system_error&) {  // the system gives no more; those that are there do the work
@@ -72,20 +73,33 @@ class Team {
     }
   }
 
-  // Does some units of the phase that is open, if any are left.
+  // Does some units of the phase that is open, if any are left: the thread's own, or else another's.
   bool take(int64_t thread) {
-    uint64_t now = ticket.load(std::memory_order_acquire);
-    int64_t begin, end, total;
+    const int64_t threads = static_cast<int64_t>(ranges.size());
+    for (int64_t i = 0; i < threads; ++i)
+      if (take_from((thread + i) % threads, thread)) return true;
+    return false;
+  }
+
+  // A thread begins at the front of its own range, which so is read from one end to the other, and at the back of others'.
+  bool take_from(int64_t owner, int64_t thread) {
+    std::atomic<uint64_t>& range = ranges[owner].units;
+    uint64_t now = range.load(std::memory_order_acquire), then;
+    int64_t begin, end;
     do {
-      begin = static_cast<int64_t>(now & 0xFFFFFFFFu), total = static_cast<int64_t>(now >> 32);
-      if (begin >= total) return false;
-      // Nobody else ends the phase while units of it are left, so `divisor` is that of the ticket, or the exchange fails.
-      const int64_t divisor = fraction.load(std::memory_order_relaxed);
-      end = begin + (divisor ? std::max<int64_t>(1, (total - begin) / divisor) : 1);
-    } while (!ticket.compare_exchange_weak(now, now + static_cast<uint64_t>(end - begin), std::memory_order_acq_rel,
-                                           std::memory_order_acquire));
+      const int64_t first = static_cast<int64_t>(now & 0xFFFFFFFFu), last = static_cast<int64_t>(now >> 32);
+      if (first >= last) return false;
+      const int64_t part = divisor.load(std::memory_order_relaxed);
+      const int64_t count = part ? std::max<int64_t>(1, (last - first) / part) : 1;
+      if (owner == thread) {
+        begin = first, end = first + count, then = packed(end, last);
+      } else {
+        begin = last - count, end = last, then = packed(first, begin);
+      }
+      // If the phase has changed meanwhile, and the range is the same: what is taken is of the phase that is open now.
+    } while (!range.compare_exchange_weak(now, then, std::memory_order_acq_rel, std::memory_order_acquire));
     work->run(begin, end, thread);
-    if (done.fetch_add(end - begin, std::memory_order_acq_rel) + end - begin == total) open_next_phase(thread);
+    if (left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) open_next_phase(thread);
     return true;
   }
 
@@ -96,20 +110,30 @@ class Team {
       work->run(0, 1, thread);
       units = work->next_phase();
     }
-    done.store(0, std::memory_order_relaxed);
-    fraction.store(work->fraction, std::memory_order_relaxed);
     if (units == 0) {
-      ticket.store(0, std::memory_order_release);
       launch.fetch_add(1, std::memory_order_acq_rel);
-    } else {
-      ticket.store(static_cast<uint64_t>(units) << 32, std::memory_order_release);
+      return;
     }
+    const int64_t threads = static_cast<int64_t>(ranges.size());
+    left.store(units, std::memory_order_relaxed);
+    divisor.store(work->divisor, std::memory_order_relaxed);
+    for (int64_t i = 0; i < threads; ++i)
+      ranges[i].units.store(packed(i * units / threads, (i + 1) * units / threads), std::memory_order_release);
   }
 
-  alignas(64) std::atomic<uint64_t> ticket{0};  // units of the phase above, next one below
-  alignas(64) std::atomic<int64_t> done{0};
+  static uint64_t packed(int64_t first, int64_t last) {
+    return static_cast<uint64_t>(last) << 32 | static_cast<uint64_t>(first);
+  }
+
+  // Units that a thread is to do and nobody has begun: the first one below, where they end above.
+  struct alignas(64) Range {
+    std::atomic<uint64_t> units{0};
+  };
+
+  std::vector<Range> ranges;
+  alignas(64) std::atomic<int64_t> left{0};  // units of the phase that are not done
   alignas(64) std::atomic<uint32_t> launch{0};
-  alignas(64) std::atomic<int64_t> fraction{0};
+  alignas(64) std::atomic<int64_t> divisor{0};
   Work* work = nullptr;  // of the phase that is open, or the last
 };
 

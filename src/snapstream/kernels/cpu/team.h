@@ -1,8 +1,9 @@
 // A team of threads that does work phase by phase without a barrier between them.
 //
-// The units of a phase are taken from a counter. Whoever finishes the last unit prepares the next phase and opens it;
-// the others find it open. So a thread that the system has put to sleep holds up the others only if it slept in the
-// middle of a unit, and a launch is over when its work is done, whether or not all threads are awake.
+// Each thread has a range of the units of a phase, takes a few of them at a time, and then helps the others. Whoever
+// finishes the last unit prepares the next phase and opens it; the others find it open. So a thread that the system has
+// put to sleep holds up the others only if it slept in the middle of its units, and a launch is over when its work is
+// done, whether or not all threads are awake.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -21,8 +22,8 @@ class Work {
   // Does units begin .. end of the phase, on thread number `thread`.
   virtual void run(int64_t begin, int64_t end, int64_t thread) = 0;
 
-  // Units that are taken at once are this fraction of those that are left; 0: one.
-  int64_t fraction = 0;
+  // Those that are left of a range, divided by this, are taken at once; 0: one.
+  int64_t divisor = 0;
 };
 
 // Does all phases on up to `threads` threads, the caller's among them; returns how many there are. While another thread
