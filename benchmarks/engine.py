@@ -39,6 +39,7 @@ BATCHES = (1, 4, 8)
 BUDGET = 4096
 MEMORY_PROMPT = 8192
 CPU = torch.device("cpu")
+WARM_UP = 1.0  # seconds before each measurement of what reads memory
 
 
 class Spread:
@@ -63,11 +64,19 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Time several functions in turn, round after round."""
+def interleaved(
+    functions: dict[str, Callable[[], object]], rounds: int, *, warm_up: float = 0.0
+) -> dict[str, list[float]]:
+    """Time several functions in turn, round after round, each after so many seconds of the same.
+
+    A cache of hundreds of megabytes takes many passes over the same memory until it holds what it can of it.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
+            began = time.perf_counter()
+            while time.perf_counter() < began + warm_up:
+                function()
             times[name].append(seconds(function))
     return times
 
@@ -126,7 +135,7 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
     print("| context | batch | full cache | cache of 4096 | ratio | full, of floor | 4096, of floor | transformers |")
     print("|---|---|---|---|---|---|---|---|")
     per_token, weights = model.spec.kv_bytes_per_token(torch.bfloat16), weight_bytes(model)
-    steps, passes = 8, 4
+    steps = passes = 8
     reader = MemoryReader(weights + max(BATCHES) * 32768 * per_token)
     small = CacheBudget.of(BUDGET)
     rows = results["decode"] = []
@@ -148,9 +157,7 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
             }
             if batch < 8:
                 functions["peer"] = transformers_step(peer, batch, context, 2)
-            for function in functions.values():
-                function()
-            times = interleaved(functions, rounds)
+            times = interleaved(functions, rounds, warm_up=WARM_UP)
             speed = {name: [batch * steps / t for t in times[name]] for name in ("full", "small")}
             floors = {name: [batch * passes / t for t in times[f"read {name}"]] for name in sizes}
             bandwidth = [sizes["full"] * passes / t for t in times["read full"]]
@@ -192,7 +199,7 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
 def bench_depth(checkpoint: Path, rounds: int, results: dict) -> None:
     print("\n## Decode with a cache of 4096 at position 16384, of floor, by layers\n")
     print("| batch | 12 layers | 30 layers |\n|---|---|---|")
-    budget, steps, passes = CacheBudget.of(BUDGET), 8, 4
+    budget, steps, passes = CacheBudget.of(BUDGET), 8, 8
     models = []
     for layers in (12, 30):
         directory = checkpoint / str(layers)
@@ -208,8 +215,7 @@ def bench_depth(checkpoint: Path, rounds: int, results: dict) -> None:
             decode = filled_decode(model, batch, budget, 16384)
             functions[f"read {number}"] = lambda size=size: reader(size, passes)
             functions[f"decode {number}"] = lambda decode=decode: decode.launch(steps, greedy=True)
-        interleaved(functions, 1)
-        times = interleaved(functions, rounds)
+        times = interleaved(functions, rounds, warm_up=WARM_UP)
         cells = []
         for number in range(2):
             floor, step = (
