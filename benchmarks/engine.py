@@ -311,7 +311,8 @@ def bench_position(model: DecoderModel, rounds: int, results: dict) -> None:
 
         def at(position: int, decode: Decode = decode) -> None:
             set_position(decode, budget, position)
-            decode.launch(16, greedy=True)
+            for _ in range(2):
+                decode.launch(8, greedy=True)
 
         times = interleaved({str(p): lambda p=p: at(p) for p in positions}, 2 * rounds)
         rows.append({"batch": batch, "times": times})
