@@ -27,6 +27,8 @@ FLAGS = (
     *("-fno-math-errno", "-ffp-contract=fast"),
     *("-static-libstdc++", "-static-libgcc"),  # so that they run where no compiler has ever been
 )
+MOST_OF_AN_ERROR = 1000
+"""Letters of what the compiler says that are passed on: the first error explains the others."""
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 
 
@@ -95,7 +97,7 @@ def build(level: Level, directory: Path) -> Path:
         command = [program, *FLAGS, *level.flags, *map(str, _sources("*.cpp")), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()}")
+            raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[:MOST_OF_AN_ERROR]}")
         os.replace(made, target)
     for old in directory.glob(f"libsnapstream-{level.name}-{'?' * 16}.so"):
         if old != target:

@@ -1,7 +1,7 @@
 """Memory for what a decode step reads, on large pages where the system has them.
 
 A step reads all weights and caches once; through pages of 4 KiB every few lines of memory need another entry of the
-processor's table of pages. Linux gives pages of 2 MiB to whom asks (``madvise``), where they are not switched off.
+processor's table of pages. Linux gives pages of 2 MiB to those who ask (``madvise``), where they are not switched off.
 """
 
 from __future__ import annotations
