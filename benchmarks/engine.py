@@ -199,7 +199,8 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
 def bench_depth(checkpoint: Path, rounds: int, results: dict) -> None:
     print("\n## Decode with a cache of 4096 at position 16384, of floor, by layers\n")
     print("| batch | 12 layers | 30 layers |\n|---|---|---|")
-    budget, steps, passes = CacheBudget.of(BUDGET), 8, 8
+    budget = CacheBudget.of(BUDGET)
+    steps = passes = 8
     models = []
     for layers in (12, 30):
         directory = checkpoint / str(layers)

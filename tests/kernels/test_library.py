@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.cpu import build, library, program
+from snapstream.kernels.cpu import build, library
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.operations import PlainProgram
 from snapstream.models.weights import load_model, load_spec
@@ -45,7 +45,6 @@ def test_a_level_gives_right_results(built, level, monkeypatch, tmp_path):
         pytest.skip("not on this processor")
     opened = library.open_library(built[level])
     monkeypatch.setattr(library, "load", lambda: opened)
-    monkeypatch.setattr(program, "load", lambda: opened)
     save_checkpoint(tmp_path, "qwen3")
     ways = [name for name in kernels.INSTRUCTIONS if kernels.has_instructions(name)]
     assert ways == list(kernels.INSTRUCTIONS[: {"amx": 3, "avx512-bf16": 2}.get(level, 1)])

@@ -24,10 +24,13 @@ class EntryShape:
     size: int
     latent: bool
 
+    def shape(self, rows: int, entries: int) -> tuple[int, int, int, int]:
+        """Shape of each tensor of a cache of ``entries`` entries for ``rows`` sequences."""
+        return (rows, self.heads, entries, self.size)
+
     def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
-        kind = self.kind
-        shape = (rows, self.heads, entries, self.size)
+        kind, shape = self.kind, self.shape(rows, entries)
         return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
 
     def of(self, tensors: Sequence[Tensor]) -> LayerCache:

@@ -191,8 +191,7 @@ class Decode:
         if device.type != "cpu":
             return [spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.layers)]
         entry, stored = spec.entry, spec.entry.kind.stored
-        shape = (self.slots, entry.heads, capacity, entry.size)
-        memory = tensors_of_zeros([(shape, dtype)] * stored * spec.layers)
+        memory = tensors_of_zeros([(entry.shape(self.slots, capacity), dtype)] * stored * spec.layers)
         for tensor in memory:
             tensor.zero_()  # so that what was planned is there from the start
         return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]

@@ -97,12 +97,9 @@ def prefill_attention(
         D > 0 and V > 0 and D % MULTIPLE == 0 and V % MULTIPLE == 0,
         f"head sizes are {D} and {V}; they must be multiples of {MULTIPLE}",
     )
-    require(query.stride(2) == keys.stride(2) == values.stride(2) == 1, "the numbers of a head must lie side by side")
-    check_types(query, keys, values)
-    require(scale > 0, "the scale must be positive")
+    _check(name, scale, query, keys, values)
     require(0 <= at <= L - T, f"tokens {at} to {at + T} of a cache of {L}")
     require(0 <= until <= at, f"{until} packed entries before a chunk at {at}")
-    require(has_instructions(name), f"this processor has no {name}")
     if name != "portable" and query.dtype == torch.bfloat16:
         fits = packed.dim() == 4 and packed.is_contiguous() and packed.dtype == query.dtype
         fits = fits and packed.shape[0] == N and packed.shape[1] * BLOCK >= at + T and packed.shape[2:] == (V, BLOCK)
@@ -129,10 +126,8 @@ def prefill_attention(
         packed_until=until,
         scale=scale,
     )
-    done = native().snapstream_prefill_attention(
-        ctypes.byref(problem), *_way(query.dtype, name), torch.get_num_threads()
-    )
-    return _with_memory(done, out)
+    _run("prefill_attention", query.dtype, name, problem)
+    return out
 
 
 def attend_window(
@@ -155,10 +150,7 @@ def attend_window(
     name = prefill_instructions(keys.dtype) if instructions is None else instructions
     require(keys.shape[0] == B and keys.shape[3] == D and N > 0 and H % N == 0, "shapes do not match")
     require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
-    require(queries.stride(3) == keys.stride(3) == 1, "the numbers of a head must lie side by side")
-    check_types(queries, keys)
-    require(scale > 0, "the scale must be positive")
-    require(has_instructions(name), f"this processor has no {name}")
+    _check(name, scale, queries, keys)
     require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of numbers must be aligned")
     lengths = [each.contiguous() for each in (length, first_voter, candidate_end)]
     require(all(each.dtype == torch.int64 and each.numel() == B for each in lengths), "lengths must be int64 [B]")
@@ -184,18 +176,20 @@ def attend_window(
         key_sequence=keys.stride(0),
         sink=sink,
     )
-    done = native().snapstream_window_attention(
-        ctypes.byref(problem), ctypes.byref(window), *_way(keys.dtype, name), torch.get_num_threads()
-    )
-    return _with_memory(done, votes)
+    _run("window_attention", keys.dtype, name, problem, window)
+    return votes
 
 
-def _with_memory(done: int, result: Tensor) -> Tensor:
-    if not done:
+def _check(instructions: str, scale: float, *tensors: Tensor) -> None:
+    """What both kinds of attention ask of queries, keys and values."""
+    require(all(tensor.stride(-1) == 1 for tensor in tensors), "the numbers of a head must lie side by side")
+    check_types(*tensors)
+    require(scale > 0, "the scale must be positive")
+    require(has_instructions(instructions), f"this processor has no {instructions}")
+
+
+def _run(function: str, dtype: torch.dtype, instructions: str, *structures: ctypes.Structure) -> None:
+    call = getattr(native(), f"snapstream_{function}")
+    way = TYPES.index(dtype), INSTRUCTIONS.index(instructions)
+    if not call(*map(ctypes.byref, structures), *way, torch.get_num_threads()):
         raise MemoryError("no memory for the temporaries of attention")
-    return result
-
-
-def _way(dtype: torch.dtype, instructions: str) -> tuple[int, int]:
-    """Type and instructions as the library numbers them."""
-    return TYPES.index(dtype), INSTRUCTIONS.index(instructions)

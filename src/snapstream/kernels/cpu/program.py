@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
-from snapstream.kernels.cpu.library import load
+from snapstream.kernels.cpu.library import native
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
 
@@ -99,8 +99,7 @@ class CpuProgram:
         reason = unsupported(operations, dtype)
         if reason:
             raise ValueError(reason)
-        library = load()
-        assert library is not None
+        library = native()
         self._library, self.operations, self.machine = library, tuple(operations), machine
         self._instructions = library.snapstream_best_instructions() if instructions is None else instructions
         translated = (_Operation * len(self.operations))(*(self._translate(each) for each in self.operations))
@@ -275,8 +274,6 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
         other: The same.
         **fields: Of the structure.
     """
-    library = load()
-    assert library is not None
     parts = (
         _Part()
         if each is None
@@ -285,7 +282,7 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
     )
     operation = _Operation(_KINDS.index(kind), *parts, **fields)
     rows, threads = source.shape[0], torch.get_num_threads()
-    if not library.snapstream_rows(ctypes.byref(operation), TYPES.index(source.dtype), rows, threads):
+    if not native().snapstream_rows(ctypes.byref(operation), TYPES.index(source.dtype), rows, threads):
         raise MemoryError("no memory for temporaries")
 
 

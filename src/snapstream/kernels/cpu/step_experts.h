@@ -114,7 +114,7 @@ class ExpertOperations {
       const T* weight = static_cast<const T*>(o.weight) + expert * N * K * (gated ? 2 : 1);
       for (int64_t row = expert ? ends[expert - 1] : 0; row < ends[expert]; row += ROWS_AT_ONCE) {
         const int64_t M = std::min(ROWS_AT_ONCE, ends[expert] - row);
-        const Left* x = products.gather(o.source, M, thread, [&](int64_t m) { return row + m; });
+        const Left* x = products.gather(o.source, 0, M, thread, [&](int64_t m) { return row + m; });
         const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
         if (gated) {
           products.gate(x, M, weight, nullptr, K, N, tile, until, target);

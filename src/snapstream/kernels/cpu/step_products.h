@@ -27,11 +27,11 @@ class ProductOperations {
     left = scratch.reserve<Left>(threads * left_size);
   }
 
-  // M rows of which row_at(m) is the number, side by side in the form they are multiplied in.
+  // A head of M rows of which row_at(m) is the number, side by side in the form they are multiplied in.
   template <typename RowAt>
-  const Left* gather(const Part& source, int64_t M, int64_t thread, const RowAt& row_at) {
+  const Left* gather(const Part& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
     Left* to = left + thread * left_size;
-    for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m)), source.size, to + m * source.size);
+    for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m), head), source.size, to + m * source.size);
     return to;
   }
 
@@ -49,7 +49,7 @@ class ProductOperations {
   }
 
   void product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
-    each_group(o.source, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
+    each_group(o.source, 0, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
       multiply_units(x, M, static_cast<const T*>(o.weight), o.source.size, o.target.size, begin, end,
                      [&](int64_t m, int64_t n, int64_t count, const float* sums) { finish(o, rows[m], n, count, sums); });
     });
@@ -73,7 +73,7 @@ class ProductOperations {
   // The upper half of the weights are gates.
   void gated_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
     const T* bias = static_cast<const T*>(o.bias);
-    each_group(o.source, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
+    each_group(o.source, 0, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
       gate(x, M, static_cast<const T*>(o.weight), bias, o.source.size, o.target.size, begin, end,
            [&](int64_t m) { return at<T>(o.target, rows[m]); });
     });
@@ -100,28 +100,26 @@ class ProductOperations {
     const int64_t K = o.source.size, N = o.target.size;
     for (int64_t head = begin; head < end; ++head) {
       const T* weight = static_cast<const T*>(o.weight) + head * o.number[0];
-      for (const int64_t row : s.rows) {
-        const T* from = at<T>(o.source, row, head);
-        T* to = at<T>(o.target, row, head);
-        if (o.number[1] != 0) {
-          multiply_transposed(from, weight, K, N, to);
-          continue;
-        }
-        Left* x = left + thread * left_size;
-        A::prepare(from, K, x);
-        multiply_units(x, 1, weight, K, N, 0, units_of(N),
-                       [&](int64_t, int64_t n, int64_t count, const float* sums) { put(to + n, load(sums), count); });
+      if (o.number[1] != 0) {
+        for (const int64_t row : s.rows)
+          multiply_transposed(at<T>(o.source, row, head), weight, K, N, at<T>(o.target, row, head));
+        continue;
       }
+      each_group(o.source, head, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
+        multiply_units(x, M, weight, K, N, 0, units_of(N), [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+          put(at<T>(o.target, rows[m], head) + n, load(sums), count);
+        });
+      });
     }
   }
 
  private:
-  // Calls function(x, M, rows) for the rows of the step, a few at a time, gathered in x.
+  // Calls function(x, M, rows) for a head of the rows of the step, a few rows at a time, gathered in x.
   template <typename Function>
-  void each_group(const Part& source, int64_t thread, const Function& function) {
+  void each_group(const Part& source, int64_t head, int64_t thread, const Function& function) {
     for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {
       const int64_t M = std::min(ROWS_AT_ONCE, s.row_count() - from), *rows = s.rows.data() + from;
-      function(gather(source, M, thread, [&](int64_t m) { return rows[m]; }), M, rows);
+      function(gather(source, head, M, thread, [&](int64_t m) { return rows[m]; }), M, rows);
     }
   }
 
