@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from engine import CPU, filled_decode, interleaved, ratio, set_position
+from engine import CPU, filled_decode, interleaved, ratio
 from snapstream import CacheBudget
 from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
@@ -49,42 +49,43 @@ CONFIG = {
 BUDGET = 4096
 CONTEXT = 16384
 ROUNDS = 9
+MANY = 512  # experts of 2 MiB: more than processors' caches hold
 
 
 def bench_experts(model: DecoderModel) -> None:
     """One product with routed experts, of eight tokens with four experts each."""
     print("\n## Eight tokens, four of 32 experts each\n")
     print("Time of a layer's first product, one row per token and expert, for a growing number of different experts.\n")
-    print("| experts chosen | this / reading those experts' weights once | torch's product per expert / this |")
+    print("| experts chosen | reading those experts' weights once / this | torch's product per expert / this |")
     print("|---|---|---|")
     weight = model.blocks[1].feed_forward.gate_up
+    many = weight.repeat(MANY // len(weight), 1, 1)
     x = torch.randn(32, weight.shape[2], dtype=weight.dtype)
     kernels.available()
     for chosen in (4, 8, 16, 32):
-        sizes = torch.zeros(weight.shape[0], dtype=torch.int64)
-        sizes[:chosen] = 32 // chosen
-        ends = sizes.cumsum(0)
-        part = weight[:chosen].flatten(0, 1)
-        copies = [weight.clone() for _ in range(6)]  # in turn, so that none is found in a cache of the processor
-        turn = iter(range(10**9))
-        few = [c[:chosen].flatten(0, 1) for c in copies]
+        ends = torch.full((chosen,), 32 // chosen).cumsum(0)
+        turns = iter(range(10**9))
 
-        def kernel(copies=copies, ends=ends, turn=turn) -> None:
-            grouped_linear(x, copies[next(turn) % 6], ends)
+        def some(chosen=chosen, turns=turns) -> torch.Tensor:
+            # Other experts for each call, so that none is found in a cache of the processor.
+            first = next(turns) * chosen % MANY
+            return many[first : first + chosen]
 
-        def stock(copies=copies, ends=ends, turn=turn) -> None:
-            torch.ops.snapstream.grouped_linear(x, copies[next(turn) % 6], ends)
+        def kernel(some=some, ends=ends) -> None:
+            grouped_linear(x, some(), ends)
 
-        def read(few=few, turn=turn) -> None:
-            kernels.skinny_linear(x[:1], few[next(turn) % 6])
+        def stock(some=some, ends=ends) -> None:
+            torch.ops.snapstream.grouped_linear(x, some(), ends)
 
-        for function in (kernel, stock, read):
-            function()
-        times = interleaved({"kernel": kernel, "stock": stock, "read": read}, 200)
-        middle = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-        print(f"| {chosen} | {middle['kernel'] / middle['read']:.2f}x | {middle['stock'] / middle['kernel']:.2f}x |")
-        del copies, few, part
-        gc.collect()
+        def read(some=some) -> None:
+            kernels.skinny_linear(x[:1], some().flatten(0, 1))
+
+        beside = []
+        for other in (read, stock):  # not in one round, as torch's threads stay awake for a while
+            other(), kernel()
+            times = interleaved({"other": other, "kernel": kernel}, 200)
+            beside.append(ratio(times["other"], times["kernel"]))
+        print(f"| {chosen} | {beside[0].show(2)}x | {beside[1].show(2)}x |", flush=True)
 
 
 def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM, batches: tuple[int, ...] = (1, 4, 8)) -> None:
@@ -113,7 +114,6 @@ def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM, batches: tupl
         for function in functions.values():
             function()
         times = interleaved(functions, ROUNDS)
-        set_position(full, large, CONTEXT)
         steps = {name: [t / (1 if name == "peer" else 8) for t in values] for name, values in times.items()}
         beside = " | | "
         if "peer" in steps:

@@ -5,11 +5,14 @@ import logging
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from snapstream import ConfigurationError
+from snapstream import ConfigurationError, SamplingParams
+from snapstream.serving import driver
 from snapstream.serving.settings import ServerSettings
 from tests.serving.servers import idle, metric, post, running, wait_until
 
@@ -204,6 +207,37 @@ def test_a_full_queue(llm):
         never = post(server, **(body | {"n": 6}))
         assert never.status_code == 400
         assert "more than slots and queue hold, 5" in never.json()["error"]["message"]
+
+
+def test_when_to_come_back_follows_how_often_a_sequence_ends(llm, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now))
+    one = driver.EngineDriver(llm, max_queue=500, listener=Mock(), on_death=Mock())
+
+    def arrive(number, started=None):
+        for _ in range(number):
+            generation = driver.Generation(next(one._names), driver.Job([5], SamplingParams()), Mock())
+            generation.started = started
+            one._live[generation.name] = (Mock(), generation)
+
+    def end_of_each_started(seconds):
+        nonlocal now
+        for name in [name for name, (_, generation) in one._live.items() if generation.started is not None]:
+            now += seconds
+            one._forget(name)
+
+    arrive(200)
+    arrive(200, started=0.0)  # all at once, as those do that share a prompt
+    end_of_each_started(0.2)
+    assert one._retry_after() == 20
+    now += 3600  # with nothing to do, but for one
+    arrive(1, started=now)
+    end_of_each_started(0.2)
+    assert one._retry_after() == 20
+    arrive(300)
+    assert one._retry_after() == 50
+    arrive(300)
+    assert one._retry_after() == 60  # a client should not wait for longer
 
 
 def test_tokenize(server):

@@ -11,8 +11,10 @@ import asyncio
 import itertools
 import logging
 import queue
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,7 +202,9 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._live: dict[str, tuple[Batch, Generation]] = {}
         self._idle = asyncio.Event()
-        self._seconds_per_sequence = 1.0
+        # From one end of a sequence to the next while there was work: its mean is how fast the queue moves.
+        self._between_ends: deque[float] = deque([1.0 / llm.engine.config.slots], maxlen=100)
+        self._last_end = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- the event loop's side --------------------------------------------------------------------------------------
@@ -357,8 +361,8 @@ class EngineDriver:
         _, generation = self._live.pop(name)
         generation.ended = time.monotonic()
         if generation.started is not None:
-            spent = generation.ended - generation.started
-            self._seconds_per_sequence += 0.1 * (spent - self._seconds_per_sequence)
+            self._between_ends.append(generation.ended - max(generation.started, self._last_end))
+            self._last_end = generation.ended
         self.listener.finished(generation)
         if not self._live:
             self._idle.set()
@@ -371,8 +375,7 @@ class EngineDriver:
 
     def _retry_after(self) -> int:
         """Seconds until about half of the queue will have gone."""
-        rounds = self.waiting / 2 / self.engine.config.slots
-        return max(1, min(60, round(rounds * self._seconds_per_sequence)))
+        return max(1, min(60, round(self.waiting / 2 * statistics.fmean(self._between_ends))))
 
     def _engine_failed(self, error: BaseException, names: Sequence[str] | None) -> None:
         """Fail the sequences that were in the engine; with ``None`` all, for good."""
