@@ -43,7 +43,7 @@ ENVIRONMENTS = {
     "llama.cpp, plain attention": ".venv-llamacpp",
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
-PROMPTS = (2048, 4096, CONTEXT, 32768)
+PROMPTS = (256, 1024, 2048, 4096, CONTEXT, 32768)
 CONTEXTS, BATCHES = (4096, CONTEXT, 32768), (1, 4, 8)
 SECTIONS = ("start", "prefill", "decode", "neighbours")
 

@@ -189,11 +189,28 @@ def test_a_long_prompt_stalls_decoding_by_one_chunk(checkpoint):
     llm.engine.step()
     llm.engine.add_request(prompt(200), greedy(5), request_id="long")
     seen = 1
-    while llm.engine.prefill_progress("long")[0] < 200:
-        outputs = {o.request_id: o for o in llm.engine.step()}
+    while "long" not in (outputs := {o.request_id: o for o in llm.engine.step()}):
         assert len(outputs["short"].token_ids) >= seen + 2  # a launch after every chunk
         seen = len(outputs["short"].token_ids)
     assert llm.engine.prefill_progress("long") == (200, 200)
+    assert seen > 10
+
+
+def test_first_tokens_are_handed_out_before_the_launch(checkpoint):
+    llm = make(checkpoint, decode_steps=2, slots=3)
+    counts = []
+    for name in "abc":
+        llm.engine.add_request(prompt(5), greedy(60), request_id=name)
+        for _ in range(2):
+            counts.append({o.request_id: len(o.token_ids) for o in llm.engine.step()})
+    assert counts == [{"a": 1}, {"a": 3}, {"b": 1}, {"a": 5, "b": 3}, {"c": 1}, {"a": 7, "b": 5, "c": 3}]
+    # Prompts that wait do not keep the others from decoding.
+    llm.engine.reset()
+    llm.engine.add_request(prompt(5), greedy(60), request_id="a")
+    for number in range(4):
+        llm.engine.add_request(prompt(6 + number), greedy(1), request_id=str(number))
+    steps = [{o.request_id for o in llm.engine.step()} for _ in range(6)]
+    assert steps == [{"a"}, {"a"}, {"0", "a"}, {"1", "a"}, {"2", "a"}, {"3", "a"}]
 
 
 def test_first_come_first_served(checkpoint):

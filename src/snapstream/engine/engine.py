@@ -94,6 +94,8 @@ class Engine:
         # Outputs that were not taken yet, and requests whose outputs will not be.
         self._undelivered: list[RequestOutput] = []
         self._unwanted: set[str] = set()
+        # Whether first tokens were handed out before the decode launch of the same step.
+        self._launch_is_due = False
         # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
         self._changing = False
         self._broken_by = ""
@@ -182,6 +184,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Read at most ``prefill_chunk`` tokens' worth of a prompt, then run one decode launch.
+
+        If the first token of a request comes of it, the launch is left to the next step, so that nobody waits for it.
 
         A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
         on. After any other error, or an interrupt such as Ctrl-C, what the host knows may not be what the device has
@@ -325,18 +329,23 @@ class Engine:
         """Do one step's work; the outputs are put where :meth:`step` takes them from."""
         self._check_process()
         with Change(self):
-            touched = {request.request_id: request for request in self._read()}
-            running = self.scheduler.running
-            going = [request for request in running if request.finish_reason is None]
-            if going:
-                for request, error in self.executor.launch(going):
-                    self._fail(request, error)
-            touched.update((request.request_id, request) for request in running)
-            for request in touched.values():
+            touched = [] if self._launch_is_due else self._read()
+            self._launch_is_due = any(request.finish_reason is None for request in touched)
+            if not self._launch_is_due:
+                touched += self._launch()
+            for request in touched:
                 self._undelivered.append(self._output(request))
                 if request.finish_reason is not None:
                     self._finish(request)
         self._discard_unwanted()
+
+    def _launch(self) -> list[Request]:
+        """Decode; returns the requests that were in it."""
+        going = [request for request in self.scheduler.running if request.finish_reason is None]
+        if going:
+            for request, error in self.executor.launch(going):
+                self._fail(request, error)
+        return going
 
     def _read(self) -> list[Request]:
         """Give free slots to who is next, and read as much of a prompt as one chunk is through all layers.
