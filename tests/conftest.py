@@ -1,13 +1,22 @@
 import os
+import sysconfig
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from snapstream.kernels.cpu.library import compiler
 from tests.checkpoints import SMALL, save_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# What torch's compiler needs on a CPU.
+needs_compiler = pytest.mark.skipif(
+    compiler() is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="no C++ compiler, or no headers of Python",
+)
 
 
 def save_tokenizer(directory):

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from snapstream import LLM, CacheBudget, ConfigurationError, RequestError, SamplingParams
 from snapstream.integrations.transformers import SnapStreamCache, SnapStreamLayer
-from snapstream.kernels.cpu.library import available
 from tests.checkpoints import FAMILIES, LATENT, prompt, save_checkpoint
+from tests.conftest import needs_compiler
 from tests.conversation import NaiveConversation
 from tests.peers import peer_generate
 
@@ -238,7 +238,7 @@ def test_memory_is_fixed_and_told(model):
     assert cache.nbytes == held
 
 
-@pytest.mark.skipif(not available(), reason="no kernels, and no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("family", ["llama3-gqa", "qwen3"])
 def test_a_compiled_decode_step_is_compiled_once(tmp_path, family):
     save_checkpoint(tmp_path, family)
@@ -264,7 +264,6 @@ def test_a_compiled_decode_step_is_compiled_once(tmp_path, family):
     assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.skipif(not available(), reason="no kernels, and no C++ compiler")
 def test_chunks_are_not_compiled(model):
     from transformers import CompileConfig
 
@@ -276,7 +275,7 @@ def test_chunks_are_not_compiled(model):
     assert generate(model, [prompt(70)], cache, prefill_chunk_size=16, compile_config=everywhere) == expected
 
 
-@pytest.mark.skipif(not available(), reason="no kernels, and no C++ compiler")
+@needs_compiler
 def test_generate_compiles_the_decode_step_by_itself(model):
     from transformers import CompileConfig
 

@@ -1,5 +1,6 @@
 """The libraries: one for each level of instructions, each of which has to give right results by itself."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,105 @@ def test_a_build_that_fails_leaves_nothing_and_is_said(tmp_path, monkeypatch):
     with pytest.raises(build.BuildError, match="no such flag"):
         build.build(build.LEVELS[0], tmp_path / "libraries")
     assert list((tmp_path / "libraries").iterdir()) == []
+
+
+def a_level():
+    return library.supported_levels()[0]
+
+
+@pytest.fixture
+def nothing_installed(tmp_path, monkeypatch):
+    """As if no library had ever been built; returns where they go."""
+    monkeypatch.setattr(library, "HERE", tmp_path / "installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "snapstream").mkdir()
+    return tmp_path
+
+
+def test_a_library_that_does_not_load_is_not_the_end(built, nothing_installed, monkeypatch, caplog):
+    """Such as one that was made for a newer C library."""
+    name = build.library_name(a_level())
+    (nothing_installed / "installed" / name).write_bytes(b"not a library")
+    shutil.copy(built[a_level().name], nothing_installed / "snapstream")
+    assert library.load.__wrapped__() is not None  # the one that was built before
+    assert not caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_installed / "elsewhere"))
+    monkeypatch.setenv("CXX", "no-compiler-here")
+    assert library.load.__wrapped__() is None
+    assert "invalid ELF header" in caplog.text or "file too short" in caplog.text
+    assert "slower stock operations" in caplog.text
+
+
+def test_a_lesser_level_is_better_than_none(built, nothing_installed, monkeypatch, caplog):
+    levels = library.supported_levels()
+    if len(levels) < 2:
+        pytest.skip("this processor has one level only")
+    shutil.copy(built[levels[1].name], nothing_installed / "installed")
+    monkeypatch.setenv("CXX", "no-compiler-here")
+    assert library.available()
+    assert library.load.__wrapped__() is not None
+    assert f"those for {levels[1].name} are used" in caplog.text
+    assert "no C++ compiler" in caplog.text
+
+
+def test_a_user_without_a_home_has_what_is_installed(built, nothing_installed, monkeypatch, caplog):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(library.Path, "home", nowhere)
+    assert library.load.__wrapped__() is None
+    assert "none in this installation" in caplog.text
+    shutil.copy(built[a_level().name], nothing_installed / "installed")
+    assert library.load.__wrapped__() is not None
+
+
+def test_a_cache_that_cannot_be_written_is_said(built, nothing_installed, monkeypatch, caplog):
+    (nothing_installed / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_installed / "a file"))
+    assert library.load.__wrapped__() is None
+    assert "Not a directory" in caplog.text
+
+
+def test_what_others_have_built_stays_for_a_while(tmp_path):
+    fresh, old = (tmp_path / f"libsnapstream-avx2-{letter * 16}.so" for letter in "01")
+    mine = tmp_path / build.library_name(a_level())
+    for path in (mine, fresh, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    os.utime(mine, (0, 0))
+    build.remove_others(tmp_path, days=30)
+    assert sorted(tmp_path.iterdir()) == sorted((mine, fresh))
+    build.remove_others(tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_a_compiler_may_have_arguments(monkeypatch):
+    monkeypatch.setenv("CXX", "sh -c 'a b'")
+    assert build.compiler() == ["sh", "-c", "a b"]
+    monkeypatch.setenv("CXX", "no-compiler-here g++")
+    assert build.compiler() is None
+
+
+_BUILDS = """
+import sys
+from pathlib import Path
+from snapstream.kernels.cpu import library
+library.HERE = Path(sys.argv[1])
+assert library.load() is not None
+"""
+
+
+def test_two_processes_build_at_once(built, nothing_installed):
+    environment = os.environ | {"XDG_CACHE_HOME": str(nothing_installed)}
+    command = [sys.executable, "-c", _BUILDS, str(nothing_installed / "installed")]
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+        assert "slower stock operations" not in said
+    assert [path.name for path in (nothing_installed / "snapstream").iterdir()] == [build.library_name(a_level())]
 
 
 _FALLS_BACK = """

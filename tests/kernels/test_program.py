@@ -1,6 +1,8 @@
 """The loop over a decode step against the same operations in plain torch: one by one, and in whole."""
 
 import copy
+import os
+import signal
 import threading
 
 import pytest
@@ -259,3 +261,41 @@ def test_what_the_loop_cannot_run():
     slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
     with pytest.raises(ValueError, match="multiples of 32"):
         CpuProgram([product], Machine(buffers, slots, [], []))
+
+
+def test_weights_are_checked():
+    buffers = {"x": torch.zeros(1, 64), "y": torch.zeros(1, 64)}
+    zero = torch.zeros(1, dtype=torch.int64)
+    slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
+    x, y = Part("x", 64), Part("y", 64)
+    for product, said in (
+        (ops.Product(x, y, torch.zeros(64, 64).bfloat16(), None), "product has weights in torch.bfloat16"),
+        (ops.Product(x, y, torch.zeros(64, 128)[:, :64], None), "product has weights that are not contiguous"),
+        (ops.Product(x, y, torch.zeros(64, 64), torch.zeros(128)[::2]), "product has weights that are not contiguous"),
+        (ops.Norm(x, y, torch.zeros(64, dtype=torch.float64), 1e-5), "norm has weights in torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            CpuProgram([product], Machine(buffers, slots, [], []))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_has_a_team_of_its_own(monkeypatch):
+    """Threads are not copied: work that was left to them would never be done."""
+    x, weight = torch.randn(2, 256), torch.randn(4096, 256)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    want = kernels.skinny_linear(x, weight)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # rather than wait for ever
+        try:
+            for _ in range(20):
+                assert torch.equal(kernels.skinny_linear(x, weight), want)
+            os.write(writing, b"same")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        assert answer.read() == "same"
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(kernels.skinny_linear(x, weight), want)

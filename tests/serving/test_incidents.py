@@ -350,6 +350,8 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
     first = background(server, prompt="w5", max_tokens=20, **FOREVER)
     wait_until(lambda: gate.closed)
+    gate.let(1)  # its first token is handed out; the next step decodes
+    wait_until(lambda: gate.closed)
     second = background(server, prompt=WORDS, max_tokens=20, **FOREVER)
     wait_until(lambda: server.driver.unfinished == 2)
     gate.open()

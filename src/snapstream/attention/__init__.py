@@ -1,11 +1,11 @@
 """Attention over the staging cache of a prefill and over compressed caches, one file per backend.
 
-=========  =======================  ==========================================================================
-backend    devices                  what it reads
-=========  =======================  ==========================================================================
-``sdpa``   any                      every entry of the (bucketed) cache, invalid ones masked
-``cpu``    CPU with a C++ compiler  valid entries only
-=========  =======================  ==========================================================================
+=========  ====================  ==========================================================================
+backend    devices               what it reads
+=========  ====================  ==========================================================================
+``sdpa``   any                   every entry of the (bucketed) cache, invalid ones masked
+``cpu``    CPU with the kernels  valid entries only
+=========  ====================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: 
         raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(backends))}")
     reason = backends[name].unsupported(device, dtype, *sizes)
     if reason is None and name == "cpu" and not cpu_kernels.available():
-        reason = "its kernels could not be built; install g++"
+        reason = "there are no kernels; the warning above says why"
     if reason:
         raise ConfigurationError(f"attention backend {name!r} cannot run here: {reason}")
     return backends[name]()

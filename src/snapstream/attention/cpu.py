@@ -8,8 +8,6 @@ from torch import Tensor
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import cpu as kernels
 
-_MAX_HEAD_DIM = 1024
-
 
 class CpuAttention(AttentionBackend):
     """Needs the kernels of :mod:`snapstream.kernels.cpu`."""
@@ -24,9 +22,9 @@ class CpuAttention(AttentionBackend):
             return f"the device is {device}"
         if dtype not in (torch.float32, torch.bfloat16):
             return f"the dtype is {dtype}; it takes float32 and bfloat16"
-        if any(size % kernels.MULTIPLE or size > _MAX_HEAD_DIM for size in sizes):
+        if any(size % kernels.MULTIPLE or size > kernels.MOST_HEAD_SIZE for size in sizes):
             given = " and ".join(map(str, dict.fromkeys(sizes)))
-            return f"the head size is {given}; it takes multiples of {kernels.MULTIPLE} up to {_MAX_HEAD_DIM}"
+            return f"the head size is {given}; it takes multiples of {kernels.MULTIPLE} up to {kernels.MOST_HEAD_SIZE}"
         return None
 
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:

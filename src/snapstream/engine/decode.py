@@ -6,6 +6,7 @@ all layers and for several tokens; elsewhere it is the modules of the model, com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from snapstream.kernels.operations import Operation, Take
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
+
+logger = logging.getLogger(__name__)
 
 
 class Decode:
@@ -199,7 +202,10 @@ class Decode:
     def _loop_of(self, operations: Sequence[Operation]) -> CpuProgram | None:
         """The native loop over these operations, where there is one."""
         dtype = self.layers[0].keys.dtype
-        if not isinstance(self.backend, CpuAttention) or unsupported(operations, dtype):
+        reason = unsupported(operations, dtype)
+        if reason and self.token.device.type == "cpu":
+            logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
+        if reason or not isinstance(self.backend, CpuAttention):
             return None
         slots = Slots(
             token=self.token[:, None],

@@ -43,7 +43,7 @@ class Engine:
         report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,
     ) -> None:
-        """Plan memory, load the model and compile the graphs.
+        """Plan memory, load the model and, on CUDA, compile the graphs.
 
         Args:
             model: Directory of a Hugging Face checkpoint, or a hub id.
@@ -185,7 +185,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Read at most ``prefill_chunk`` tokens' worth of a prompt, then run one decode launch.
 
-        If the first token of a request comes of it, the launch is left to the next step, so that nobody waits for it.
+        If the first token of a request that goes on comes of it, the launch is left to the next step, so that nobody
+        waits for it.
 
         A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
         on. After any other error, or an interrupt such as Ctrl-C, what the host knows may not be what the device has

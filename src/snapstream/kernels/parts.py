@@ -24,6 +24,7 @@ class Part:
         size: Numbers of a head.
         heads: Heads of a row.
         offset: Where the first head begins in a row.
+        stride: Numbers from one head to the next; 0: they lie side by side.
         dtype: Of the buffer; ``None``: that of the model.
         copies: Rows of the buffer for each token.
     """
@@ -129,7 +130,8 @@ def allocate_buffers(
     kinds: dict[str, Part] = {}
     for part in parts:
         widths[part.buffer] = max(widths.get(part.buffer, 0), part.end)
-        kinds[part.buffer] = part
+        first = kinds.setdefault(part.buffer, part)
+        assert (part.dtype, part.copies) == (first.dtype, first.copies), part
     made = {}
     for name, width in widths.items():
         kind = kinds[name].dtype or dtype

@@ -34,6 +34,7 @@ from snapstream.kernels.parts import Machine, Part, Slots
 __all__ = [
     "BLOCK",
     "INSTRUCTIONS",
+    "MOST_HEAD_SIZE",
     "MOST_ROTATED",
     "MULTIPLE",
     "SKINNY_ROWS",
@@ -61,7 +62,8 @@ SPLIT, STATE = 512, 16
 """Entries that decode attention takes at a time, and numbers that it keeps of each such part beside the output."""
 SKINNY_ROWS = 16
 """Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
-_MOST_HEAD_SIZE = 1024
+MOST_HEAD_SIZE = 1024
+"""Numbers of a head that decode attention takes at most."""
 
 loaded = False
 """Whether :func:`available` has loaded the kernels; products of models look here."""
@@ -190,7 +192,10 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
     B, H, D = query.shape
     fits = keys.shape == values.shape and keys.shape[0] == B and keys.shape[3] == D and H % keys.shape[1] == 0
     require(fits and valid.shape == (B,) and valid.dtype == torch.int64, "shapes or types do not match")
-    require(D % MULTIPLE == 0 and D <= _MOST_HEAD_SIZE, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
+    require(
+        D % MULTIPLE == 0 and D <= MOST_HEAD_SIZE,
+        f"the head size is {D}; it must be a multiple of {MULTIPLE} up to {MOST_HEAD_SIZE}",
+    )
     require(keys.is_contiguous() and values.is_contiguous(), "caches must be contiguous")
     check_types(query, keys, values)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -10,12 +10,15 @@ merged into one copy, and that copy might use instructions which an older proces
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,9 +66,10 @@ class BuildError(Exception):
     """What the compiler said."""
 
 
-def compiler() -> str | None:
-    """The C++ compiler, what ``CXX`` names or ``g++``; ``None`` if there is none."""
-    return shutil.which(os.environ.get("CXX") or "g++")
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler, what ``CXX`` says or ``g++``; ``None`` if there is none."""
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    return command if command and shutil.which(command[0]) else None
 
 
 def library_name(level: Level) -> str:
@@ -94,19 +98,29 @@ def build(level: Level, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         made = Path(temporary) / target.name
-        command = [program, *FLAGS, *level.flags, *map(str, _sources("*.cpp")), "-o", str(made)]
+        command = [*program, *FLAGS, *level.flags, *map(str, _sources("*.cpp")), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[:MOST_OF_AN_ERROR]}")
         os.replace(made, target)
-    for old in directory.glob(f"libsnapstream-{level.name}-{'?' * 16}.so"):
-        if old != target:
-            old.unlink(missing_ok=True)
     return target
 
 
+def remove_others(directory: Path, *, days: float = 0.0) -> None:
+    """Remove libraries of other sources than these that were made so many days ago."""
+    current, oldest = {library_name(level) for level in LEVELS}, time.time() - days * 24 * 3600
+    for path in directory.glob(f"libsnapstream-*-{'?' * 16}.so"):
+        with contextlib.suppress(OSError):  # somebody else has removed it, or it is not ours to remove
+            if path.name not in current and path.stat().st_mtime <= oldest:
+                path.unlink()
+
+
 def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]]]:
-    """Compile all levels that the compiler knows; returns the libraries, and which failed and why."""
+    """Compile all levels that the compiler knows, and remove what other sources have left in the directory.
+
+    Returns:
+        The libraries, and which failed and why.
+    """
     built: list[Path] = []
     failed: list[tuple[Level, Exception]] = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -116,6 +130,7 @@ def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]
                 built.append(future.result())
             except (BuildError, OSError) as error:
                 failed.append((level, error))
+    remove_others(directory)
     return built, failed
 
 

@@ -12,7 +12,8 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 def check_types(*tensors: Tensor) -> None:
-    """Raise ``ValueError`` unless the numbers of all are of one type, and one that kernels take."""
+    """Raise ``ValueError`` unless the numbers of all are on the CPU, of one type, and one that kernels take."""
+    require(all(tensor.device.type == "cpu" for tensor in tensors), "all tensors must be on the CPU")
     types = {tensor.dtype for tensor in tensors}
     require(len(types) == 1, f"types do not match: {', '.join(sorted(map(str, types)))}")
     require(types <= set(TYPES), f"numbers are {tensors[0].dtype}; they must be float32 or bfloat16")

@@ -1,4 +1,4 @@
-// Ways to multiply; __init__.py knows them by these numbers.
+// Ways to multiply; prefill.py knows them by these numbers.
 #pragma once
 #include <cstdint>
 

@@ -9,9 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from snapstream.kernels.cpu.build import HERE, LEVELS, BuildError, Level, build, compiler, library_name
+from snapstream.kernels.cpu.build import HERE, LEVELS, BuildError, Level, build, compiler, library_name, remove_others
 
 logger = logging.getLogger(__name__)
+
+KEPT = 30
+"""Days that libraries of other versions stay where those are kept that were built when they were first needed."""
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
@@ -35,27 +38,36 @@ def supported_levels() -> list[Level]:
     return [level for level in LEVELS if level.needs <= flags]
 
 
-def cache_directory() -> Path:
-    """Where libraries go that are built when they are first needed."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snapstream"
+def cache_directory() -> Path | None:
+    """Where libraries go that are built when they are first needed; ``None`` for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snapstream"
+    except RuntimeError:
+        return None
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The best library there is, or that can be built; ``None``, with a warning that says why, if there is none."""
+    """The best library there is, or that can be built; ``None`` if there is none.
+
+    A warning says why there is none, or not the best one for this processor.
+    """
     levels = supported_levels()
     if not levels:
         logger.warning("This processor or system is not one the CPU kernels know: slower stock operations are used.")
         return None
-    try:
-        return open_library(_library(levels[0]))
-    except (OSError, BuildError) as error:
-        if compiler() is None:
-            reason = "No C++ compiler found, and no kernels in this installation"
+    reason = ""
+    for level in levels:
+        try:
+            library = _library(level)
+        except (OSError, BuildError) as error:
+            reason = reason or f"The CPU kernels for {level.name} could not be built or loaded ({error})"
         else:
-            reason = f"The CPU kernels could not be built or loaded ({error})"
-        logger.warning("%s: slower stock operations are used. Install g++ 11 or newer to change that.", reason)
-        return None
+            if reason:
+                logger.warning("%s: those for %s are used.", reason, level.name)
+            return library
+    logger.warning("%s: slower stock operations are used. Install g++ 12 or newer to change that.", reason)
+    return None
 
 
 def native() -> ctypes.CDLL:
@@ -73,7 +85,8 @@ def native() -> ctypes.CDLL:
 def available() -> bool:
     """Whether :func:`load` could succeed, without doing it: the library is there, or a compiler is."""
     levels = supported_levels()
-    return bool(levels) and (compiler() is not None or any(path.exists() for path in _places(levels[0])))
+    ready = any(path.exists() for level in levels for path in _places(level))
+    return bool(levels) and (compiler() is not None or ready)
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -92,15 +105,25 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _places(level: Level) -> tuple[Path, Path]:
-    return HERE / library_name(level), cache_directory() / library_name(level)
+def _places(level: Level) -> list[Path]:
+    cache = cache_directory()
+    return [directory / library_name(level) for directory in (HERE, cache) if directory is not None]
 
 
-def _library(level: Level) -> Path:
+def _library(level: Level) -> ctypes.CDLL:
     """Installations bring it; else it is compiled for this processor when it is first needed."""
+    problem: Exception = BuildError("there is none in this installation, and no C++ compiler")
     for path in _places(level):
         if path.exists():
-            return path
-    if compiler() is not None:
-        print("Building the CPU kernels for this processor, once; about ten seconds.", file=sys.stderr, flush=True)
-    return build(level, cache_directory())
+            try:
+                return open_library(path)
+            except OSError as error:  # such as one that was built for a newer C library, or has just been removed
+                problem = error
+    cache = cache_directory()
+    if compiler() is None or cache is None:
+        raise problem
+    (cache / library_name(level)).unlink(missing_ok=True)
+    print("Building the CPU kernels for this processor, once; about ten seconds.", file=sys.stderr, flush=True)
+    library = open_library(build(level, cache))
+    remove_others(cache, days=KEPT)
+    return library

@@ -1,7 +1,7 @@
 // Causal attention of a prompt's chunk to everything before it and to itself, at the speed of the multipliers.
 //
 // The queries of all heads that share a KV head are rows of one matrix, tokens first. A task is up to 256 such rows of
-// one KV head; threads take tasks from a counter, the longest first, so one that is put to sleep holds up one task.
+// one KV head; threads take them one at a time, see team.h, so one that is put to sleep holds up one task.
 // A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
 // arXiv 1805.02867) and stops where its last row does. What comes out for a row depends on this row, the keys up to its
 // own and the multiples of BLOCK alone: chunks, starts, other rows and threads do not change a bit of it.

@@ -9,7 +9,7 @@ namespace snapstream {
 
 constexpr float LOWEST = -1e30f;  // below every score, but finite: differences of two are numbers
 
-// Arguments as pointers and strides, the latter in numbers; __init__.py fills the structure.
+// Arguments as pointers and strides, the latter in numbers; prefill.py fills the structure.
 template <typename T>
 struct Problem {
   const T *query, *keys, *values;

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels import operations as ops
-from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
 from snapstream.kernels.cpu.library import native
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
 
 MOST_ROTATED = 2048
-"""Numbers of a head that may be rotated."""
+"""Numbers of a head that may be rotated; ``step_rows.h`` has room for so many."""
 
 
 class _Part(ctypes.Structure):
@@ -100,6 +100,7 @@ class CpuProgram:
         if reason:
             raise ValueError(reason)
         library = native()
+        self._dtype = dtype
         self._library, self.operations, self.machine = library, tuple(operations), machine
         self._instructions = library.snapstream_best_instructions() if instructions is None else instructions
         translated = (_Operation * len(self.operations))(*(self._translate(each) for each in self.operations))
@@ -146,6 +147,8 @@ class CpuProgram:
         threads = torch.get_num_threads()
         if threads != self._threads:
             size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
+            if size < 0:
+                raise MemoryError("no memory to plan the temporaries of decoding")
             self._scratch, self._threads = torch.empty(size, dtype=torch.uint8), threads
         begin, end, _ = slice(first, last).indices(len(self.operations))
         assert begin < end
@@ -157,11 +160,17 @@ class CpuProgram:
         if part is None:
             return _Part()
         view = part.of(self.machine.buffers)
-        return _Part(view.data_ptr(), view.stride(0), part.heads, part.size, part.step)
+        return _Part(_address(view), view.stride(0), part.heads, part.size, part.step)
 
     def _translate(self, operation: Operation) -> _Operation:
         """The structure that ``step.h`` describes."""
         kind, parts, weight, bias, numbers, real = _encode(operation, self.machine)
+        wanted = torch.float32 if kind in ("angles", "choose") else self._dtype
+        for tensor in (weight, None if kind in ("sort", "expert gated", "expert") else bias):
+            if tensor is not None:
+                require(tensor.dtype == wanted, f"{kind} has weights in {tensor.dtype}; they must be {wanted}")
+                rows = tensor[0] if kind == "heads" else tensor  # heads may be apart
+                require(rows.is_contiguous(), f"{kind} has weights that are not contiguous")
         return _Operation(
             kind=_KINDS.index(kind),
             source=self._part(parts[0]),
@@ -270,9 +279,12 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
     Args:
         kind: Which.
         source: ``[T, heads, size]``, numbers of a head side by side.
-        target: The same.
-        other: The same.
+        target: The same, of the same type.
+        other: The same, float32.
         **fields: Of the structure.
+
+    Raises:
+        MemoryError: There is none for temporaries.
     """
     parts = (
         _Part()
@@ -289,5 +301,5 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
 def _address(tensor: Tensor | None) -> int | None:
     if tensor is None:
         return None
-    assert tensor.device.type == "cpu"
+    require(tensor.device.type == "cpu", f"a tensor is on {tensor.device}; it must be on the CPU")
     return tensor.data_ptr()

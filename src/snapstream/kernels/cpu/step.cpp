@@ -19,7 +19,7 @@ class Launch : public Work {
  public:
   Launch(const Program& program, int64_t threads, Scratch& scratch)
       : s(program), row_operations(s), products(s, threads, scratch), attention(s, threads, scratch),
-        experts(s, products, scratch) {
+        experts(s, products, threads, scratch) {
     divisor = 2;
   }
 
@@ -32,17 +32,19 @@ class Launch : public Work {
   }
 
   int64_t next_phase() override {
-    while (next == last) {
-      if (++s.number >= steps) return 0;
-      next = first;
-      s.begin();
+    for (;;) {
+      while (next == last) {
+        if (++s.number >= steps) return 0;
+        next = first;
+        s.begin();
+      }
+      if (s.rows.empty()) {
+        s.number = steps, next = last;
+        return 0;
+      }
+      now = &s.p.operations[next++];
+      if (const int64_t count = units()) return count;
     }
-    if (s.rows.empty()) {
-      s.number = steps, next = last;
-      return 0;
-    }
-    now = &s.p.operations[next++];
-    return units();
   }
 
   void run(int64_t begin, int64_t end, int64_t thread) override {
@@ -60,7 +62,7 @@ class Launch : public Work {
       case GATED_PRODUCT: return products.gated_product(o, begin, end, thread);
       case HEAD_PRODUCT: return products.head_product(o, begin, end, thread);
       case ATTEND: return attention.attend(o, begin, end, thread);
-      case CHOOSE: return each_row(begin, end, [&](int64_t row) { experts.choose(o, row); });
+      case CHOOSE: return each_row(begin, end, [&](int64_t row) { experts.choose(o, row, thread); });
       case SORT: return experts.sort(o, begin, end);
       case EXPERT_GATED_PRODUCT:
       case EXPERT_PRODUCT: return experts.expert_product(o, begin, end, thread);
@@ -114,13 +116,17 @@ int64_t with_arithmetic(const Program& program, const Function& function) {
 
 using namespace snapstream;
 
-// Bytes of temporaries that a program needs.
+// Bytes of temporaries that a program needs; -1 if there is no memory to count them.
 EXPORT int64_t snapstream_scratch(const Program* program, int64_t threads) {
-  return with_arithmetic(*program, [&](auto arithmetic) {
-    Scratch scratch(nullptr);
-    Launch<decltype(arithmetic)>(*program, threads, scratch);
-    return scratch.bytes;
-  });
+  try {
+    return with_arithmetic(*program, [&](auto arithmetic) {
+      Scratch scratch(nullptr);
+      Launch<decltype(arithmetic)>(*program, threads, scratch);
+      return scratch.bytes;
+    });
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
 }
 
 // Runs operations first .. last, all of them `steps` times, on at most as many threads as there is scratch for; returns

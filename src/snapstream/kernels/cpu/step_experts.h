@@ -13,12 +13,15 @@ class ExpertOperations {
   using T = typename A::Number;
   using Left = typename A::Left::Number;
 
-  ExpertOperations(Step& step, ProductOperations<A>& products, Scratch& scratch) : s(step), products(products) {
+  ExpertOperations(Step& step, ProductOperations<A>& products, int64_t threads, Scratch& scratch)
+      : s(step), products(products) {
     for (int64_t i = 0; i < s.p.count; ++i) {
       const Operation& o = s.p.operations[i];
       if (o.kind == SORT) chosen = std::max(chosen, o.other.size);
       if (o.kind == SORT || o.kind == EXPERT_PRODUCT) experts = std::max(experts, o.number[0]);
+      if (o.kind == CHOOSE) candidates = std::max(candidates, o.source.size);
     }
+    rankings = scratch.reserve<float>(threads * 4 * candidates);
     sorted_at = scratch.reserve<int64_t>(s.p.slots * s.p.tokens * chosen);
   }
 
@@ -26,11 +29,11 @@ class ExpertOperations {
   void prepare() { order.reserve(s.place.size() * chosen), used.reserve(experts), next.reserve(experts); }
 
   // Chooses experts from a row's logits, see models/deepseek.py.
-  void choose(const Operation& o, int64_t row) {
+  void choose(const Operation& o, int64_t row, int64_t thread) {
     const int64_t count = o.source.size, chosen = o.target.size, groups = o.number[0], chosen_groups = o.number[1];
     const bool corrected = o.number[2] != 0, normalize = o.number[3] != 0;
     const float *logits = at<float>(o.source, row), *correction = static_cast<const float*>(o.bias);
-    std::vector<float> scores(count), ranking(count);
+    float *scores = rankings + thread * 4 * candidates, *ranking = scores + count;
     float total = 0.0f, top = *std::max_element(logits, logits + count);
     for (int64_t e = 0; e < count; ++e) {
       scores[e] = corrected ? 1.0f / (1.0f + std::exp(-logits[e])) : std::exp(logits[e] - top);
@@ -40,12 +43,12 @@ class ExpertOperations {
       if (!corrected) scores[e] /= total;
       ranking[e] = scores[e] + (correction ? correction[e] : 0.0f);
     }
-    if (groups > 1) keep_best_groups(ranking, groups, chosen_groups, corrected);
+    if (groups > 1) keep_best_groups(ranking, count, groups, chosen_groups, corrected);
     float* weights = at<float>(o.target, row);
     int64_t* experts = at<int64_t>(o.other, row);
     float sum = 0.0f;
     for (int64_t i = 0; i < chosen; ++i) {
-      const int64_t best = std::max_element(ranking.begin(), ranking.end()) - ranking.begin();
+      const int64_t best = std::max_element(ranking, ranking + count) - ranking;
       experts[i] = best, weights[i] = scores[best], sum += scores[best];
       ranking[best] = -std::numeric_limits<float>::infinity();
     }
@@ -53,10 +56,11 @@ class ExpertOperations {
       weights[i] = (normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * static_cast<float>(o.real);
   }
 
-  static void keep_best_groups(std::vector<float>& ranking, int64_t groups, int64_t kept, bool by_two) {
+  // Behind the ranking there is room for two numbers a group.
+  static void keep_best_groups(float* ranking, int64_t count, int64_t groups, int64_t kept, bool by_two) {
     const float none = -std::numeric_limits<float>::infinity();
-    const int64_t size = ranking.size() / groups;
-    std::vector<float> quality(groups);
+    const int64_t size = count / groups;
+    float *quality = ranking + count, *allowed = quality + groups;
     for (int64_t g = 0; g < groups; ++g) {
       float best = none, second = none;
       for (int64_t e = g * size; e < (g + 1) * size; ++e) {
@@ -65,13 +69,13 @@ class ExpertOperations {
       }
       quality[g] = by_two ? best + second : best;
     }
-    std::vector<bool> allowed(groups);
+    std::fill_n(allowed, groups, 0.0f);
     for (int64_t i = 0; i < kept; ++i) {
-      const int64_t best = std::max_element(quality.begin(), quality.end()) - quality.begin();
-      allowed[best] = true, quality[best] = none;
+      const int64_t best = std::max_element(quality, quality + groups) - quality;
+      allowed[best] = 1.0f, quality[best] = none;
     }
-    for (size_t e = 0; e < ranking.size(); ++e)
-      if (!allowed[e / size]) ranking[e] = none;
+    for (int64_t e = 0; e < count; ++e)
+      if (allowed[e / size] == 0.0f) ranking[e] = none;
   }
 
   // Puts the rows of each expert beside each other: `order` says which row comes where.
@@ -146,7 +150,8 @@ class ExpertOperations {
  private:
   Step& s;
   ProductOperations<A>& products;
-  int64_t chosen = 0, experts = 0;
+  int64_t chosen = 0, experts = 0, candidates = 0;
+  float* rankings;  // of each thread
   int64_t* sorted_at;  // where each row's copies went; kept from launch to launch
   std::vector<int64_t> order, used, next;
 };

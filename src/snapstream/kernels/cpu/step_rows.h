@@ -85,7 +85,7 @@ class RowOperations {
     for (int64_t head = 0; head < o.source.heads; ++head) {
       const T* from = at<T>(o.source, row, head);
       T* to = at<T>(o.target, row, head);
-      float result[2][1024];
+      float result[2][1024];  // MOST_ROTATED in program.py
       for (int64_t i = 0; i < half; ++i) {
         const float a = from[i * step], b = from[i * step + second];
         result[0][i] = a * cosine[i] - b * sine[i], result[1][i] = b * cosine[i] + a * sine[i];

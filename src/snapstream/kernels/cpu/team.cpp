@@ -6,7 +6,6 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -28,7 +27,7 @@ class Team {
   explicit Team(int64_t size) : ranges(size) {
     try {
       for (int64_t thread = 1; thread < size; ++thread) std::thread([this, thread] { serve(thread); }).detach();
-    } catch (const std::system_error&) {  // the system gives no more; those that are there do the work
+    } catch (...) {  // the system gives no more threads, or memory for them; those that are there do the work
     }
   }
 
@@ -152,11 +151,12 @@ void forget_teams() { teams = new Teams; }
 
 void run_team(Work& work, int64_t threads) {
   [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_teams);
-  std::unique_lock<std::mutex> lock(teams->in_use, std::try_to_lock);
-  if (threads < 2 || !lock) {
+  const auto alone = [&] {
     for (int64_t units = work.next_phase(); units > 0; units = work.next_phase()) work.run(0, units, 0);
-    return;
-  }
+  };
+  if (threads < 2) return alone();
+  std::unique_lock<std::mutex> lock(teams->in_use, std::try_to_lock);
+  if (!lock) return alone();
   Team*& team = teams->by_size[threads];
   if (team == nullptr) team = new Team(threads);
   team->run(work);

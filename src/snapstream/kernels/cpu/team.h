@@ -26,7 +26,7 @@ class Work {
   int64_t divisor = 0;
 };
 
-// Does all phases on up to `threads` threads, the caller's among them; returns how many there are. While another thread
+// Does all phases on up to `threads` threads, the caller's among them. While another thread
 // uses the team, the caller works alone.
 void run_team(Work& work, int64_t threads);
 

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t SPAN = 16 * BLOCK;  // keys of a task: fixed, so that threads do not change a bit
 
-// What there is beside a Problem: all sequences of a batch; __init__.py fills the structure.
+// What there is beside a Problem: all sequences of a batch; prefill.py fills the structure.
 struct WindowArguments {
   const int64_t *length, *first_voter, *candidate_end;  // [sequences]
   float* votes;                                         // [sequences][kv_heads][readable]
