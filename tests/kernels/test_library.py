@@ -165,8 +165,9 @@ def test_what_others_have_built_stays_for_a_while(tmp_path):
 def test_a_compiler_may_have_arguments(monkeypatch):
     monkeypatch.setenv("CXX", "sh -c 'a b'")
     assert build.compiler() == ["sh", "-c", "a b"]
-    monkeypatch.setenv("CXX", "no-compiler-here g++")
-    assert build.compiler() is None
+    for wrong in ("no-compiler-here g++", "g++ '-O2", " "):
+        monkeypatch.setenv("CXX", wrong)
+        assert build.compiler() is None
 
 
 _BUILDS = """

@@ -68,7 +68,10 @@ class BuildError(Exception):
 
 def compiler() -> list[str] | None:
     """The command of the C++ compiler, what ``CXX`` says or ``g++``; ``None`` if there is none."""
-    command = shlex.split(os.environ.get("CXX") or "g++")
+    try:
+        command = shlex.split(os.environ.get("CXX") or "g++")
+    except ValueError:  # a quotation that does not end
+        return None
     return command if command and shutil.which(command[0]) else None
 
 

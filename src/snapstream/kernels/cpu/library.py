@@ -113,16 +113,17 @@ def _places(level: Level) -> list[Path]:
 def _library(level: Level) -> ctypes.CDLL:
     """Installations bring it; else it is compiled for this processor when it is first needed."""
     problem: Exception = BuildError("there is none in this installation, and no C++ compiler")
+    cache = cache_directory()
     for path in _places(level):
         if path.exists():
             try:
                 return open_library(path)
             except OSError as error:  # such as one that was built for a newer C library, or has just been removed
                 problem = error
-    cache = cache_directory()
+                if path.parent == cache:
+                    path.unlink(missing_ok=True)  # so that it is built anew
     if compiler() is None or cache is None:
         raise problem
-    (cache / library_name(level)).unlink(missing_ok=True)
     print("Building the CPU kernels for this processor, once; about ten seconds.", file=sys.stderr, flush=True)
     library = open_library(build(level, cache))
     remove_others(cache, days=KEPT)
