@@ -110,6 +110,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Raises:
         ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
     """
     require(x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
     require(bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not match")
@@ -127,9 +128,14 @@ def takes_rows(x: Tensor) -> bool:
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See :func:`snapstream.kernels.rows.norm`; the last axis must be a multiple of 32."""
-    assert weight.shape == x.shape[-1:]
-    assert weight.dtype == x.dtype
+    """See :func:`snapstream.kernels.rows.norm`; the last axis must be a multiple of 32.
+
+    Raises:
+        ValueError: The weight does not go with the rows.
+        MemoryError: There is none for temporaries.
+    """
+    require(weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight does not match")
+    require(weight.is_contiguous(), "weight must be contiguous")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     source, target = (each if each.dim() == 3 else each[:, None] for each in (x, out))
     run_rows("norm", source, target, weight=weight.data_ptr(), real=epsilon)
@@ -157,6 +163,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     Raises:
         ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1]
     require(fits, "shapes do not match")
@@ -188,6 +195,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
 
     Raises:
         ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
     """
     B, H, D = query.shape
     fits = keys.shape == values.shape and keys.shape[0] == B and keys.shape[3] == D and H % keys.shape[1] == 0

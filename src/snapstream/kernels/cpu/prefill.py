@@ -84,6 +84,7 @@ def prefill_attention(
 
     Raises:
         ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
     """
     T, H, D = query.shape
     N, L, V = values.shape
@@ -144,6 +145,7 @@ def attend_window(
 
     Raises:
         ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
     """
     B, H, W, D = queries.shape
     _, N, L, _ = keys.shape
