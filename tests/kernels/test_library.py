@@ -137,7 +137,7 @@ def test_a_user_without_a_home_has_what_is_installed(built, nothing_installed, m
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(library.Path, "home", nowhere)
     assert library.load.__wrapped__() is None
-    assert "none in this installation" in caplog.text
+    assert "none in this installation, and no home directory" in caplog.text
     shutil.copy(built[a_level().name], nothing_installed / "installed")
     assert library.load.__wrapped__() is not None
 

@@ -1,5 +1,6 @@
 """Tensors in one block of memory: each has its own part of it, and is as good as any other."""
 
+import errno
 import gc
 import mmap
 
@@ -45,6 +46,18 @@ def test_the_system_is_asked_for_whole_pages_alone(monkeypatch):
     large = pages.tensors_of_zeros([((2**20 + 5,), torch.float32), ((2**19,), torch.float32)])
     assert large[0].data_ptr() % 2**21 == 0
     assert [length for _, length in asked] == [3 * 2**21]
+
+
+def test_no_memory_is_said_as_such(tmp_path, monkeypatch):
+    """Not as a checkpoint that cannot be read."""
+
+    def refuse(*args, **settings):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    save_checkpoint(tmp_path, "qwen3")
+    monkeypatch.setattr(pages.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        load_model(tmp_path, load_spec(tmp_path), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -276,6 +276,9 @@ def test_weights_are_checked():
     ):
         with pytest.raises(ValueError, match=said):
             CpuProgram([product], Machine(buffers, slots, [], []))
+    for few in (kernels.skinny_linear, lambda x, w: kernels.grouped_linear(x, w[None], torch.tensor([2]))):
+        with pytest.raises(ValueError, match="weights that are not contiguous"):
+            few(torch.zeros(2, 64), torch.zeros(64, 128)[:, :64])
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are not listed here")

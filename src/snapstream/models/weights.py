@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -130,8 +129,6 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                         tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
                     place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            raise MemoryError(f"{checkpoint}: no memory for the weights") from error
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
     return model.requires_grad_(False).eval()
 

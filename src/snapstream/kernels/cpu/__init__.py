@@ -239,4 +239,3 @@ def _run_once(
 def _check_product(x: Tensor, weight: Tensor) -> None:
     require(x.shape[1] % MULTIPLE == 0, f"the input size is {x.shape[1]}; it must be a multiple of {MULTIPLE}")
     check_types(x, weight)
-    require(weight.is_contiguous(), "weight must be contiguous")

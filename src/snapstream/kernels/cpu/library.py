@@ -85,8 +85,9 @@ def native() -> ctypes.CDLL:
 def available() -> bool:
     """Whether :func:`load` could succeed, without doing it: the library is there, or a compiler is."""
     levels = supported_levels()
-    ready = any(path.exists() for level in levels for path in _places(level))
-    return bool(levels) and (compiler() is not None or ready)
+    if levels and compiler() is not None:
+        return True
+    return any(path.exists() for level in levels for path in _places(level))
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -106,24 +107,26 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def _places(level: Level) -> list[Path]:
-    cache = cache_directory()
-    return [directory / library_name(level) for directory in (HERE, cache) if directory is not None]
+    """Where its library may be: in the installation, or where those are that were built when they were needed."""
+    name = library_name(level)
+    return [directory / name for directory in (HERE, cache_directory()) if directory is not None]
 
 
 def _library(level: Level) -> ctypes.CDLL:
     """Installations bring it; else it is compiled for this processor when it is first needed."""
-    problem: Exception = BuildError("there is none in this installation, and no C++ compiler")
-    cache = cache_directory()
+    problem: Exception | None = None
     for path in _places(level):
         if path.exists():
             try:
                 return open_library(path)
             except OSError as error:  # such as one that was built for a newer C library, or has just been removed
                 problem = error
-                if path.parent == cache:
+                if path.parent != HERE:
                     path.unlink(missing_ok=True)  # so that it is built anew
+    cache = cache_directory()
     if compiler() is None or cache is None:
-        raise problem
+        missing = "no home directory to build one in" if cache is None else "no C++ compiler"
+        raise problem or BuildError(f"there is none in this installation, and {missing}")
     print("Building the CPU kernels for this processor, once; about ten seconds.", file=sys.stderr, flush=True)
     library = open_library(build(level, cache))
     remove_others(cache, days=KEPT)

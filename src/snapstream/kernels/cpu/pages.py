@@ -23,11 +23,17 @@ def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> l
     """Tensors beside each other in one block of memory, which is kept while one of them is.
 
     Each has a storage of its own: compiled graphs take tensors that share one for the same memory.
+
+    Raises:
+        MemoryError: There is none.
     """
     wanted = list(shapes)
     sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape, dtype in wanted]
     private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # not shared with a fork
-    block = mmap.mmap(-1, sum(sizes) + _PAGE, **private)
+    try:
+        block = mmap.mmap(-1, sum(sizes) + _PAGE, **private)
+    except OSError as error:
+        raise MemoryError(f"no memory for {sum(sizes)} bytes of weights or caches: {error}") from error
     view = memoryview(block)
     at = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _PAGE
     whole = sum(sizes) // _PAGE * _PAGE  # what is left is not asked for: it would take a large page of its own
