@@ -13,6 +13,7 @@ import pytest
 
 from snapstream import ConfigurationError, SamplingParams
 from snapstream.serving import driver
+from snapstream.serving.generation import Generation, Job
 from snapstream.serving.settings import ServerSettings
 from tests.serving.servers import idle, metric, post, running, wait_until
 
@@ -216,7 +217,7 @@ def test_when_to_come_back_follows_how_often_a_sequence_ends(llm, monkeypatch):
 
     def arrive(number, started=None):
         for _ in range(number):
-            generation = driver.Generation(next(one._names), driver.Job([5], SamplingParams()), Mock())
+            generation = Generation(next(one._names), Job([5], SamplingParams()), Mock())
             generation.started = started
             one._live[generation.name] = (Mock(), generation)
 

@@ -12,8 +12,9 @@ from snapstream import __version__
 from snapstream.config import SamplingParams
 from snapstream.engine import RequestOutput
 from snapstream.serving.answers import LogprobWriter, cache_of
-from snapstream.serving.driver import Batch, Job
+from snapstream.serving.driver import Batch
 from snapstream.serving.errors import ApiError
+from snapstream.serving.generation import Job
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, Generate
