@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.transformers.attention import ATTENTION
-from snapstream.integrations.transformers.layer import SlidingLayer, SnapStreamLayer
+from snapstream.integrations.transformers.layer import SnapStreamLayer
+from snapstream.integrations.transformers.sliding import SlidingLayer
 
 _REFUSED = {
     "diffllama": "each layer attends to its cache twice",

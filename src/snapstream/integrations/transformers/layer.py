@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import CacheLayerMixin, StaticSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from snapstream.compression import LayoutTensors, choose_entries, lay_out, layout_tensors, next_slot
 from snapstream.config import CacheBudget, LayerPrompt
@@ -433,26 +433,3 @@ def _take(tensor: Tensor, entries: Tensor) -> Tensor:
 def _mean_of_heads(votes: Tensor) -> Tensor:
     """One vote for all heads, ``[B, N, L] -> [B, 1, L]``."""
     return votes.mean(1, keepdim=True)
-
-
-class SlidingLayer(StaticSlidingWindowLayer):  # type: ignore[misc]
-    """A layer with a sliding window, as transformers has it, that can follow rows of a batch."""
-
-    is_croppable = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return int(self.keys.nbytes + self.values.nbytes) if self.is_initialized else 0
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        if self.is_initialized:
-            for name in ("keys", "values"):
-                setattr(self, name, getattr(self, name).repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some of the sequences."""
-        if self.is_initialized:
-            for name in ("keys", "values"):
-                setattr(self, name, getattr(self, name)[indices.to(self.device)])
