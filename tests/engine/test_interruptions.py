@@ -265,7 +265,7 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
     want = llm.generate(prompt(50), greedy(20))[0].token_ids
     for clean_up in (lambda: None, llm.engine.reset):
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.executor.decode, "greedy_graph", interrupt)
+            patch.setattr(llm.engine.executor.decode, "greedy_step", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompt(50), greedy(20, forced=tuple(prompt(9, seed=3))))
         clean_up()

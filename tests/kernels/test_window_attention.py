@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstream.compression import scoring
+from snapstream.kernels import compression
 from snapstream.kernels import cpu as kernels
 from tests.kernels.test_prefill_attention import KINDS
 
@@ -82,7 +83,7 @@ def test_the_operation_chooses_the_kernel(monkeypatch):
     """Plain torch is for what the kernel does not do."""
     assert kernels.available()
     plain = []
-    monkeypatch.setattr(kernels, "plain_window_attention", lambda *arguments: plain.append(arguments[0].shape[-1]))
+    monkeypatch.setattr(compression, "plain_window_attention", lambda *arguments: plain.append(arguments[0].shape[-1]))
     queries, keys = torch.randn(1, 2, 4, 32), torch.randn(1, 1, 50, 32)
     lengths = [torch.tensor([50]), torch.tensor([0]), torch.tensor([40])]
     got = scoring.window_attention(queries, keys, *lengths, 0.1, scoring.EVERYTHING, 1024)

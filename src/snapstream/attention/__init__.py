@@ -5,37 +5,69 @@ backend    devices               what it reads
 =========  ====================  ==========================================================================
 ``sdpa``   any                   every entry of the (bucketed) cache, invalid ones masked
 ``cpu``    CPU with the kernels  valid entries only
+``triton`` CUDA with triton      valid entries only
 =========  ====================  ==========================================================================
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+import snapstream.kernels.compression  # noqa: F401 (whoever chooses a backend wants the other kernels, too)
 from snapstream.attention.base import AttentionBackend
 from snapstream.attention.cpu import CpuAttention
 from snapstream.attention.sdpa import SdpaAttention
+from snapstream.attention.triton import TritonAttention
 from snapstream.errors import ConfigurationError
 from snapstream.kernels import cpu as cpu_kernels
+from snapstream.kernels import triton as triton_kernels
 
-__all__ = ["AttentionBackend", "CpuAttention", "SdpaAttention", "choose_backend"]
+__all__ = ["AttentionBackend", "CpuAttention", "SdpaAttention", "TritonAttention", "choose_backend"]
+
+logger = logging.getLogger(__name__)
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "sdpa": SdpaAttention, "triton": TritonAttention}
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
     """The backend called ``name``, or for ``auto`` the fastest one that supports a device, a type and sizes of heads.
 
+    Args:
+        name: ``auto``, or one of the table above.
+        device: Where tensors are; a CUDA device need not be here.
+        dtype: Of what is attended to.
+        sizes: Numbers of a key, and of a value if they differ.
+
     Raises:
         ConfigurationError: An unknown backend, or one that cannot run here; the message says why.
     """
-    backends: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "sdpa": SdpaAttention}
     if name == "auto":
-        unsupported = CpuAttention.unsupported(device, dtype, *sizes)
-        return SdpaAttention() if unsupported or not cpu_kernels.available() else CpuAttention()
-    if name not in backends:
-        raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(backends))}")
-    reason = backends[name].unsupported(device, dtype, *sizes)
-    if reason is None and name == "cpu" and not cpu_kernels.available():
-        reason = "there are no kernels; the warning above says why"
+        fastest = "triton" if device.type == "cuda" else "cpu"
+        reason = _reason_against(fastest, device, dtype, *sizes)
+        if reason and device.type == "cuda":
+            logger.warning("This GPU is used with stock operations, which are slower than our kernels: %s.", reason)
+        return _make("sdpa" if reason else fastest, device, dtype, *sizes)
+    if name not in _BACKENDS:
+        raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(_BACKENDS))}")
+    reason = _reason_against(name, device, dtype, *sizes)
     if reason:
         raise ConfigurationError(f"attention backend {name!r} cannot run here: {reason}")
-    return backends[name]()
+    return _make(name, device, dtype, *sizes)
+
+
+def _reason_against(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
+    """Why a backend cannot run, or ``None``; loads its kernels."""
+    reason = _BACKENDS[name].unsupported(device, dtype, *sizes)
+    if reason is None and name == "cpu" and not cpu_kernels.available():
+        return "there are no kernels; the warning above says why"
+    if reason is None and name == "triton":
+        triton_kernels.available(device)
+    return reason
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
+    if name == "triton":
+        return TritonAttention(device)
+    return SdpaAttention.for_heads(device, dtype, *sizes) if name == "sdpa" else CpuAttention()

@@ -1,4 +1,4 @@
-"""Torch's own attention with masks: runs on every device, reads every entry it is given."""
+"""Torch's own attention: runs on every device. Where torch has a flash kernel, prompts are read without a mask."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 
 
 class SdpaAttention(AttentionBackend):
-    """``scaled_dot_product_attention`` with a mask made from lengths."""
+    """``scaled_dot_product_attention`` with a mask made from lengths, or flash attention for prompts."""
 
-    reads_all_keys_in_prefill = True
+    def __init__(self, *, with_flash: bool = False) -> None:
+        """Choose how prompts are read.
+
+        Args:
+            with_flash: By :mod:`snapstream.attention.flash`.
+        """
+        self.with_flash = with_flash
+        self.reads_all_keys_in_prefill = not with_flash
+
+    @classmethod
+    def for_heads(
+        cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
+    ) -> SdpaAttention:
+        """The fastest for a device, a type, and numbers of a key and a value."""
+        return cls(with_flash=flash.fits(device, dtype, size, value_size or size))
 
     @staticmethod
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
@@ -31,13 +46,21 @@ class SdpaAttention(AttentionBackend):
         packed_until: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.prefill`."""
-        T, L = query.shape[0], keys.shape[1]
+        if self.with_flash:
+            return flash.attend(query, keys, values, start, scale)
+        (T, H, D), (N, L, V) = query.shape, values.shape
         key_position = torch.arange(L, device=query.device)
         mask = key_position <= start + torch.arange(T, device=query.device)[:, None]
+        # KV heads are the batch, and the heads of a group see the same memory. With more heads of queries than of keys
+        # and a mask, torch may have but a kernel that makes all logits.
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
+            query.reshape(T, N, H // N, D).permute(1, 2, 0, 3),
+            keys[:, None].expand(N, H // N, L, D),
+            values[:, None].expand(N, H // N, L, V),
+            attn_mask=mask,
+            scale=scale,
         )
-        return out[0].transpose(0, 1)
+        return out.permute(2, 0, 1, 3).reshape(T, H, V)
 
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
         """See :meth:`AttentionBackend.decode`. The heads of a group become query rows, so keys are not expanded."""

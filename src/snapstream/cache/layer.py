@@ -10,6 +10,20 @@ import torch
 from torch import Tensor
 
 
+def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
+    """Copy rows ``positions`` ``[N, E]`` of ``source`` ``[N, L, D]`` to ``target`` ``[N, E, D]``."""
+    target.copy_(source.gather(1, positions[..., None].expand(-1, -1, source.shape[-1])))
+
+
+copy_rows = torch.library.custom_op("snapstream::copy_rows", plain_copy_rows, mutates_args=("target",))
+""":func:`plain_copy_rows` as an operation, so that a device may have a kernel for it."""
+
+
+@copy_rows.register_fake
+def _copy_rows_shape(source: Tensor, positions: Tensor, target: Tensor) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class EntryShape:
     """What one token leaves in one layer.
@@ -123,8 +137,7 @@ class LayerCache(ABC):
             into: Has ``E`` entries or more.
         """
         for mine, theirs in zip(self.tensors, into.tensors, strict=True):
-            found = mine[0].gather(1, positions[..., None].expand(-1, -1, mine.shape[-1]))
-            theirs[0, :, : found.shape[1]].copy_(found)
+            copy_rows(mine[0], positions, theirs[0, :, : positions.shape[1]])
 
     def take(self, row: int, entries: Tensor) -> LayerCache:
         """Copy entries ``[E]`` of one sequence out, to a cache of their own."""

@@ -29,10 +29,20 @@ def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: i
     Returns:
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
     """
+    lengths = (layout.base, layout.count, layout.length)
+    positions: Tensor = selected(scores, *lengths, sink, top_k, capacity)
+    return positions
+
+
+def plain_selected(
+    scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
+) -> Tensor:
+    """See :func:`select_entries`; ``base``, ``count`` and ``length`` are of the layouts."""
     B, N, L = scores.shape
     device = scores.device
     entry = torch.arange(capacity, device=device)
-    base, count, length = layout.base[:, None], layout.count[:, None], layout.length[:, None]
+    pinned = (base - sink)[:, None, None]
+    base, count, length = base[:, None], count[:, None], length[:, None]
     recent = length - count + entry  # the last entry, count - 1, is the last token
     positions = torch.where(entry < sink, entry, recent)[:, None].expand(B, N, capacity)
     kept = min(top_k, L)
@@ -42,7 +52,6 @@ def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: i
         bits = scores.contiguous().view(torch.int32).to(torch.int64)
         order = bits * 2**32 + (L - 1 - torch.arange(L, device=device))
         chosen = order.topk(kept, dim=-1).indices
-        pinned = (layout.base - sink)[:, None, None]
         rank = torch.arange(kept, device=device)
         chosen = torch.where(rank < pinned, chosen, L).sort(-1).values
         lookup = (entry - sink).clamp(0, kept - 1).expand(B, N, capacity)
@@ -50,6 +59,17 @@ def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: i
         in_pinned = (entry >= sink) & (entry < base)
         positions = torch.where(in_pinned[:, None], voted, positions)
     return torch.where((entry < count)[:, None], positions, -1)
+
+
+selected = torch.library.custom_op("snapstream::selected", plain_selected, mutates_args=())
+""":func:`plain_selected` as an operation, so that a device may have a kernel for it."""
+
+
+@selected.register_fake
+def _selected_shape(
+    scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
+) -> Tensor:
+    return scores.new_empty((*scores.shape[:2], capacity), dtype=torch.int64)
 
 
 def choose_entries(

@@ -187,8 +187,23 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
     """
     if kernel == 1:
         return votes
-    pool = F.avg_pool1d if pooling == "avg" else F.max_pool1d
+    pooled: Tensor = smoothed(votes, pooling == "max", kernel)
+    return pooled
+
+
+def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+    """Average, or ``largest``, of ``kernel`` neighbours of each vote; see :func:`pool_votes`."""
+    pool = F.max_pool1d if largest else F.avg_pool1d
     return pool(votes, kernel, stride=1, padding=kernel // 2)
+
+
+smoothed = torch.library.custom_op("snapstream::smoothed", plain_smoothed, mutates_args=())
+""":func:`plain_smoothed` as an operation, so that a device may have a kernel for it."""
+
+
+@smoothed.register_fake
+def _smoothed_shape(votes: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(votes)
 
 
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Decode: every slot in one graph, inside caches of fixed size.
 
-On a CPU with the kernels of this package the graph is a list of operations, and one launch of a native loop runs it for
-all layers and for several tokens; elsewhere it is the modules of the model, compiled and captured on CUDA.
+Where there are kernels of this package, a step is a list of operations. On a CPU one launch of a native loop runs it
+for all layers and for several tokens. On CUDA a whole step is captured as one graph, and replayed for each token
+without waiting for the host. Elsewhere the modules of the model run.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.attention import AttentionBackend, CpuAttention
+from snapstream.attention import AttentionBackend, CpuAttention, TritonAttention
 from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
-from snapstream.engine.graphs import StaticGraph, repeated
+from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.engine.transfers import to_device
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Operation, Take
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models import DecoderModel
-from snapstream.models.decoder import Block
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +68,15 @@ class Decode:
         # What a launch of the loop has taken.
         self.taken = torch.zeros((steps, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
-        self.loop = self._loop_of([*model.operations(), Take(Part("logits", spec.vocab_size, dtype=torch.float32))])
-        self._layer = repeated(self._layer_of_step())
-        # All layers are one graph, which greedy and sampled steps share; what follows is small.
-        self.read_graph = StaticGraph(self._read_tokens, device, compiled=not eager, captured=not eager)
-        self.greedy_graph = StaticGraph(self._take_likeliest, device, compiled=not eager, captured=not eager)
-        self.sampling_graph = StaticGraph(self._take_sampled, device, compiled=not eager, captured=not eager)
+        operations = list(model.operations())
+        self.loop = self._loop_of([*operations, Take(Part("logits", spec.vocab_size, dtype=torch.float32))])
+        self._kernels = self._kernels_of(operations)
+        self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
+        self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
 
     def warm_up(self, pool: Any = None) -> None:
-        """Compile all graphs; all slots are free before and after."""
-        for graph in (self.read_graph, self.greedy_graph, self.sampling_graph):
+        """Run and capture the graphs; all slots are free before and after."""
+        for graph in (self.greedy_step, self.sampled_step):
             graph.warm_up(pool)
 
     @torch.inference_mode()
@@ -117,6 +117,7 @@ class Decode:
         slot: int,
         indices: Sequence[int],
         layout: Layout,
+        position: int,
         *,
         positions: Sequence[Tensor],
         tokens: Sequence[int],
@@ -130,20 +131,20 @@ class Decode:
             slot: Which.
             indices: Tokens to take, in the order they were stored in.
             layout: The sequence's layout.
+            position: See :meth:`start`.
             positions: Per layer, true positions of its prompt's entries, ``[N, count]``.
             tokens: See :class:`CompressedSequence`.
             answer: See :class:`CompressedSequence`.
             logits: See :class:`CompressedSequence`.
             budget: See :class:`CompressedSequence`.
         """
-        device = self.token.device
-        stored = torch.tensor(indices, dtype=torch.int64, device=device)
-        entries = torch.tensor([entry_of(layout, index) for index in indices], dtype=torch.int64, device=device)
-        from_end = int(self.position[slot]) - int(self.count[slot])  # a decoded token's position less its index
+        stored = to_device(indices, self.token.device)
+        entries = to_device([entry_of(layout, index) for index in indices], self.token.device)
+        dropped = position - layout.count  # a decoded token's position less its index
         of_prompt = stored < layout.count
 
         def true(prompt: Tensor) -> Tensor:
-            return torch.where(of_prompt, prompt[:, stored.clamp(max=layout.count - 1)], stored + from_end).int()
+            return torch.where(of_prompt, prompt[:, stored.clamp(max=layout.count - 1)], stored + dropped).int()
 
         return CompressedSequence(
             layers=[layer.take(slot, entries) for layer in self.layers],
@@ -174,19 +175,13 @@ class Decode:
             Per step, tensors that are the caller's. With ``greedy`` only the tokens mean something.
         """
         for slot, tokens in (forced or {}).items():
-            self.forced[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            self.forced[slot, : len(tokens)] = to_device(tokens, self.token.device)
         if self.loop is not None and greedy:
             self.loop.run(steps)
             return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
-        take = self.greedy_graph if greedy else self.sampling_graph
-        results = []
-        for _ in range(steps):
-            if self.loop is None:
-                self.read_graph()
-            else:
-                self.loop.run(last=-1)  # all but taking the token
-            results.append(Sampled(*(tensor.clone() for tensor in take())))
-        return results
+        if greedy:
+            return [self._only_tokens(self.greedy_step().clone()) for _ in range(steps)]
+        return [Sampled(*(tensor.clone() for tensor in self.sampled_step())) for _ in range(steps)]
 
     def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """The slots' memory, all zero."""
@@ -207,6 +202,20 @@ class Decode:
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
         if reason or not isinstance(self.backend, CpuAttention):
             return None
+        return CpuProgram(operations, self._machine(operations))
+
+    def _kernels_of(self, operations: Sequence[Operation]) -> Callable[[], None] | None:
+        """The operations by kernels for CUDA, where there are any."""
+        if not isinstance(self.backend, TritonAttention):
+            return None
+        from snapstream.kernels.triton.program import TritonProgram
+
+        heads, entries = self.layers[0].keys.shape[1:3]
+        splits = self.backend.splits(self.slots, heads, entries)
+        return TritonProgram(operations, self._machine(operations), splits=splits).run
+
+    def _machine(self, operations: Sequence[Operation]) -> Machine:
+        """What a list of operations works on: this object's slots, and buffers for what is between."""
         slots = Slots(
             token=self.token[:, None],
             position=self.position,
@@ -217,52 +226,44 @@ class Decode:
             forced=self.forced,
             taken=self.taken,
         )
-        buffers = allocate_buffers(
-            (part for each in operations for part in each.parts()), self.slots, dtype, {"logits": self.logits}
-        )
-        return CpuProgram(operations, Machine(buffers, slots, self.layers, pending=[]))
+        parts = (part for each in operations for part in each.parts())
+        dtype, device = self.layers[0].keys.dtype, self.token.device
+        buffers = allocate_buffers(parts, self.slots, dtype, {"logits": self.logits}, device)
+        return Machine(buffers, slots, self.layers, pending=[])
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""
+        if self.loop is not None:
+            self.loop.run(last=-1)  # all but taking the token
+        elif self._kernels is not None:
+            self._kernels()
+        else:
+            self._run_modules()
+
+    def _run_modules(self) -> None:
+        """The same by the modules of the model."""
         x = self.model.embedding(self.token)
         cosine, sine = self.model.rope(self.position)
         entry = next_slot(self.count, self.base, self.limit)[:, None]
         valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
         for block, cache in zip(self.model.layers, self.layers, strict=True):
-            x = self._layer(block, cache.tensors, x, cosine, sine, entry, valid, self.active)
+            query, key, value = block.project(x, cosine, sine)
+            cache.write(entry, key[:, None], value[:, None], self.active)
+            x = block.complete(x, self.backend.decode(query, cache.keys, cache.values, valid, self.scale))
         self.logits.copy_(self.model.logits(x))
 
-    def _layer_of_step(self) -> Callable[..., Tensor]:
-        """One layer of a step. All that differs from layer to layer is an argument, so it is compiled once."""
-        kind, backend, scale = type(self.layers[0]), self.backend, self.scale
-
-        def through_layer(
-            block: Block,
-            tensors: tuple[Tensor, ...],
-            x: Tensor,
-            cosine: Tensor,
-            sine: Tensor,
-            entry: Tensor,
-            valid: Tensor,
-            active: Tensor,
-        ) -> Tensor:
-            cache = kind(tensors)
-            query, key, value = block.project(x, cosine, sine)
-            cache.write(entry, key[:, None], value[:, None], active)
-            return block.complete(x, backend.decode(query, cache.keys, cache.values, valid, scale))
-
-        return through_layer
-
-    def _take_likeliest(self) -> Sampled:
+    def _greedy_step(self) -> Tensor:
+        self._read_tokens()
         tokens = impose(sample_greedy(self.logits), self.forced[:, 0])
         self._advance(tokens)
-        return self._only_tokens(tokens)
+        return tokens
 
     def _only_tokens(self, tokens: Tensor) -> Sampled:
         nothing = self.sampling.temperature
         return Sampled(tokens, nothing, tokens, nothing)
 
-    def _take_sampled(self) -> Sampled:
+    def _sampled_step(self) -> Sampled:
+        self._read_tokens()
         sampled = sample(self.logits, self.sampling, self.position + 1, self.active, self.forced[:, 0])
         self._advance(sampled.tokens)
         return sampled

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from snapstream.cache import CompressedSequence
 from snapstream.compression import lay_out, surviving_tokens
+from snapstream.config import MIN_CAPACITY, CacheBudget
+from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
@@ -20,6 +22,7 @@ from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
+from snapstream.engine.transfers import to_device, to_host
 from snapstream.models import DecoderModel
 
 
@@ -36,9 +39,7 @@ class Executor:
     def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
-        self.prefill = Prefill(
-            model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk, eager=eager
-        )
+        self.prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
         self.decode = Decode(
             model,
             setup.backend,
@@ -52,8 +53,29 @@ class Executor:
         self.readers: list[tuple[Request, Target]] = []
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
-            self.prefill.warm_up()
+            self._rehearse(setup.budget, setup.max_model_len)
             self.decode.warm_up(graph_pool(self.device))
+
+    def _rehearse(self, budget: CacheBudget, max_model_len: int) -> None:
+        """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
+        length = min(max_model_len, budget.capacity + 1)
+        reading = Reading(self.spec, [0] * length)
+        small = CacheBudget.of(max(MIN_CAPACITY, length // 2))
+        budgets = [
+            each
+            for each in (budget, small)
+            if each.capacity < length and enough_queries(each.queries, self.prefill.kept)
+        ]
+        for each in budgets or [budget]:
+            empty = self.spec.entry.empty(
+                1, lay_out(length, each).count, dtype=self.prefill.staging.keys.dtype, device=self.device
+            )
+            reading.add(each, [empty] * self.spec.layers, telemetry=True)
+        while not reading.finished:
+            self.prefill.advance(reading)
+        for target in reading.targets:
+            if target.error is not None:
+                raise target.error
 
     # -- reading prompts ----------------------------------------------------------------------------------------------
 
@@ -164,12 +186,12 @@ class Executor:
     @torch.inference_mode()
     def _draw_first(self, request: Request, logits: Tensor) -> int:
         """Draw the first token of an output, from what prefill says."""
-        tokens = torch.tensor(request.all_tokens, dtype=torch.int64, device=self.device)
+        tokens = to_device(request.all_tokens, self.device)
         self._first_token.assign(0, request.params, request.seed, tokens, request.text.stop_ids)
-        position = torch.tensor([len(tokens)], device=self.device)
+        position = to_device([len(tokens)], self.device)
         active = torch.ones(1, dtype=torch.bool, device=self.device)
-        forced = torch.tensor([*request.params.forced[:1], -1][:1], device=self.device)
-        sampled = sample(logits, self._first_token, position, active, forced)
+        forced = to_device([*request.params.forced[:1], -1][:1], self.device)
+        sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
         token = int(sampled.tokens[0])
         request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
         return token
@@ -184,8 +206,12 @@ class Executor:
         # No more steps than the request that needs most can use.
         steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
         results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
-        tokens = torch.stack([step.tokens for step in results]).tolist()
-        details = None if greedy else [Sampled(*(tensor.cpu() for tensor in step)) for step in results]
+        # One copy for all steps of a launch, one for each kind of detail.
+        stacked = to_host(
+            [torch.stack(each) for each in zip(*(step[: 1 if greedy else None] for step in results), strict=True)]
+        )
+        tokens = stacked[0].tolist()
+        details = None if greedy else [Sampled(*step) for step in zip(*stacked, strict=True)]
         failed: list[tuple[Request, Exception]] = []
         for request in going:
             slot, wanted = request.slot, request.params.logprobs
@@ -216,6 +242,7 @@ class Executor:
             slot,
             indices,
             layout,
+            request.before + len(request.prompt),
             positions=request.positions,
             tokens=[*request.all_tokens, *request.tokens[:tokens]],
             answer=request.text.of(tokens),

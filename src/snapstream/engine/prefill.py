@@ -17,8 +17,6 @@ attention backends keep the layer's values a second time, in the order they mult
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,9 @@ from snapstream.cache import LayerCache
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
-from snapstream.engine.graphs import compile_function, compiling
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.reading import Reading, Target, count_parts
+from snapstream.engine.transfers import to_device
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 
@@ -48,7 +46,6 @@ class Prefill:
         queries: int,
         padded: int,
         chunk: int,
-        eager: bool,
     ) -> None:
         """Allocate what a prompt of any length needs.
 
@@ -58,12 +55,11 @@ class Prefill:
             queries: Last queries of a prompt to keep, or ALL.
             padded: Tokens of the staging cache, see :func:`staging_length`.
             chunk: Prompt tokens of one launch.
-            eager: Do not compile.
         """
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
         self.model, self.backend, self.chunk = model, backend, chunk
-        self.scale, self.device, self.eager = spec.scale, device, eager
+        self.scale, self.device, self.kept = spec.scale, device, queries
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
         self._columns = spec.value_size if backend.narrow_values else spec.head_dim
         values = self._values(self.staging.row(0))
@@ -77,22 +73,6 @@ class Prefill:
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
         self.ahead = torch.zeros((), dtype=torch.int64, device=device)
-        self.buckets = staging_buckets(padded, chunk) if backend.reads_all_keys_in_prefill else (padded,)
-        # Each is compiled once per kind of layer, not once per layer: weights are arguments. Nothing is captured: the
-        # work of a chunk is much longer than what it takes to launch it.
-        self._read = {size: compile_function(self._reader_of(size), eager=eager) for size in self.buckets}
-        self._store = compile_function(self._project, eager=eager)
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile all that a prompt of any length may need."""
-        kinds = {type(block.feed_forward): block for block in self.model.layers}
-        x = self.hidden[: self.chunk]
-        with compiling():
-            for block in kinds.values():
-                for read in self._read.values():
-                    read(block, x)
-            self._store(self.model.layers[-1], x)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:
@@ -103,12 +83,11 @@ class Prefill:
         start, last_layer = reading.done, reading.layer == len(self.model.layers) - 1
         tokens = reading.tokens[start : start + self.chunk]
         used, block = len(tokens), self.model.layers[reading.layer]
-        x = self.hidden[start : start + (used if self.eager else self.chunk)]
+        x = self.hidden[start : start + used]
         if start == 0 and reading.past is not None:
             self.staging.put(reading.past.layers[reading.layer])
         if reading.layer == 0:
-            x[:used] = self.model.embedding(torch.tensor(tokens, dtype=torch.int64, device=self.device))
-            x[used:] = 0
+            x.copy_(self.model.embedding(to_device(tokens, self.device)))
         self.start.fill_(reading.before + start)
         self._packed_until.fill_(reading.before + start if start else 0)
         self.ahead.fill_(reading.dropped_before)
@@ -117,11 +96,11 @@ class Prefill:
         else:
             if last_layer:  # what the last token goes into the layer with, before its place is written over
                 self._last_input.copy_(x[used - 1 : used])
-            query = self._read[self._bucket(reading.before + start + len(x))](block, x)
-        self._keep_queries(query[:used], reading.before + start, reading.length)
+            query = self._read(block, x, reading.before + start + used)
+        self._keep_queries(query, reading.before + start, reading.length)
         reading.done += used
         if last_layer and reading.scored is not None:
-            self._score(reading, x[:used], start)
+            self._score(reading, x, start)
         if reading.done == len(reading.tokens):
             if last_layer:
                 reading.logits = self._last_logits(reading, block)
@@ -129,27 +108,20 @@ class Prefill:
             reading.layer += 1
             reading.done = 0
 
-    def _bucket(self, entries: int) -> int:
-        return next(size for size in self.buckets if size >= entries)
-
-    def _project(self, block: Block, x: Tensor) -> Tensor:
+    def _store(self, block: Block, x: Tensor) -> Tensor:
         """Store keys and values of a chunk ``[T, hidden]``; returns its queries ``[T, H, D]``."""
         rows = self.start + torch.arange(x.shape[0], device=self.device)
         query, key, value = block.project(x, *self.model.rope(rows + self.ahead))
         self.staging.write(rows[None], key[None], value[None])
         return query
 
-    def _reader_of(self, size: int) -> Callable[[Block, Tensor], Tensor]:
-        """The function that takes a chunk through a layer in place, seeing ``size`` entries of the staging cache."""
-
-        def read(block: Block, x: Tensor) -> Tensor:
-            query = self._project(block, x)
-            seen = self.staging.row(0, size)
-            attended = self._attend(query, seen, self.start)
-            x.copy_(block.complete(x, attended))
-            return query
-
-        return read
+    def _read(self, block: Block, x: Tensor, entries: int) -> Tensor:
+        """Take a chunk through a layer in place, with which there are ``entries`` in the staging cache."""
+        query = self._store(block, x)
+        read = entries if self.backend.reads_all_keys_in_prefill else None
+        attended = self._attend(query, self.staging.row(0, read), self.start)
+        x.copy_(block.complete(x, attended))
+        return query
 
     def _attend(self, query: Tensor, seen: LayerCache, start: Tensor) -> Tensor:
         return self.backend.prefill(
@@ -194,7 +166,7 @@ class Prefill:
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
             logprobs = self.model.logits(x[at : at + len(some)]).log_softmax(-1)
-            chosen = logprobs.gather(1, torch.tensor(some, device=self.device)[:, None])[:, 0].tolist()
+            chosen = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0].tolist()
             top, ids = (part.tolist() for part in logprobs.topk(reading.scored or 0, -1))
             reading.logprobs += [
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
@@ -230,7 +202,7 @@ class Prefill:
         if target.telemetry:
             prompt = self._shown(reading, target, WINDOW)
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
-            target.mass.append(float(shares.mean()))
+            target.mass.append(shares.mean())
 
     def _shown(self, reading: Reading, target: Target, queries: int | None = None) -> LayerPrompt:
         """The layer that has been read, as policies are shown it: the last queries that are known, at most so many."""
@@ -257,11 +229,3 @@ def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
         continued: A prompt may begin after the entries of a saved cache, so that no chunk of it starts at a multiple.
     """
     return (-(-max_model_len // chunk) + continued) * chunk
-
-
-def staging_buckets(padded: int, chunk: int) -> tuple[int, ...]:
-    """Lengths for which functions are compiled: doubling from one chunk, so at most half of what is read is padding."""
-    sizes = [chunk]
-    while sizes[-1] < padded:
-        sizes.append(min(2 * sizes[-1], padded))
-    return tuple(sizes)

@@ -26,7 +26,7 @@ class Target:
         telemetry: Whether to report which tokens were kept, and how much attention they had.
         wants_positions: Whether true positions are needed later.
         positions: Per layer that is done, true positions of the entries, int32 ``[N, count]``, if they are wanted.
-        mass: Per layer that is done, the share of the window's attention that went to what was kept.
+        mass: Per layer that is done, the share of the window's attention that went to what was kept, a scalar.
         parts: Kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all layers and heads.
         error: Why this one could not be made.
     """
@@ -37,14 +37,14 @@ class Target:
     telemetry: bool = False
     wants_positions: bool = False
     positions: list[Tensor] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
+    mass: list[Tensor] = field(default_factory=list)
     parts: Tensor | None = None
     error: Exception | None = None
 
     def kept_tokens(self) -> KeptTokens:
         """Telemetry of the whole prompt."""
         positions = tuple(tuple(tuple(head) for head in layer.tolist()) for layer in self.positions)
-        return KeptTokens(tuple(self.mass), positions)
+        return KeptTokens(tuple(torch.stack(self.mass).tolist()), positions)
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
         """How much of each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens was kept."""
@@ -152,7 +152,8 @@ def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
 
 def count_parts(positions: Tensor, length: int) -> Tensor:
     """How many of some positions, int64, lie in each of :data:`KEPT_PARTS` equal parts of ``length`` tokens."""
-    return torch.bincount(positions.flatten() * KEPT_PARTS // length, minlength=KEPT_PARTS)
+    part = positions.flatten() * KEPT_PARTS // length
+    return torch.zeros(KEPT_PARTS, dtype=torch.int64, device=part.device).scatter_add_(0, part, torch.ones_like(part))
 
 
 def _shares(parts: Tensor | None, length: int, copies: int) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snapstream.compression.scoring import counter_uniform
 from snapstream.config import SamplingParams
+from snapstream.engine.transfers import to_device
 
 
 class Sampled(NamedTuple):
@@ -80,14 +81,13 @@ class SamplingState:
         self.in_prompt[slot, prompt] = True
         self.bias[slot] = 0
         if params.logit_bias:
-            device = self.bias.device
-            tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-            self.bias[slot, tokens] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            tokens = to_device(list(params.logit_bias), self.bias.device)
+            self.bias[slot, tokens] = to_device(list(params.logit_bias.values()), self.bias.device, torch.float32)
         self.end_from[slot] = len(prompt) + params.min_tokens
         self.ends[slot] = False
         known = [token for token in ends if token < self.vocab_size]
         if params.min_tokens and known:
-            self.ends[slot, torch.tensor(known, dtype=torch.int64, device=self.ends.device)] = True
+            self.ends[slot, to_device(known, self.ends.device)] = True
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
         """Take over a row of another state."""

@@ -164,7 +164,7 @@ class Store(Operation):
         if T == 1:
             cache.write(slots.entries(), key, value, slots.active)
         else:
-            m.pending[self.layer].write(torch.arange(T).expand(B, T), key, value, slots.active)
+            m.pending[self.layer].write(torch.arange(T, device=key.device).expand(B, T), key, value, slots.active)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Attend(Operation):
                 pending = m.pending[self.layer]
                 key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                 seen.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), slots.active)
-            mask = torch.arange(seen.entries) < valid[:, t].clamp(min=1)[:, None]
+            mask = torch.arange(seen.entries, device=query.device) < valid[:, t].clamp(min=1)[:, None]
             out = F.scaled_dot_product_attention(
                 query[:, t].reshape(B, seen.keys.shape[1], -1, self.query.size),
                 seen.keys,
@@ -304,7 +304,7 @@ class Take(Operation):
         tokens = torch.where(slots.forced[:, 0] >= 0, slots.forced[:, 0], likeliest)
         left = torch.cat((slots.forced[:, 1:], torch.full_like(slots.forced[:, :1], -1)), 1)
         slots.forced.copy_(torch.where(active[:, None], left, slots.forced))
-        slots.taken[m.step, active] = tokens[active]
+        slots.taken[m.step] = torch.where(active, tokens, slots.taken[m.step])
         slots.token[:, 0] = torch.where(active, tokens, slots.token[:, 0])
         slots.count.add_(active.long())
         slots.position.add_(active.long())

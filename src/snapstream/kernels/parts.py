@@ -123,7 +123,11 @@ class Machine:
 
 
 def allocate_buffers(
-    parts: Iterable[Part], rows: int, dtype: torch.dtype, given: dict[str, Tensor] | None = None
+    parts: Iterable[Part],
+    rows: int,
+    dtype: torch.dtype,
+    given: dict[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Buffers that are wide enough for all parts, zero; those that are given stay."""
     widths: dict[str, int] = {}
@@ -136,5 +140,5 @@ def allocate_buffers(
     for name, width in widths.items():
         kind = kinds[name].dtype or dtype
         wide = torch.promote_types(kind, dtype) if kind.is_floating_point else kind
-        made[name] = torch.zeros(rows * kinds[name].copies, width, dtype=wide)
+        made[name] = torch.zeros(rows * kinds[name].copies, width, dtype=wide, device=device)
     return made | (given or {})

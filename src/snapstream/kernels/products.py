@@ -40,7 +40,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if x.shape[0] <= weight.shape[0] * _skinny_rows(weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
-    result: Tensor = _grouped_linear(x, weight, ends)
+    result: Tensor = stock_grouped_linear(x, weight, ends)
     return result
 
 
@@ -52,11 +52,11 @@ def _skinny_rows(weight: Tensor) -> int:
 
 
 @torch.library.custom_op("snapstream::grouped_linear", mutates_args=())
-def _grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def stock_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Torch's product; an operation of our own because its tracing knows bfloat16 only."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32)).contiguous()
 
 
-@_grouped_linear.register_fake
+@stock_grouped_linear.register_fake
 def _grouped_linear_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])

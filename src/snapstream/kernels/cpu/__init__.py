@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapstream.cache import EntryShape, LayerCache
-from snapstream.compression.scoring import plain_window_attention, window_attention
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
@@ -78,23 +76,6 @@ def available() -> bool:
     loaded = True
     logger.info("Prompts in bfloat16 are read with %s.", prefill_instructions(torch.bfloat16))
     return True
-
-
-@window_attention.register_kernel("cpu")
-def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-    """See :func:`snapstream.compression.scoring.plain_window_attention`, which does what there is no kernel for."""
-    kernel_fits = (
-        loaded
-        and keys.dtype in TYPES
-        and queries.dtype == keys.dtype
-        and keys.shape[3] % MULTIPLE == 0
-        and keys.stride(3) == queries.stride(3) == 1
-        and keys.stride(2) % 2 == 0
-        and rest[3] > 0
-    )
-    if not kernel_fits:
-        return plain_window_attention(queries, keys, *rest)
-    return attend_window(queries, keys, *rest[:-1])  # key_chunk is what bounds the plain function's memory
 
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,74 @@
+"""Torch's flash attention for chunks of prompts: grouped heads and any start, without masks or expanded keys."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+MOST_HEAD_SIZE = 256
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    """See :meth:`snapstream.attention.base.AttentionBackend.prefill`; nothing is made that grows with ``L``.
+
+    The chunk is given as a sequence of a batch whose sequences have lengths of their own, on the device (*varlen*): its
+    mask is then causal from the end of the keys, so ``start`` need not be known to the host.
+    """
+    T, L = query.shape[0], keys.shape[1]
+    sequences = torch.arange(2, dtype=torch.int32, device=query.device)
+    seen = sequences * (start + T).to(torch.int32)
+    # The public function's arguments differ between versions of torch; those of the operation below it do not.
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        sequences * T,
+        seen,
+        T,
+        L,
+        0.0,
+        True,
+        False,
+        scale=scale,
+    )[0]
+    return out
+
+
+def fits(device: torch.device, dtype: torch.dtype, size: int, value_size: int) -> bool:
+    """Whether torch has a flash kernel for such heads; on a device that is here, whether it is also right."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if size != value_size or size % 8 or size > MOST_HEAD_SIZE:
+        return False
+    return _is_right(device, dtype, size) if torch.cuda.is_available() else True
+
+
+@functools.cache
+def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Try it: builds of torch are without it, and which heads it takes depends on the device."""
+    generator, start, scale = torch.Generator().manual_seed(0), 3, 0.1
+    query, keys, values = (torch.randn(n, m, size, generator=generator) for n, m in ((5, 4), (2, 8), (2, 8)))
+    want = F.scaled_dot_product_attention(
+        query.transpose(0, 1),
+        keys.repeat_interleave(2, 0),
+        values.repeat_interleave(2, 0),
+        attn_mask=torch.ones(5, 8, dtype=torch.bool).tril(start),
+        scale=scale,
+    ).transpose(0, 1)
+    # Behind the chunk, what must not be read would win.
+    longer = [torch.cat((each, torch.full_like(each, 30.0)), 1).to(device, dtype) for each in (keys, values)]
+    try:
+        got = attend(query.to(device, dtype), longer[0], longer[1], torch.tensor(start, device=device), scale)
+    except RuntimeError as error:
+        logger.warning("Torch's flash attention does not work here, so prompts are read without: %s", error)
+        return False
+    if torch.allclose(got.float().cpu(), want, atol=3e-2):
+        return True
+    logger.warning("Torch's flash attention gives wrong results here, so prompts are read without.")
+    return False

@@ -1,0 +1,98 @@
+"""CUDA devices: kernels of our own in Triton, and torch's flash kernels for the prompts that they take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapstream.attention import flash
+from snapstream.attention.base import AttentionBackend
+from snapstream.cache import EntryShape
+from snapstream.kernels import triton as kernels
+from snapstream.kernels.parts import Slots
+
+MOST_HEAD_SIZE = 1024
+
+
+class TritonAttention(AttentionBackend):
+    """Needs the kernels of :mod:`snapstream.kernels.triton`."""
+
+    reads_all_keys_in_prefill = False
+    narrow_values = True
+
+    def __init__(self, device: torch.device) -> None:
+        """Remember the device: how the entries of a slot are split depends on it."""
+        self.device = device
+
+    @staticmethod
+    def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
+        """A device with kernels, a type and head sizes that they take."""
+        if dtype not in kernels.DTYPES:
+            return f"the dtype is {dtype}; it takes float32, bfloat16 and float16"
+        if any(size % 2 or size > MOST_HEAD_SIZE for size in sizes):
+            given = " and ".join(map(str, dict.fromkeys(sizes)))
+            return f"the head size is {given}; it takes even ones up to {MOST_HEAD_SIZE}"
+        return kernels.missing(device)
+
+    def splits(self, slots: int, kv_heads: int, entries: int) -> int:
+        """Into how many parts decoding splits the entries of each slot."""
+        from snapstream.kernels.triton.decode import splits_of
+
+        return splits_of(slots, kv_heads, entries, kernels.processors(self.device))
+
+    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
+        """See :meth:`AttentionBackend.decode_bytes`: results of the parts that each slot's entries are split into."""
+        parts = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
+        return slots * heads * parts * (columns + 1) * 4
+
+    def prefill(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        scale: float,
+        *,
+        packed: Tensor | None = None,
+        packed_until: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.prefill`. A single token is decoded, which splits what it sees."""
+        from snapstream.kernels.triton.prefill import attend_chunk
+
+        T, _, D = query.shape
+        V = values.shape[2]
+        if T == 1 and values.stride() == keys.stride():
+            # In as many parts for any length, or there would be as many kernels.
+            return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
+        if flash.fits(query.device, query.dtype, D, V):
+            return flash.attend(query, keys, values, start, scale)
+        return attend_chunk(query, keys, values, start, scale)
+
+    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+        """See :meth:`AttentionBackend.decode`."""
+        splits = self.splits(len(query), keys.shape[1], keys.shape[2])
+        return self._attend_slots(query, keys, values, valid, scale, splits)
+
+    def _attend_slots(
+        self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float, splits: int
+    ) -> Tensor:
+        from snapstream.kernels.triton.decode import attend_slots
+
+        B, H, D = query.shape
+        N, C = keys.shape[1:3]
+        is_latent = values.data_ptr() == keys.data_ptr()
+        cache = EntryShape(N, D, latent=is_latent).kind([keys] if is_latent else [keys, values])
+        nothing = torch.zeros_like(valid)
+        slots = Slots(
+            token=nothing[:, None],
+            position=nothing,
+            base=nothing,
+            count=valid - 1,
+            limit=torch.full_like(valid, C),
+            active=valid > 0,
+            forced=nothing[:, None],
+            taken=nothing[None],
+        )
+        out = query.new_zeros(B, H, values.shape[3])
+        attend_slots(query, out, cache, None, slots, scale, splits=splits)
+        return out

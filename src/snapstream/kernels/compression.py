@@ -1,0 +1,67 @@
+"""Votes, smoothing, choice and copy of compression: each asks which kernel there is for its device and type.
+
+Importing this module registers them with the operations of :mod:`snapstream.compression` and :mod:`snapstream.cache`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from snapstream.cache.layer import copy_rows, plain_copy_rows
+from snapstream.compression.compress import plain_selected, selected
+from snapstream.compression.scoring import plain_smoothed, plain_window_attention, smoothed, window_attention
+from snapstream.kernels import cpu, triton
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
+
+DEVICES = ("cpu", "cuda")
+
+
+@window_attention.register_kernel(DEVICES)
+def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    if triton.takes(keys) and queries.dtype == keys.dtype and keys.stride(3) == queries.stride(3) == 1:
+        from snapstream.kernels.triton import votes
+
+        return votes.window_attention(queries, keys, *rest)
+    fits_cpu = (
+        cpu.loaded
+        and keys.device.type == "cpu"
+        and keys.dtype in TYPES
+        and queries.dtype == keys.dtype
+        and keys.shape[3] % MULTIPLE == 0
+        and keys.stride(3) == queries.stride(3) == 1
+        and keys.stride(2) % 2 == 0
+        and rest[3] > 0
+    )
+    if fits_cpu:
+        return cpu.attend_window(queries, keys, *rest[:-1])  # key_chunk is what bounds the plain function's memory
+    return plain_window_attention(queries, keys, *rest)
+
+
+@smoothed.register_kernel(DEVICES)
+def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+    if triton.takes(votes):
+        from snapstream.kernels.triton.votes import pool_votes
+
+        return pool_votes(votes, largest, kernel)
+    return plain_smoothed(votes, largest, kernel)
+
+
+@selected.register_kernel(DEVICES)
+def _selected(scores: Tensor, *rest: Any) -> Tensor:
+    if triton.takes(scores):
+        from snapstream.kernels.triton.select import select_entries
+
+        return select_entries(scores, *rest)
+    return plain_selected(scores, *rest)
+
+
+@copy_rows.register_kernel(DEVICES)
+def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
+    if triton.takes(source) and source.stride(2) == target.stride(2) == 1:
+        from snapstream.kernels.triton.select import gather
+
+        gather(source, positions, target)
+    else:
+        plain_copy_rows(source, positions, target)

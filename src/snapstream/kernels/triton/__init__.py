@@ -1,0 +1,79 @@
+"""Kernels for CUDA devices, in Triton.
+
+They are for attention of decoding and of prompts that torch's kernels do not take, for votes and choice of entries, for
+norms and rotations, and for writing to caches. Triton comes with CUDA builds of torch. Without it everything still
+works, on slower stock operations; nothing of it is imported before it is needed.
+
+With ``TRITON_INTERPRET=1`` in the environment kernels run in Triton's interpreter, on the CPU: slowly, but step by step
+the same, which is how they are tested where there is no device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (8, 0)
+"""Compute capability that kernels need at least, for products of bfloat16."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROCESSORS = 132
+"""Multiprocessors of a device that is not here, as of an H100."""
+LEAST_ENTRIES = 128
+"""Entries of a cache that are worth a program of their own in decoding."""
+MOST_SPLITS = 32
+"""Parts that decoding splits the entries of a slot into at most."""
+
+interpreting = False
+"""Whether kernels are for tensors on the CPU, in the interpreter; :func:`available` sets it."""
+
+
+def missing(device: torch.device) -> str | None:
+    """Why there are no kernels for a device, or ``None`` if there are. A device that is not here may have them."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"the device is {device}, and TRITON_INTERPRET=1 is not set"
+    if torch.cuda.is_available():
+        return _missing_here(device.index or 0)
+    return None
+
+
+@functools.cache
+def _missing_here(index: int) -> str | None:
+    found = torch.cuda.get_device_capability(index)
+    if found >= OLDEST:
+        return None
+    return f"the device has compute capability {found[0]}.{found[1]}; kernels need {OLDEST[0]}.{OLDEST[1]}"
+
+
+def available(device: torch.device) -> bool:
+    """Whether there are kernels for a device; on the CPU, whether the interpreter is to run them from now on."""
+    global interpreting  # noqa: PLW0603 (rows and products ask it at every call)
+    reason = missing(device)
+    if reason is None and device.type == "cpu":
+        interpreting = True
+    return reason is None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether kernels take such numbers where they are."""
+    if x.device.type == "cpu":
+        return interpreting and x.dtype in DTYPES
+    return x.device.type == "cuda" and x.dtype in DTYPES and missing(x.device) is None
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,295 @@
+"""Attention of a decode step over caches of fixed size.
+
+A program takes the query heads of one group, with all tokens of the step, as rows of one tile, and one part of the
+slot's entries; a second kernel merges the parts (flash decoding). How many entries there are is read on the device, so
+that the launch is always the same: the parts share what is there, and programs of free slots leave at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from snapstream.cache import LayerCache
+from snapstream.kernels.parts import Slots
+from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS
+from snapstream.kernels.triton.tiles import (
+    SMALLEST,
+    fold,
+    load_parts,
+    logits_of,
+    parts_of,
+    rounded,
+    width_of,
+)
+
+PROGRAMS_PER_PROCESSOR = 2
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    pending_keys,
+    pending_values,
+    out,
+    state,
+    base,
+    count,
+    limit,
+    active,
+    scale,
+    query_row,
+    query_head,
+    out_row,
+    out_head,
+    cache_slot,
+    cache_head,
+    cache_entry,
+    pending_slot,
+    pending_head,
+    pending_entry,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_FIRST: tl.constexpr,
+    KEY_SECOND: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    VALUE_SECOND: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    split, slot = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    if tl.load(active + slot) == 0:
+        return
+    counted, end = tl.load(count + slot), tl.load(limit + slot)
+    # A single token is in the cache already; several wait beside it, and are looked at below.
+    valid = tl.minimum(counted + (1 if TOKENS == 1 else 0), end).to(tl.int32)
+    row = block * ROWS + tl.arange(0, ROWS)
+    token, in_group = row // GROUP, row % GROUP
+    is_row = token < TOKENS
+    query_at = (slot * TOKENS + token) * query_row + (head * GROUP + in_group) * query_head
+    query_first, query_second = load_parts(query, 1, query_at, is_row, KEY_FIRST, KEY_SECOND, SIZE)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    first = tl.zeros([ROWS, VALUE_FIRST], tl.float32)
+    second = tl.zeros([ROWS, VALUE_SECOND if VALUE_SECOND else 1], tl.float32)
+    keys += slot * cache_slot + head * cache_head
+    values += slot * cache_slot + head * cache_head
+    if TOKENS > 1:
+        ring_start = tl.load(base + slot).to(tl.int32)
+        ring = tl.maximum(end.to(tl.int32) - ring_start, 1)
+        # How far the next token's entry is from the start of the ring, all rounds counted.
+        turned = (counted - ring_start).to(tl.int32) % ring
+    share = tl.cdiv(tl.cdiv(valid, SPLITS), ENTRIES) * ENTRIES
+    for start in range(split * share, tl.minimum((split + 1) * share, valid), ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        is_entry = entry < valid
+        key_first, key_second = load_parts(keys, cache_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
+        logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+        seen = is_entry[None, :] & is_row[:, None]
+        if TOKENS > 1:
+            # The token of this step that will take the entry's place: who comes before it still sees the entry.
+            taken_by = (entry - ring_start - turned + ring) % ring
+            seen = seen & ((entry < ring_start)[None, :] | (taken_by[None, :] > token[:, None]))
+        logits = tl.where(seen, logits, float("-inf"))
+        if KEYS_ARE_VALUES:
+            value_first, value_second = key_first, key_second
+        else:
+            value_first, value_second = load_parts(
+                values, cache_entry, entry, is_entry, VALUE_FIRST, VALUE_SECOND, COLUMNS
+            )
+        peak, total, first, second = fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
+    if TOKENS > 1 and split == SPLITS - 1:
+        pending_keys += slot * pending_slot + head * pending_head
+        pending_values += slot * pending_slot + head * pending_head
+        for start in range(0, TOKENS, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            is_entry = entry < TOKENS
+            key_first, key_second = load_parts(
+                pending_keys, pending_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE
+            )
+            logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+            # A token sees itself and those before it, unless one between has taken their place.
+            is_lasting = counted + entry < ring_start
+            seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
+            logits = tl.where(seen & is_entry[None, :] & is_row[:, None], logits, float("-inf"))
+            value_first, value_second = load_parts(
+                pending_values, pending_entry, entry, is_entry, VALUE_FIRST, VALUE_SECOND, COLUMNS
+            )
+            peak, total, first, second = fold(
+                peak, total, first, second, logits, value_first, value_second, VALUE_SECOND
+            )
+    divisor = tl.where(total > 0.0, total, 1.0)[:, None]
+    first = first / divisor
+    if SPLITS == 1:
+        target = (slot * TOKENS + token) * out_row + (head * GROUP + in_group) * out_head
+    else:
+        heads = tl.num_programs(1) // BLOCKS * GROUP
+        part = ((slot * TOKENS + token) * heads + head * GROUP + in_group) * SPLITS + split
+        weight = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        tl.store(state + part, weight, mask=is_row)
+        target = part * COLUMNS
+    columns = tl.arange(0, VALUE_FIRST)
+    mask = is_row[:, None] & (columns < COLUMNS)[None, :]
+    tl.store(out + target[:, None] + columns[None, :], rounded(first, out), mask=mask)
+    if VALUE_SECOND:
+        second = second / divisor
+        columns = VALUE_FIRST + tl.arange(0, VALUE_SECOND)
+        mask = is_row[:, None] & (columns < COLUMNS)[None, :]
+        tl.store(out + target[:, None] + columns[None, :], rounded(second, out), mask=mask)
+
+
+@triton.jit
+def _merge(
+    parts,
+    state,
+    out,
+    active,
+    out_row,
+    out_head,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if tl.load(active + row // TOKENS) == 0:
+        return
+    part = (row * heads + head) * SPLITS
+    weights = tl.load(state + part + tl.arange(0, SPLITS))
+    peak = tl.max(weights, 0)
+    weights = tl.exp2(weights - peak)  # some part has the token itself, so the peak is a number
+    total = tl.sum(weights, 0)
+    columns = tl.arange(0, PADDED)
+    mask = columns < COLUMNS
+    result = tl.zeros([PADDED], tl.float32)
+    for split in range(SPLITS):
+        weight = tl.exp2(tl.load(state + part + split) - peak)
+        result += weight * tl.load(parts + (part + split) * COLUMNS + columns, mask=mask, other=0.0)
+    tl.store(out + row * out_row + head * out_head + columns, rounded(result / total, out), mask=mask)
+
+
+def splits_of(slots: int, programs: int, entries: int, processors: int) -> int:
+    """Into how many parts the entries of each slot are split.
+
+    Args:
+        slots: Slots (``B``).
+        programs: Programs of each, were there one part.
+        entries: Of each slot's cache (``C``).
+        processors: Multiprocessors of the device.
+    """
+    wanted = next_power_of_2(-(-PROGRAMS_PER_PROCESSOR * processors // (slots * programs)))
+    useful = next_power_of_2(max(1, entries // LEAST_ENTRIES))
+    return min(wanted, useful, MOST_SPLITS)
+
+
+def tile_of(size: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
+    """Rows and entries of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    rows, wide = max(SMALLEST, next_power_of_2(rows)), width_of(size, dtype)
+    if wide <= 512:
+        return {"ROWS": min(64, rows), "ENTRIES": 64 if wide <= 256 else 32, "num_warps": 4, "num_stages": 3}
+    if wide <= 1152:
+        return {"ROWS": min(32, rows), "ENTRIES": 32, "num_warps": 8, "num_stages": 2 if rows < 32 else 1}
+    return {"ROWS": 16, "ENTRIES": 16, "num_warps": 8, "num_stages": 1}
+
+
+def decode_scratch(rows: int, heads: int, columns: int, splits: int) -> int:
+    """float32 numbers that attention of ``rows`` tokens works with: the results of all parts, and their weights."""
+    return 0 if splits == 1 else rows * heads * splits * (columns + 1)
+
+
+def attend_slots(
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    pending: LayerCache | None,
+    slots: Slots,
+    scale: float,
+    *,
+    splits: int,
+    scratch: Tensor | None = None,
+) -> None:
+    """Attend from the tokens of each slot to its cache, and to each other.
+
+    What each token sees: :class:`~snapstream.kernels.operations.Attend`.
+
+    Args:
+        query: Rotated, ``[B * T, H, D]``.
+        out: ``[B * T, H, V]``; rows of free slots stay as they are. Where ``V`` is less than ``D``, values are the
+            first numbers of entries.
+        cache: ``[B, N, C, D]``; with one token per slot, which is in it already.
+        pending: ``[B, N, T, D]``, where there are several.
+        slots: State of the slots; :attr:`Slots.active` may be anything of one byte per slot that is not 0 for true.
+        scale: Factor on the logits.
+        splits: See :func:`splits_of`.
+        scratch: float32 of :func:`decode_scratch` numbers; made if it is not given.
+    """
+    (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
+    N = cache.keys.shape[1]
+    group, size = H // N, (parts_of(D), parts_of(V))
+    options: dict[str, Any] = tile_of(D, query.dtype, group * T)
+    blocks = -(-group * T // options["ROWS"])
+    keys, values = cache.keys, cache.values
+    waiting = cache if pending is None else pending
+    if splits > 1 and scratch is None:
+        scratch = torch.empty(decode_scratch(rows, H, V, splits), dtype=torch.float32, device=query.device)
+    part_numbers = rows * H * splits * V
+    parts, state = (out, out) if scratch is None or splits == 1 else (scratch, scratch[part_numbers:])
+    _attend[(splits, N * blocks, B)](
+        query,
+        keys,
+        values,
+        waiting.keys,
+        waiting.values,
+        parts,
+        state,
+        slots.base,
+        slots.count,
+        slots.limit,
+        slots.active,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        *keys.stride()[:3],
+        *waiting.keys.stride()[:3],
+        TOKENS=T,
+        GROUP=group,
+        SIZE=D,
+        COLUMNS=V,
+        KEY_FIRST=size[0][0],
+        KEY_SECOND=size[0][1],
+        VALUE_FIRST=size[1][0],
+        VALUE_SECOND=size[1][1],
+        KEYS_ARE_VALUES=values is keys and size[1] in (size[0], (size[0][0], 0)),
+        SPLITS=splits,
+        BLOCKS=blocks,
+        **options,
+    )
+    if splits > 1:
+        _merge[(rows, H)](
+            parts,
+            state,
+            out,
+            slots.active,
+            out.stride(0),
+            out.stride(1),
+            TOKENS=T,
+            COLUMNS=V,
+            PADDED=next_power_of_2(V),
+            SPLITS=splits,
+            num_warps=4,
+        )

@@ -1,0 +1,165 @@
+"""Attention of a chunk of a prompt to everything before it and to itself; no logits leave a tile.
+
+For what torch's flash kernels do not take: float32, and latents, whose heads are too large for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapstream.kernels.triton.tiles import fold, load_parts, logits_of, parts_of, rounded, width_of
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _attend(
+    query,
+    keys,
+    values,
+    out,
+    start,
+    tokens,
+    scale,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    key_head,
+    key_entry,
+    value_head,
+    value_entry,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_FIRST: tl.constexpr,
+    KEY_SECOND: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    VALUE_SECOND: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    # The last block has most to do, so it comes first.
+    block, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
+    token = block * ROWS + tl.arange(0, ROWS)
+    is_row = token < tokens
+    before = tl.load(start).to(tl.int32)
+    query_first, query_second = load_parts(
+        query + head * query_head, query_token, token, is_row, KEY_FIRST, KEY_SECOND, SIZE
+    )
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    first = tl.zeros([ROWS, VALUE_FIRST], tl.float32)
+    second = tl.zeros([ROWS, VALUE_SECOND if VALUE_SECOND else 1], tl.float32)
+    keys += (head // GROUP).to(tl.int64) * key_head
+    values += (head // GROUP).to(tl.int64) * value_head
+    end = before + tl.minimum((block + 1) * ROWS, tokens)
+    # All rows see all entries before this one.
+    diagonal = (before + block * ROWS + 1) // ENTRIES * ENTRIES
+    for at in range(0, diagonal, ENTRIES):
+        peak, total, first, second = _fold_entries(
+            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, scale,
+            key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            KEYS_ARE_VALUES, ENTRIES, False,
+        )  # fmt: skip
+    for at in range(diagonal, end, ENTRIES):
+        peak, total, first, second = _fold_entries(
+            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, scale,
+            key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            KEYS_ARE_VALUES, ENTRIES, True,
+        )  # fmt: skip
+    target = out + token.to(tl.int64) * out_token + head * out_head
+    columns = tl.arange(0, VALUE_FIRST)
+    mask = is_row[:, None] & (columns < COLUMNS)[None, :]
+    tl.store(target[:, None] + columns[None, :], rounded(first / total[:, None], out), mask=mask)
+    if VALUE_SECOND:
+        columns = VALUE_FIRST + tl.arange(0, VALUE_SECOND)
+        mask = is_row[:, None] & (columns < COLUMNS)[None, :]
+        tl.store(target[:, None] + columns[None, :], rounded(second / total[:, None], out), mask=mask)
+
+
+@triton.jit
+def _fold_entries(
+    peak, total, first, second, query_first, query_second, keys, values, position, at, end, scale,
+    key_entry, value_entry,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, KEY_FIRST: tl.constexpr, KEY_SECOND: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, VALUE_SECOND: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, ENTRIES: tl.constexpr,
+    ON_DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of entries into the softmax; those that all rows see need no mask."""
+    entry = at + tl.arange(0, ENTRIES)
+    is_entry = entry < end
+    key_first, key_second = load_parts(keys, key_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
+    logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+    if ON_DIAGONAL:
+        # Rows behind the last token see what the last one sees, so that none is without anything to see.
+        logits = tl.where((entry[None, :] <= position[:, None]) & is_entry[None, :], logits, float("-inf"))
+    if KEYS_ARE_VALUES:
+        value_first, value_second = key_first, key_second
+    else:
+        value_first, value_second = load_parts(values, value_entry, entry, is_entry, VALUE_FIRST, VALUE_SECOND, COLUMNS)
+    return fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
+
+
+def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows and entries of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    wide = width_of(size, dtype)
+    if wide <= 256:
+        return {"ROWS": 128, "ENTRIES": 64, "num_warps": 8, "num_stages": 3 if wide <= 128 else 2}
+    if wide <= 512:
+        return {"ROWS": 64, "ENTRIES": 32, "num_warps": 4, "num_stages": 2}
+    if wide <= 1152:
+        return {"ROWS": 32, "ENTRIES": 32, "num_warps": 8, "num_stages": 1}
+    return {"ROWS": 16, "ENTRIES": 16, "num_warps": 8, "num_stages": 1}
+
+
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    """See :meth:`snapstream.attention.base.AttentionBackend.prefill`; nothing of size ``L`` is made.
+
+    Args:
+        query: ``[T, H, D]``.
+        keys: ``[N, L, D]``; the numbers of a row lie side by side, rows where they like.
+        values: ``[N, L, V]``; may be part of the keys.
+        start: int64 scalar on the device.
+        scale: Factor on the logits.
+
+    Returns:
+        ``[T, H, V]``.
+    """
+    (T, H, D), (N, _, V) = query.shape, values.shape
+    out = query.new_empty(T, H, V)
+    size = (parts_of(D), parts_of(V))
+    options: dict[str, Any] = tile_of(D, query.dtype)
+    _attend[(H, -(-T // options["ROWS"]))](
+        query,
+        keys,
+        values,
+        out,
+        start,
+        T,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        GROUP=H // N,
+        SIZE=D,
+        COLUMNS=V,
+        KEY_FIRST=size[0][0],
+        KEY_SECOND=size[0][1],
+        VALUE_FIRST=size[1][0],
+        VALUE_SECOND=size[1][1],
+        KEYS_ARE_VALUES=values.data_ptr() == keys.data_ptr()
+        and values.stride() == keys.stride()
+        and size[1] in (size[0], (size[0][0], 0)),
+        **options,
+    )
+    return out

@@ -1,0 +1,212 @@
+"""A decode step on a CUDA device: the list of operations, with stock products and kernels of this package between them.
+
+Norms of queries and keys, their rotation and the write to the cache are one kernel where they follow each other.
+Nothing here waits for the device or depends on what is in its memory, so a step can be captured as one graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import GroupedCache, LatentCache
+from snapstream.kernels import operations as ops
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.products import stock_grouped_linear
+from snapstream.kernels.triton import rows, store
+from snapstream.kernels.triton.decode import attend_slots, decode_scratch
+
+Call = Callable[[], object]
+
+
+class TritonProgram:
+    """Runs operations that read and write a machine's buffers; see :mod:`snapstream.kernels.operations`."""
+
+    def __init__(self, operations: Sequence[Operation], machine: Machine, *, splits: int = 1) -> None:
+        """Prepare every call.
+
+        Args:
+            operations: In order; :class:`Take` is not one of them, as the host keeps what is taken.
+            machine: What they work on, on one device.
+            splits: Into how many parts attention splits the entries of each slot.
+        """
+        self.machine = machine
+        # All layers attend in the same memory.
+        needed = [
+            decode_scratch(machine.slots.token.numel(), each.target.heads, each.target.size, splits)
+            for each in operations
+            if isinstance(each, ops.Attend)
+        ]
+        device = machine.slots.token.device
+        self._scratch = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
+        self._splits = splits
+        self._calls: list[Call] = []
+        at = 0
+        while at < len(operations):
+            used, call = self._call_of(operations[at:])
+            self._calls.append(call)
+            at += used
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """One step."""
+        for call in self._calls:
+            call()
+
+    def _call_of(self, operations: Sequence[Operation]) -> tuple[int, Call]:
+        """How many operations are done by one call, and the call."""
+        fused = self._grouped_store(operations) or self._latent_store(operations)
+        if fused is not None:
+            return fused
+        first = operations[0]
+        if isinstance(first, ops.Attend):
+            return 1, self._attend(first)
+        return 1, _call_of(first, self.machine)
+
+    def _attend(self, o: ops.Attend) -> Call:
+        m = self.machine
+        return functools.partial(
+            attend_slots,
+            o.query.of(m.buffers),
+            o.target.of(m.buffers),
+            m.caches[o.layer],
+            m.pending[o.layer] if m.slots.tokens > 1 else None,
+            m.slots,
+            o.scale,
+            splits=self._splits,
+            scratch=self._scratch,
+        )
+
+    def _grouped_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
+        """``[norm of queries, norm of keys,] rotation of both, store``."""
+        m = self.machine
+        norms = operations[:2] if isinstance(operations[0], ops.Norm) else ()
+        rest = operations[len(norms) : len(norms) + 2]
+        if len(rest) < 2:
+            return None
+        rotated, stored = rest
+        if not isinstance(rotated, ops.Rotate) or not isinstance(stored, ops.Store) or stored.value is None:
+            return None
+        key, value, both = stored.key, stored.value, rotated.source
+        N, D, H = key.heads, key.size, both.heads - key.heads
+        name = both.buffer
+        laid_out = (both, key, value) == (
+            Part(name, D, H + N),
+            Part(name, D, N, offset=H * D),
+            Part(name, D, N, offset=(H + N) * D),
+        )
+        query = Part(name, D, H)
+        are_normed = [
+            isinstance(norm, ops.Norm) and norm.source == norm.target == part
+            for norm, part in zip(norms, (query, key), strict=False)
+        ]
+        cache = m.caches[stored.layer]
+        if rotated.target != both or rotated.pairs or not laid_out or not all(are_normed):
+            return None
+        if not isinstance(cache, GroupedCache):
+            return None
+        source = Part(name, (H + 2 * N) * D).of(m.buffers)[:, 0]
+        weights = None
+        if norms:
+            first, second = norms
+            assert isinstance(first, ops.Norm)
+            assert isinstance(second, ops.Norm)
+            weights = (first.weight, second.weight, first.epsilon)
+        cosine, sine = _angles(rotated.angles, m)
+        into, places = self._places(stored.layer)
+        assert isinstance(into, GroupedCache)
+        return len(norms) + 2, lambda: store.store_grouped(source, source, cosine, sine, into, places, weights)
+
+    def _latent_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
+        """``norm of the compressed part, rotation of the rest, store``."""
+        m = self.machine
+        if len(operations) < 3:
+            return None
+        norm, rotated, stored = operations[:3]
+        if not (isinstance(norm, ops.Norm) and isinstance(rotated, ops.Rotate) and isinstance(stored, ops.Store)):
+            return None
+        entry, rank = stored.key, norm.source.size
+        laid_out = stored.value is None and (norm.source, rotated.source) == (
+            Part(entry.buffer, rank),
+            Part(entry.buffer, entry.size - rank, offset=rank),
+        )
+        if not laid_out or norm.source != norm.target or rotated.source != rotated.target:
+            return None
+        source = entry.of(m.buffers)[:, 0]
+        cosine, sine = _angles(rotated.angles, m)
+        into, places = self._places(stored.layer)
+        assert isinstance(into, LatentCache)
+        weight, pairs = (norm.weight, norm.epsilon), rotated.pairs
+        return 3, lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs)
+
+    def _places(self, layer: int) -> tuple[GroupedCache | LatentCache, store.Places]:
+        """Where tokens are stored: with several per slot they only become pending."""
+        m, slots = self.machine, self.machine.slots
+        T = slots.tokens
+        into = m.caches[layer] if T == 1 else m.pending[layer]
+        assert isinstance(into, GroupedCache | LatentCache)
+        kind = store.RING if T == 1 else store.PENDING
+        return into, store.Places(kind, T, slots.count, slots.base, slots.limit, slots.active)
+
+
+def _angles(part: Part, m: Machine) -> tuple[Tensor, Tensor]:
+    cosine, sine = part.of(m.buffers)[:, 0].chunk(2, -1)
+    return cosine, sine
+
+
+@functools.singledispatch
+def _call_of(operation: Operation, m: Machine) -> Call:
+    """What does one operation; plain torch where there is no kernel."""
+    return functools.partial(operation.run, m)
+
+
+@_call_of.register
+def _(o: ops.Norm, m: Machine) -> Call:
+    return functools.partial(rows.norm, o.source.of(m.buffers), o.target.of(m.buffers), o.weight, o.epsilon)
+
+
+@_call_of.register
+def _(o: ops.Rotate, m: Machine) -> Call:
+    source, target = o.source.of(m.buffers), o.target.of(m.buffers)
+    return functools.partial(rows.rotate, source, target, *_angles(o.angles, m), pairs=o.pairs)
+
+
+@_call_of.register
+def _(o: ops.Product, m: Machine) -> Call:
+    x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+    if x.dtype != y.dtype:
+        return functools.partial(o.run, m)
+    weight, bias = o.weight.t(), o.bias
+    if bias is None:
+        # What is added to is read and written by the product itself.
+        return (lambda: torch.addmm(y, x, weight, out=y)) if o.add else (lambda: torch.mm(x, weight, out=y))
+    return (lambda: y.add_(torch.addmm(bias, x, weight))) if o.add else (lambda: torch.addmm(bias, x, weight, out=y))
+
+
+@_call_of.register
+def _(o: ops.GatedProduct, m: Machine) -> Call:
+    x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+
+    def gated_product() -> None:
+        rows.gate(torch.nn.functional.linear(x, o.weight, o.bias), y)
+
+    return gated_product
+
+
+@_call_of.register
+def _(o: ops.ExpertProduct, m: Machine) -> Call:
+    x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+    ends = o.ends.of(m.buffers)[0, 0]
+
+    def expert_product() -> None:
+        out = stock_grouped_linear(x, o.weight, ends)
+        if o.gated:
+            rows.gate(out, y)
+        else:
+            y.copy_(out)
+
+    return expert_product

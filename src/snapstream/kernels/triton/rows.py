@@ -1,0 +1,161 @@
+"""What happens to each row by itself: norm, rotation and gate, each in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from snapstream.kernels.triton.tiles import rounded
+
+MOST_NUMBERS = 16384
+"""Of a row that is normed, as one program holds it."""
+
+
+@triton.jit
+def normed(x, weight, epsilon, size, like):
+    """Norm rows ``[rows, columns]`` of float32 numbers, 0 beyond ``size``; rounded as the model does it."""
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon)
+    return rounded(weight * rounded(x * scale[:, None], like).to(tl.float32), like).to(tl.float32)
+
+
+@triton.jit
+def turned(first, second, cosine, sine):
+    """Turn pairs of numbers."""
+    return first * cosine - second * sine, second * cosine + first * sine
+
+
+@triton.jit
+def _norm(
+    source,
+    target,
+    weight,
+    epsilon,
+    source_row,
+    source_head,
+    target_row,
+    target_head,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, PADDED)
+    mask = column < SIZE
+    x = tl.load(source + row * source_row + head * source_head + column, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    result = normed(x[None, :], w[None, :], epsilon, SIZE, target)
+    place = target + row * target_row + head * target_head + column
+    tl.store(place[None, :], rounded(result, target), mask=mask[None, :])
+
+
+@triton.jit
+def _rotate(
+    source,
+    target,
+    cosine,
+    sine,
+    source_row,
+    source_head,
+    target_row,
+    target_head,
+    angle_row,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, PADDED)
+    mask = column < HALF
+    c = tl.load(cosine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
+    x = source + row * source_row + head * source_head + column * (2 if PAIRS else 1)
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + (1 if PAIRS else HALF), mask=mask, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # neighbours become halves, perhaps in the same place: nothing is written before all is read
+    first, second = turned(first, second, c, s)
+    y = target + row * target_row + head * target_head + column
+    tl.store(y, rounded(first, target), mask=mask)
+    tl.store(y + HALF, rounded(second, target), mask=mask)
+
+
+@triton.jit
+def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < INNER
+    x = tl.load(source + row * source_row + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + row * source_row + INNER + column, mask=mask, other=0.0).to(tl.float32)
+    gated = rounded(x / (1.0 + tl.exp(-x)), target).to(tl.float32) * up
+    tl.store(target + row * target_row + column, rounded(gated, target), mask=mask)
+
+
+def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
+    """See :func:`snapstream.kernels.rows.norm`.
+
+    Args:
+        source: ``[T, heads, D]``, numbers of a head side by side.
+        target: The same; may be the same memory.
+        weight: ``[D]``.
+        epsilon: Added to the mean of squares.
+    """
+    rows, heads, size = source.shape
+    padded = next_power_of_2(size)
+    _norm[(rows, heads)](
+        source,
+        target,
+        weight,
+        epsilon,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        SIZE=size,
+        PADDED=padded,
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> None:
+    """See :func:`snapstream.kernels.rows.rotate`.
+
+    Args:
+        source: ``[T, heads, D]``, numbers of a head side by side.
+        target: The same; may be the same memory.
+        cosine: ``[T, D / 2]`` or wider; rows are apart as those of ``sine`` are.
+        sine: The same.
+        pairs: See there.
+    """
+    rows, heads, size = source.shape
+    assert cosine.stride(0) == sine.stride(0)
+    _rotate[(rows, heads)](
+        source,
+        target,
+        cosine,
+        sine,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        cosine.stride(0),
+        HALF=size // 2,
+        PADDED=next_power_of_2(size // 2),
+        PAIRS=pairs,
+        num_warps=1,
+    )
+
+
+def gate(source: Tensor, target: Tensor) -> None:
+    """See :func:`snapstream.kernels.rows.gate`.
+
+    Args:
+        source: ``[T, 2 * I]``, numbers of a row side by side.
+        target: ``[T, I]``.
+    """
+    rows, inner = target.shape
+    block = min(1024, next_power_of_2(inner))
+    _gate[(rows, -(-inner // block))](
+        source, target, source.stride(0), target.stride(0), INNER=inner, BLOCK=block, num_warps=4
+    )
+
+
+def takes(x: Tensor, size: int) -> bool:
+    """Whether rows of ``x``, and heads of so many numbers, can be taken."""
+    return x.stride(-1) == 1 and x.shape[0] > 0 and size <= MOST_NUMBERS and x.dtype != torch.float64

@@ -1,0 +1,286 @@
+"""Writing to caches, fused with what comes before: norms of queries and keys, and their rotation.
+
+What a product has made of a token is read once; its key and value go straight into the token's entry, which is found on
+the device. The same kernels serve a decode step, whose tokens belong to many slots, and a chunk of a prompt, whose
+tokens belong to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from snapstream.cache import LayerCache
+from snapstream.kernels.triton.rows import normed, turned
+from snapstream.kernels.triton.tiles import rounded
+
+PENDING, STRAIGHT, RING = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of each slot go.
+
+    Attributes:
+        kind: ``PENDING``: token ``t`` to entry ``t``. ``STRAIGHT``: to entry ``count + t``. ``RING``: to where
+            :func:`~snapstream.compression.next_slot` says.
+        tokens: Of each slot (``T``).
+        count: Of each slot, int64 ``[B]``.
+        base: The same; looked at where there is a ring.
+        limit: The same.
+        active: Slots that are written to, bool ``[B]``; of others nothing is, their queries neither. ``None``: all.
+    """
+
+    kind: int
+    tokens: int
+    count: Tensor
+    base: Tensor | None = None
+    limit: Tensor | None = None
+    active: Tensor | None = None
+
+
+@triton.jit
+def _entry_of(slot, token, count, base, limit, is_row, KIND: tl.constexpr):
+    if KIND == 0:
+        entry = token.to(tl.int64)
+    else:
+        entry = tl.load(count + slot, mask=is_row, other=0) + token
+    if KIND == 2:
+        start = tl.load(base + slot, mask=is_row, other=0)
+        end = tl.load(limit + slot, mask=is_row, other=0)
+        # Where nothing has turned yet the difference may be negative, and is not used.
+        turn = tl.maximum(entry - start, 0) % tl.maximum(end - start, 1)
+        entry = tl.where(entry < end, entry, start + turn)
+    return entry
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _store_grouped(
+    source,
+    target,
+    cosine,
+    sine,
+    keys,
+    values,
+    query_weight,
+    key_weight,
+    epsilon,
+    count,
+    base,
+    limit,
+    active,
+    rows,
+    tokens,
+    source_row,
+    target_row,
+    angle_row,
+    cache_slot,
+    cache_head,
+    cache_entry,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORMED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALL_ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_row = row < rows
+    slot, token = row // tokens, row % tokens
+    if not ALL_ACTIVE:
+        is_row = is_row & (tl.load(active + slot, mask=is_row, other=0) != 0)
+    column = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (column < HALF)[None, :]
+    place = source + row[:, None] * source_row + head * 2 * HALF + column[None, :]
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORMED:
+            weight = (query_weight if head < HEADS else key_weight) + column
+            first_weight = tl.load(weight, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+            second_weight = tl.load(weight + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+            mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+            scale = (1.0 / tl.sqrt_rn(mean + epsilon))[:, None]
+            first = rounded(first_weight * rounded(first * scale, target).to(tl.float32), target).to(tl.float32)
+            second = rounded(second_weight * rounded(second * scale, target).to(tl.float32), target).to(tl.float32)
+        angle = row[:, None] * angle_row + column[None, :]
+        c = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
+        first, second = turned(first, second, c, s)
+    if head < HEADS:
+        written = target + row[:, None] * target_row + head * 2 * HALF + column[None, :]
+    else:
+        entry = _entry_of(slot, token, count, base, limit, is_row, KIND)
+        at = slot * cache_slot + entry * cache_entry + ((head - HEADS) % KV_HEADS) * cache_head
+        written = (keys if head < HEADS + KV_HEADS else values) + at[:, None] + column[None, :]
+    tl.store(written, rounded(first, target), mask=mask)
+    tl.store(written + HALF, rounded(second, target), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _store_latent(
+    source,
+    cosine,
+    sine,
+    cache,
+    weight,
+    epsilon,
+    count,
+    base,
+    limit,
+    active,
+    tokens,
+    source_row,
+    angle_row,
+    cache_slot,
+    cache_entry,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALL_ACTIVE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot, token = row // tokens, row % tokens
+    if not ALL_ACTIVE:
+        if tl.load(active + slot) == 0:
+            return
+    written = cache + slot * cache_slot + _entry_of(slot, token, count, base, limit, True, KIND) * cache_entry
+    source += row * source_row
+    column = tl.arange(0, PADDED_RANK)
+    mask = column < RANK
+    x = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    compressed = normed(x[None, :], w[None, :], epsilon, RANK, cache)
+    tl.store((written + column)[None, :], rounded(compressed, cache), mask=mask[None, :])
+    column = tl.arange(0, PADDED_HALF)
+    mask = column < HALF
+    c = tl.load(cosine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
+    place = source + RANK + column * (2 if PAIRS else 1)
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + (1 if PAIRS else HALF), mask=mask, other=0.0).to(tl.float32)
+    first, second = turned(first, second, c, s)
+    tl.store(written + RANK + column, rounded(first, cache), mask=mask)
+    tl.store(written + RANK + HALF + column, rounded(second, cache), mask=mask)
+
+
+def store_grouped(
+    source: Tensor,
+    target: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    cache: LayerCache,
+    places: Places,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    """Norm and rotate queries and keys; keys and values go to a cache.
+
+    Args:
+        source: Queries, keys and values of each token, ``[B * T, (H + 2 * N) * D]``.
+        target: Where queries go, ``[B * T, H * D]`` or wider; may be the same memory.
+        cosine: ``[B * T, D / 2]`` or wider; rows are apart as those of ``sine`` are.
+        sine: The same.
+        cache: ``[B, N, C, D]``.
+        places: Entries of the tokens.
+        norms: Weights of the queries' and the keys' norm, ``[D]``, and their epsilon.
+    """
+    rows = len(source)
+    N, _, D = cache.keys.shape[1:]
+    heads = source.shape[1] // D - 2 * N
+    block = 16 if places.kind == STRAIGHT else min(16, next_power_of_2(rows))
+    nothing = places.count
+    query_weight, key_weight, epsilon = norms or (source, source, 0.0)
+    assert cosine.stride(0) == sine.stride(0)
+    _store_grouped[(-(-rows // block), heads + 2 * N)](
+        source,
+        target,
+        cosine,
+        sine,
+        cache.keys,
+        cache.values,
+        query_weight,
+        key_weight,
+        epsilon,
+        places.count,
+        nothing if places.base is None else places.base,
+        nothing if places.limit is None else places.limit,
+        nothing if places.active is None else places.active,
+        rows,
+        places.tokens,
+        source.stride(0),
+        target.stride(0),
+        cosine.stride(0),
+        *cache.keys.stride()[:3],
+        HEADS=heads,
+        KV_HEADS=N,
+        HALF=D // 2,
+        PADDED=next_power_of_2(D // 2),
+        NORMED=norms is not None,
+        KIND=places.kind,
+        ALL_ACTIVE=places.active is None,
+        ROWS=block,
+        num_warps=max(1, block // 4),
+    )
+
+
+def store_latent(
+    source: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    cache: LayerCache,
+    places: Places,
+    norm: tuple[Tensor, float],
+    *,
+    pairs: bool,
+) -> None:
+    """Norm the compressed part of latents and rotate the rest; both go to a cache.
+
+    Args:
+        source: ``[B * T, D]``: compressed part, then what is rotated.
+        cosine: As for :func:`store_grouped`, of what is rotated.
+        sine: The same.
+        cache: ``[B, 1, C, D]``.
+        places: Entries of the tokens.
+        norm: The norm's weight, whose size is that of the compressed part, and its epsilon.
+        pairs: See :func:`snapstream.kernels.rows.rotate`.
+    """
+    weight, epsilon = norm
+    rank = len(weight)
+    half = (cache.keys.shape[3] - rank) // 2
+    nothing = places.count
+    assert cosine.stride(0) == sine.stride(0)
+    _store_latent[(len(source),)](
+        source,
+        cosine,
+        sine,
+        cache.keys,
+        weight,
+        epsilon,
+        places.count,
+        nothing if places.base is None else places.base,
+        nothing if places.limit is None else places.limit,
+        nothing if places.active is None else places.active,
+        places.tokens,
+        source.stride(0),
+        cosine.stride(0),
+        cache.keys.stride(0),
+        cache.keys.stride(2),
+        RANK=rank,
+        HALF=half,
+        PADDED_RANK=next_power_of_2(rank),
+        PADDED_HALF=next_power_of_2(half),
+        PAIRS=pairs,
+        KIND=places.kind,
+        ALL_ACTIVE=places.active is None,
+        num_warps=1,
+    )

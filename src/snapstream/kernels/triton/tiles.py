@@ -1,0 +1,107 @@
+"""What the kernels have in common: tiles of rows, their products, and the softmax that runs over them.
+
+Triton's tiles have powers of two of numbers, heads need not: a head of ``size`` numbers is read as two parts, the
+largest power of two and the rest (96 is 64 and 32, 576 is 512 and 64; :func:`parts_of`), so that hardly anything is
+padding.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton import next_power_of_2
+
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether kernels run in Triton's interpreter, on the CPU. It multiplies bfloat16 wrongly and truncates it."""
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SMALLEST = 16
+"""Rows and columns that a product must have at least."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of numbers that kernels take."""
+
+
+def parts_of(size: int) -> tuple[int, int]:
+    """Numbers of both parts of a head; the second is 0 where there is none, and may be padded."""
+    first = max(SMALLEST, next_power_of_2(size + 1) // 2)
+    return (first, 0) if size <= first else (first, max(SMALLEST, next_power_of_2(size - first)))
+
+
+def width_of(size: int, dtype: torch.dtype) -> int:
+    """What a row of a tile costs, in bytes; float32 is multiplied as three numbers of less precision."""
+    return size * dtype.itemsize * (2 if dtype == torch.float32 else 1)
+
+
+@triton.jit
+def product(a, b):
+    """``a @ b`` with sums in float32, and of float32 numbers as if they were multiplied exactly."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def rounded(x, like):
+    """float32 numbers in the type that ``like`` points to, ties to even."""
+    if INTERPRETED and like.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # noqa: PLR0124 (not of NaN)
+    return x.to(like.dtype.element_ty)
+
+
+@triton.jit
+def load_rows(address, stride, rows, is_row, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """Numbers ``START .. START + COLUMNS`` of some rows, as a tile; 0 in rows that are none, and beyond ``SIZE``."""
+    columns = START + tl.arange(0, COLUMNS)
+    place = address + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    mask = is_row[:, None]
+    if SIZE < START + COLUMNS:
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_parts(address, stride, rows, is_row, FIRST: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr):
+    """Both parts of some rows; the second has one column, which means nothing, where there is none."""
+    first = load_rows(address, stride, rows, is_row, 0, FIRST, SIZE)
+    second = load_rows(address, stride, rows, is_row, FIRST, SECOND if SECOND else 1, SIZE)
+    return first, second
+
+
+@triton.jit
+def logits_of(query_first, query_second, key_first, key_second, scale, SECOND: tl.constexpr):
+    """Logits of tiles of queries and keys, in base 2."""
+    logits = product(query_first, tl.trans(key_first))
+    if SECOND:
+        logits += product(query_second, tl.trans(key_second))
+    return logits * (scale * LOG2_E)
+
+
+@triton.jit
+def fold(peak, total, first, second, logits, value_first, value_second, SECOND: tl.constexpr):
+    """Take one more tile into a running softmax.
+
+    Args:
+        peak: Largest logit so far of each row; minus infinity at first.
+        total: Sum of weights so far.
+        first: Sum of weighted values so far, first part.
+        second: The same, second part.
+        logits: In base 2; minus infinity where a row does not see a key.
+        value_first: Of the keys.
+        value_second: The same.
+        SECOND: Columns of the second part.
+    """
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - safe[:, None])
+    fade = tl.exp2(peak - safe)
+    total = total * fade + tl.sum(weights, 1)
+    if not INTERPRETED:
+        weights = weights.to(value_first.dtype)
+    first = first * fade[:, None] + product(weights, value_first)
+    if SECOND:
+        second = second * fade[:, None] + product(weights, value_second)
+    return new_peak, total, first, second

@@ -1,0 +1,179 @@
+"""Votes of the observation window, in two passes over tiles of keys; then their smoothing.
+
+The first pass finds the normaliser of each voter's softmax, the second sums what each key gets from all voters of the
+group. Nothing but one number per voter and one per key leaves a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapstream.compression.scoring import EVERYTHING
+from snapstream.kernels.triton.tiles import load_parts, logits_of, parts_of, width_of
+
+LN_2 = 0.6931471805599453
+KEYS_OF_A_PROGRAM = 2048
+"""Keys that a program of the first pass takes."""
+
+
+@triton.jit
+def _logits(
+    queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
+    window, sink, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile, and where voters see keys that count."""
+    member, voter = row // window, row % window
+    voter_position = length - window + voter
+    is_row = (member < GROUP) & (voter_position >= first_voter)
+    is_key = position < length
+    query_first, query_second = load_parts(
+        queries, 1, member * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
+    )
+    key_first, key_second = load_parts(keys, key_row, position, is_key, FIRST, SECOND, SIZE)
+    logits = logits_of(query_first, query_second, key_first, key_second, scale, SECOND)
+    if sink < 0:
+        last_seen, first_seen = voter_position, 0
+    else:
+        last_seen, first_seen = voter_position * 0 + candidate_end - 1, sink
+    seen = (position[None, :] <= last_seen[:, None]) & (position >= first_seen)[None, :]
+    return logits, seen & is_row[:, None] & is_key[None, :]
+
+
+@triton.jit(do_not_specialize=["entries", "window", "sink"])
+def _normalize(
+    queries, keys, lengths, first_voters, candidate_ends, normalizers, scale,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, sink,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    share, block, both = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    sequence, head = both // KV_HEADS, both % KV_HEADS
+    length = tl.load(lengths + sequence).to(tl.int32)
+    first_voter = tl.load(first_voters + sequence).to(tl.int32)
+    candidate_end = tl.load(candidate_ends + sequence).to(tl.int32)
+    queries += sequence * query_sequence + head * GROUP * query_head
+    keys += sequence * key_sequence + head * key_head
+    row = block * ROWS + tl.arange(0, ROWS)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(share * SHARE, tl.minimum((share + 1) * SHARE, length), KEYS):
+        position = start + tl.arange(0, KEYS)
+        logits, seen = _logits(
+            queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
+            window, sink, GROUP, SIZE, FIRST, SECOND,
+        )  # fmt: skip
+        logits = tl.where(seen, logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
+        peak = new_peak
+    result = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+    place = (both * GROUP * window + row) * tl.num_programs(0) + share
+    tl.store(normalizers + place, result, mask=row < GROUP * window)
+
+
+@triton.jit(do_not_specialize=["entries", "window", "sink"])
+def _sum(
+    queries, keys, lengths, first_voters, candidate_ends, normalizers, votes, scale,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, sink,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    both = tl.program_id(1).to(tl.int64)
+    sequence, head = both // KV_HEADS, both % KV_HEADS
+    length = tl.load(lengths + sequence).to(tl.int32)
+    first_voter = tl.load(first_voters + sequence).to(tl.int32)
+    candidate_end = tl.load(candidate_ends + sequence).to(tl.int32)
+    queries += sequence * query_sequence + head * GROUP * query_head
+    keys += sequence * key_sequence + head * key_head
+    position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    result = tl.zeros([KEYS], tl.float32)
+    for start in range(0, GROUP * window, ROWS):
+        row = start + tl.arange(0, ROWS)
+        logits, seen = _logits(
+            queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
+            window, sink, GROUP, SIZE, FIRST, SECOND,
+        )  # fmt: skip
+        place = both * GROUP * window + row
+        normalizer = tl.load(normalizers + place, mask=row < GROUP * window, other=0.0)
+        normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
+        result += tl.sum(tl.where(seen, tl.exp2(logits - normalizer[:, None]), 0.0), 0)
+    tl.store(votes + both * entries + position, result / GROUP, mask=position < entries)
+
+
+@triton.jit(do_not_specialize=["entries", "width", "largest"])
+def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
+    head = tl.program_id(1).to(tl.int64)
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    for neighbour in range(width):
+        at = position + neighbour - width // 2
+        inside = (at >= 0) & (at < entries)
+        vote = tl.load(votes + head * entries + at, mask=inside, other=0.0)
+        total += vote
+        most = tl.where(inside, tl.maximum(most, vote), most)
+    result = tl.where(largest != 0, most, tl.div_rn(total, tl.zeros([BLOCK], tl.float32) + width))
+    tl.store(pooled + head * entries + position, result, mask=position < entries)
+
+
+def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows and keys of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    wide = width_of(size, dtype)
+    if wide <= 512:
+        return {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
+    if wide <= 1152:
+        return {"ROWS": 32, "KEYS": 32, "num_warps": 8, "num_stages": 1}
+    return {"ROWS": 16, "KEYS": 16, "num_warps": 8, "num_stages": 1}
+
+
+def window_attention(
+    queries: Tensor,
+    keys: Tensor,
+    length: Tensor,
+    first_voter: Tensor,
+    candidate_end: Tensor,
+    scale: float,
+    members: int,
+    key_chunk: int = 0,
+) -> Tensor:
+    """See :func:`snapstream.compression.scoring.plain_window_attention`, whose ``key_chunk`` is not needed here."""
+    (B, H, W, D), (N, L) = queries.shape, keys.shape[1:3]
+    group = H // N
+    first, second = parts_of(D)
+    tile = tile_of(D, keys.dtype)
+    rows = tile["ROWS"]
+    shares = -(-L // KEYS_OF_A_PROGRAM)
+    shape = {
+        "KV_HEADS": N,
+        "GROUP": group,
+        "SIZE": D,
+        "FIRST": first,
+        "SECOND": second,
+    }
+    strides = (*queries.stride()[:3], *keys.stride()[:3])
+    sink = -1 if members == EVERYTHING else members
+    parts = torch.empty(B * N, group * W, shares, dtype=torch.float32, device=keys.device)
+    _normalize[(shares, -(-group * W // rows), B * N)](
+        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, L, W, sink,
+        SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
+    )  # fmt: skip
+    normalizers = parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2
+    votes = torch.empty(B, N, L, dtype=torch.float32, device=keys.device)
+    _sum[(-(-L // tile["KEYS"]), B * N)](
+        queries, keys, length, first_voter, candidate_end, normalizers.contiguous(), votes, scale, *strides, L, W, sink,
+        **shape, **tile,
+    )  # fmt: skip
+    return votes
+
+
+def pool_votes(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+    """See :func:`snapstream.compression.scoring.pool_votes`; sums from the left to the right."""
+    votes = votes.contiguous()
+    B, N, L = votes.shape
+    pooled = torch.empty_like(votes)
+    _pool[(-(-L // 1024), B * N)](votes, pooled, L, kernel, int(largest), BLOCK=1024, num_warps=4)
+    return pooled
