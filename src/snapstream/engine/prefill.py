@@ -111,9 +111,7 @@ class Prefill:
     def _store(self, block: Block, x: Tensor) -> Tensor:
         """Store keys and values of a chunk ``[T, hidden]``; returns its queries ``[T, H, D]``."""
         rows = self.start + torch.arange(x.shape[0], device=self.device)
-        query, key, value = block.project(x, *self.model.rope(rows + self.ahead))
-        self.staging.write(rows[None], key[None], value[None])
-        return query
+        return block.store(x, *self.model.rope(rows + self.ahead), self.staging, self.start)
 
     def _read(self, block: Block, x: Tensor, entries: int) -> Tensor:
         """Take a chunk through a layer in place, with which there are ``entries`` in the staging cache."""

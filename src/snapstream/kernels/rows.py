@@ -1,14 +1,15 @@
 """What a model does to each row by itself: norm, rotation, gate. Each asks which kernel there is for it.
 
-Plain torch takes several passes over memory for each of them; the kernels of this package take one. Inside a compiled
-graph torch fuses the passes by itself.
+Plain torch takes several passes over memory for each of them; the kernels of this package take one.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from snapstream.kernels import cpu, plain
+from snapstream.cache import LayerCache
+from snapstream.kernels import cpu, plain, triton
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,6 +23,13 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Returns:
         Shape and type of ``x``.
     """
+    if _triton_takes(x):
+        from snapstream.kernels.triton import rows
+
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        source, target = (each if each.dim() == 3 else each[:, None] for each in (x, out))
+        rows.norm(source, target, weight, epsilon)
+        return out
     if cpu.takes_rows(x) and x.shape[-1] % cpu.MULTIPLE == 0:
         return cpu.norm(x, weight, epsilon)
     return plain.norm(x, weight, epsilon)
@@ -37,6 +45,12 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
         pairs: Neighbours are rotated together; in the result the first of all pairs come before the second of all.
             Otherwise halves are.
     """
+    if _triton_takes(x):
+        from snapstream.kernels.triton import rows
+
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows.rotate(x, out, cosine[:, 0], sine[:, 0], pairs=pairs)
+        return out
     if cpu.takes_rows(x) and x.shape[-1] <= cpu.MOST_ROTATED:
         return cpu.rotate(x, cosine, sine, pairs=pairs)
     return plain.rotate(x, cosine, sine, pairs=pairs)
@@ -44,6 +58,77 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
 
 def gate(x: Tensor) -> Tensor:
     """SwiGLU of ``[T, 2 * I]``: ``silu`` of the first half times the second, ``[T, I]``."""
+    if _triton_takes(x):
+        from snapstream.kernels.triton import rows
+
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        rows.gate(x, out)
+        return out
     if cpu.takes_rows(x):
         return cpu.gate(x)
     return plain.gate(x)
+
+
+def can_store(x: Tensor) -> bool:
+    """Whether there are kernels for :func:`store_grouped` and :func:`store_latent`, for such numbers where they are."""
+    return _triton_takes(x)
+
+
+def store_grouped(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    cache: LayerCache,
+    start: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Norm and rotate queries and keys of one sequence's next tokens; keys and values go to its cache, in one pass.
+
+    Args:
+        qkv: Queries, keys and values of each token, ``[T, (H + 2 * N) * D]``; written over.
+        cosine: Of the angles, as for :func:`rotate`.
+        sine: The same.
+        cache: ``[1, N, C, D]``.
+        start: Entry of the first token, int64 scalar.
+        norms: Weights of the queries' and the keys' norm, ``[D]``, and their epsilon.
+
+    Returns:
+        Queries ``[T, H, D]``.
+    """
+    from snapstream.kernels.triton import store
+
+    places = store.Places(store.STRAIGHT, len(qkv), start[None])
+    store.store_grouped(qkv, qkv, cosine[:, 0], sine[:, 0], cache, places, norms)
+    N, D = cache.keys.shape[1], cache.keys.shape[3]
+    return qkv.view(len(qkv), -1, D)[:, : -2 * N]
+
+
+def store_latent(
+    latent: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    cache: LayerCache,
+    start: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    pairs: bool,
+) -> None:
+    """Norm the compressed part of latents of one sequence's next tokens and rotate the rest, into its cache.
+
+    Args:
+        latent: ``[T, D]``: compressed part, then what is rotated.
+        cosine: As for :func:`store_grouped`, of what is rotated.
+        sine: The same.
+        cache: ``[1, 1, C, D]``.
+        start: Entry of the first token, int64 scalar.
+        norm: The norm's weight, whose size is that of the compressed part, and its epsilon.
+        pairs: See :func:`rotate`.
+    """
+    from snapstream.kernels.triton import store
+
+    places = store.Places(store.STRAIGHT, len(latent), start[None])
+    store.store_latent(latent, cosine[:, 0], sine[:, 0], cache, places, norm, pairs=pairs)
+
+
+def _triton_takes(x: Tensor) -> bool:
+    return triton.takes(x) and x.stride(-1) == 1 and x.shape[0] > 0

@@ -15,8 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from snapstream.cache import LayerCache
 from snapstream.kernels.operations import Angles, Embed, Operation
 from snapstream.kernels.parts import Part
+from snapstream.kernels.rows import can_store
 from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.llama import GroupedAttention
@@ -54,6 +56,26 @@ class Block(nn.Module):
         """
         projected: tuple[Tensor, Tensor, Tensor] = self.attention.project(self.attention_norm(x), cosine, sine)
         return projected
+
+    def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
+        """:meth:`project` for the next tokens of one sequence, with their keys and values in its cache.
+
+        Args:
+            x: ``[T, hidden]``.
+            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
+            sine: The same.
+            cache: ``[1, N, C, D]``.
+            start: Entry of the first token, int64 scalar.
+
+        Returns:
+            Query ``[T, H, D]``, rotated.
+        """
+        if can_store(x):
+            stored: Tensor = self.attention.store(self.attention_norm(x), cosine, sine, cache, start)
+            return stored
+        query, key, value = self.project(x, cosine, sine)
+        cache.write((start + torch.arange(len(x), device=x.device))[None], key[None], value[None])
+        return query
 
     def complete(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output ``[T, hidden]``, from its input ``[T, hidden]`` and attention's result ``[T, H, D]``."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from snapstream.cache import LayerCache
 from snapstream.kernels import plain
 from snapstream.kernels.operations import (
     Attend,
@@ -30,7 +31,7 @@ from snapstream.kernels.operations import (
 )
 from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
-from snapstream.kernels.rows import gate, rotate
+from snapstream.kernels.rows import gate, rotate, store_latent
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.spec import ExpertShape, ModelSpec
 
@@ -58,18 +59,27 @@ class LatentAttention(nn.Module):
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, the latter as key and as value."""
-        shape, tokens = self.shape, x.shape[0]
-        pairs = shape.rope_in_pairs
-        low = x
-        if self.query_down is not None and self.query_norm is not None:
-            low = self.query_norm(self.query_down(x))
-        query = self.query(low).view(tokens, self.heads, -1)
-        nope, rope = query.split((shape.nope, shape.rope), -1)
-        compressed, key = self.latent(x).split((shape.rank, shape.rope), -1)
+        rank, pairs = self.shape.rank, self.shape.rope_in_pairs
+        compressed, key = self.latent(x).split((rank, self.shape.rope), -1)
         key = rotate(key[:, None], cosine, sine, pairs=pairs)
         latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
+        return self._query(x, cosine, sine), latent, latent
+
+    def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
+        """:meth:`project`, with latents in a cache; see :meth:`snapstream.models.decoder.Block.store`."""
+        norm = (self.latent_norm.weight, self.latent_norm.epsilon)
+        store_latent(self.latent(x), cosine, sine, cache, start, norm, pairs=self.shape.rope_in_pairs)
+        return self._query(x, cosine, sine)
+
+    def _query(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Absorbed and rotated queries ``[T, H, D]``."""
+        shape, low = self.shape, x
+        if self.query_down is not None and self.query_norm is not None:
+            low = self.query_norm(self.query_down(x))
+        query = self.query(low).view(x.shape[0], self.heads, -1)
+        nope, rope = query.split((shape.nope, shape.rope), -1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.expand[:, : shape.nope]).transpose(0, 1)
-        return torch.cat((absorbed, rotate(rope, cosine, sine, pairs=pairs)), -1), latent, latent
+        return torch.cat((absorbed, rotate(rope, cosine, sine, pairs=shape.rope_in_pairs)), -1)
 
     def complete(self, attended: Tensor) -> Tensor:
         """Map ``[T, H, D]`` to ``[T, hidden]``; of attended latents, the compressed part is the value."""

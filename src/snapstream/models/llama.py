@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from snapstream.cache import LayerCache
 from snapstream.kernels.operations import Attend, Operation, Rotate, Store
 from snapstream.kernels.parts import Part
-from snapstream.kernels.rows import rotate
+from snapstream.kernels.rows import rotate, store_grouped
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.spec import ModelSpec
 
@@ -31,6 +32,13 @@ class GroupedAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return rotate(query, cosine, sine, pairs=False), rotate(key, cosine, sine, pairs=False), value
+
+    def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
+        """:meth:`project`, with keys and values in a cache; see :meth:`snapstream.models.decoder.Block.store`."""
+        norms = None
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = (self.query_norm.weight, self.key_norm.weight, self.query_norm.epsilon)
+        return store_grouped(self.qkv(x), cosine, sine, cache, start, norms)
 
     def complete(self, attended: Tensor) -> Tensor:
         """Map ``[T, H, D]`` to ``[T, hidden]``."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.kernels.triton.tiles import rounded
-
-MOST_NUMBERS = 16384
-"""Of a row that is normed, as one program holds it."""
 
 
 @triton.jit
@@ -154,8 +150,3 @@ def gate(source: Tensor, target: Tensor) -> None:
     _gate[(rows, -(-inner // block))](
         source, target, source.stride(0), target.stride(0), INNER=inner, BLOCK=block, num_warps=4
     )
-
-
-def takes(x: Tensor, size: int) -> bool:
-    """Whether rows of ``x``, and heads of so many numbers, can be taken."""
-    return x.stride(-1) == 1 and x.shape[0] > 0 and size <= MOST_NUMBERS and x.dtype != torch.float64

@@ -1,0 +1,112 @@
+"""The engine on Triton's kernels, as on a GPU: in the interpreter where there is none."""
+
+import pytest
+import torch
+
+from snapstream import CacheBudget
+from snapstream.engine.settings import choose_device
+from snapstream.kernels import triton as kernels
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_engine import BUDGET, greedy, make
+
+pytest.importorskip("triton")
+DEVICE = choose_device("auto").type
+
+
+@pytest.fixture(autouse=True)
+def _back_to_other_kernels(monkeypatch):
+    """Other tests on the CPU are not for the interpreter."""
+    monkeypatch.setattr(kernels, "interpreting", False)
+
+
+@pytest.mark.parametrize("family", ["llama3-gqa", "qwen3", "deepseek-v3"])
+def test_tokens_of_the_cpu(tmp_path, family):
+    """Prompts shorter and longer than the cache, greedy and sampled, other budgets and policies, turn by turn."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    settings = {"dtype": "bfloat16" if DEVICE == "cuda" and "deepseek" in family else "float32", "max_model_len": 200}
+    prompts = [prompt(n, seed=n) for n in (1, 20, 130, 47)]
+    params = [
+        greedy(12),
+        greedy(8, temperature=0.8, top_p=0.9, seed=4, logprobs=2),
+        greedy(6, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max", normalize="candidates"), telemetry=True),
+        greedy(14, forced=tuple(prompt(5, seed=3)), prompt_logprobs=1),
+    ]
+    cpu = make(tmp_path, device="cpu", attention="auto", sessions=1, **settings)
+    want = cpu.generate(prompts, params)
+    llm = make(tmp_path, device=DEVICE, attention="triton", sessions=1, **settings)
+    assert llm.engine.executor.decode._kernels is not None
+    got = llm.generate(prompts, params)
+    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    assert got[2].cache.kept.positions == want[2].cache.kept.positions
+    for a, b in zip(got, want, strict=True):
+        for mine, theirs in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    answers = []
+    for each in (cpu, llm):
+        saved, tokens = None, []
+        for turn in range(3):
+            name = each.engine.add_request(prompt(30, seed=turn), greedy(6), past=saved, keep=True)
+            last = next(
+                o for o in iter(lambda e=each: e.engine.step()[-1], None) if o.finished and o.request_id == name
+            )
+            saved, tokens = last.saved, [*tokens, *last.token_ids]
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+
+
+def test_nothing_but_kernels_is_asked(tmp_path, monkeypatch):
+    """Where there are kernels, nothing falls back to plain torch, in prompts, compression or decoding."""
+    save_checkpoint(tmp_path, "qwen3")
+    save_tokenizer(tmp_path)
+    llm = make(tmp_path, BUDGET, device=DEVICE, attention="triton")
+
+    def refuse(*arguments, **options):
+        raise AssertionError("plain torch was asked")
+
+    for module, names in (
+        ("kernels.plain", ("norm", "rotate", "gate")),
+        ("kernels.compression", ("plain_selected", "plain_smoothed", "plain_window_attention", "plain_copy_rows")),
+        ("cache.layer.LayerCache", ("write",)),
+        ("attention.sdpa.SdpaAttention", ("prefill", "decode")),
+    ):
+        for name in names:
+            monkeypatch.setattr(f"snapstream.{module}.{name}", refuse)
+    assert len(llm.generate(prompt(130), greedy(8))[0].token_ids) == 8
+
+
+def test_what_is_said_without_triton(tmp_path, monkeypatch, caplog):
+    save_checkpoint(tmp_path, "qwen3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    from snapstream.attention import SdpaAttention, choose_backend
+    from snapstream.errors import ConfigurationError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backend = choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128)
+    assert isinstance(backend, SdpaAttention)
+    assert not backend.reads_all_keys_in_prefill
+    assert "triton is not installed (pip install triton)" in caplog.text
+    with pytest.raises(ConfigurationError, match="cannot run here: triton is not installed"):
+        choose_backend("triton", torch.device("cuda"), torch.bfloat16, 128)
+
+
+def test_choice_of_backend(monkeypatch):
+    from snapstream.attention import SdpaAttention, TritonAttention, choose_backend
+    from snapstream.errors import ConfigurationError
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(choose_backend("auto", cuda, torch.bfloat16, 128), TritonAttention)
+    assert isinstance(choose_backend("auto", cuda, torch.bfloat16, 576, 512), TritonAttention)
+    assert isinstance(choose_backend("auto", cuda, torch.float64, 64), SdpaAttention)
+    assert choose_backend("auto", cuda, torch.float64, 64).reads_all_keys_in_prefill
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigurationError, match="the device is cpu, and TRITON_INTERPRET=1 is not set"):
+        choose_backend("triton", torch.device("cpu"), torch.float32, 64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    kernels._missing_here.cache_clear()
+    with pytest.raises(ConfigurationError, match=r"compute capability 7\.5; kernels need 8\.0"):
+        choose_backend("triton", cuda, torch.float16, 64)
+    kernels._missing_here.cache_clear()

@@ -1,0 +1,115 @@
+"""A step by Triton's kernels against the same operations in plain torch: one by one, and in whole."""
+
+import copy
+
+import pytest
+import torch
+
+from snapstream.kernels import operations as ops
+from snapstream.kernels.operations import PlainProgram
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
+from tests.kernels.test_program import EXACT, agree, machine
+from tests.kernels.triton.devices import DEVICE
+
+pytest.importorskip("triton")
+from snapstream.kernels.triton.program import TritonProgram
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
+    return path
+
+
+def without_take(operations):
+    return [each for each in operations if not isinstance(each, ops.Take)]
+
+
+def on_device(m):
+    """The machine with everything on the device; operations of models are there already."""
+    for name, buffer in m.buffers.items():
+        m.buffers[name] = buffer.to(DEVICE)
+    m.slots = type(m.slots)(**{name: each.to(DEVICE) for name, each in vars(m.slots).items()})
+    for cache in (*m.caches, *m.pending):
+        cache.tensors = tuple(tensor.to(DEVICE) for tensor in cache.tensors)
+    return m
+
+
+def load(checkpoint, dtype):
+    return load_model(checkpoint, load_spec(checkpoint), dtype, DEVICE)
+
+
+def runs_here(checkpoint, dtype):
+    """On CUDA torch multiplies experts in bfloat16 only."""
+    return DEVICE.type == "cpu" or dtype == torch.bfloat16 or "deepseek" not in str(checkpoint)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens):
+    """One after the other, each from what plain torch has made of those before."""
+    if not runs_here(checkpoint, dtype):
+        pytest.skip("no such model on CUDA")
+    operations, plain = machine(load(checkpoint, dtype), tokens=tokens)
+    operations, plain = without_take(operations), on_device(plain)
+    for operation in operations:
+        mine = copy.deepcopy(plain)
+        TritonProgram([operation], mine, splits=2).run()
+        PlainProgram([operation], plain).run()
+        agree(mine, plain, plain.slots.active, EXACT[dtype])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@torch.inference_mode()
+def test_a_step_equals_float64(checkpoint, tokens):
+    """All of it at once, with what is fused, beside the same operations in float64."""
+    dtype = torch.float32
+    if not runs_here(checkpoint, dtype):
+        pytest.skip("no such model on CUDA")
+    operations, mine = machine(load(checkpoint, dtype), tokens=tokens)
+    wide_operations, wide = machine(load(checkpoint, torch.float64), tokens=tokens, dtype=torch.float64)
+    for ours, theirs in zip((*mine.caches, *mine.pending), (*wide.caches, *wide.pending), strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            b.copy_(a)
+    mine, wide = on_device(mine), on_device(wide)
+    program = TritonProgram(without_take(operations), mine, splits=4)
+    assert len(program._calls) < len(without_take(operations))
+    program.run()
+    PlainProgram(without_take(wide_operations), wide).run()
+    rows = wide.slots.active.repeat_interleave(tokens)
+    torch.testing.assert_close(
+        mine.buffers["logits"][rows].double(), wide.buffers["logits"][rows], rtol=1e-3, atol=1e-3
+    )
+    for ours, theirs in zip((*mine.caches, *mine.pending), (*wide.caches, *wide.pending), strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@torch.inference_mode()
+def test_several_tokens_equal_one_after_the_other(tmp_path, family):
+    """And the caches are not written before the tokens are certain."""
+    save_checkpoint(tmp_path, family)
+    if not runs_here(tmp_path / family, torch.float32):
+        pytest.skip("no such model on CUDA")
+    model, T = load(tmp_path, torch.float32), 4
+    operations, many = machine(model, tokens=T, seed=3)
+    _, single = machine(model, seed=3)
+    for ours, theirs in zip(many.caches, single.caches, strict=True):
+        for a, b in zip(ours.tensors, theirs.tensors, strict=True):
+            b.copy_(a)
+    many, single, before = on_device(many), on_device(single), copy.deepcopy(many.caches)
+    TritonProgram(operations, many, splits=2).run()
+    for ours, theirs in zip(many.caches, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
+    one_by_one, rows = TritonProgram(operations, single, splits=1), many.slots.active
+    for t in range(T):
+        single.slots.token[:, 0] = many.slots.token[:, t]
+        one_by_one.run()
+        single.slots.count.add_(rows.long())
+        single.slots.position.add_(rows.long())
+        got, want = many.buffers["logits"].view(len(rows), T, -1)[rows, t], single.buffers["logits"][rows]
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

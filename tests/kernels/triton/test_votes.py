@@ -1,0 +1,103 @@
+"""Votes, smoothing, choice and copy, against the oracle and against plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapstream.compression import lay_out, layout_tensors
+from snapstream.compression.compress import plain_selected
+from snapstream.compression.scoring import EVERYTHING, plain_smoothed, plain_window_attention
+from snapstream.config import CacheBudget
+from tests.kernels.triton.devices import DEVICE, DTYPES, SIZES, column, random
+
+pytest.importorskip("triton")
+from snapstream.kernels.triton import select, votes
+
+
+def check_votes(size, dtype, group, window, lengths, members, seed, padding=13):
+    B, N, L = len(lengths), 1 if size == 576 else 2, max(lengths) + padding
+    queries = random(B, N * group, window, size, seed=seed, dtype=dtype)
+    keys = random(B, N, L, size, seed=seed + 1, dtype=dtype)
+    first_voter = [max(0, length - window + seed % 3) for length in lengths]
+    candidate_end = [max(0, length - seed % 20) for length in lengths]
+    arguments = (column(lengths), column(first_voter), column(candidate_end))
+    want = plain_window_attention(queries.double(), keys.double(), *arguments, size**-0.5, members, 64)
+    for b, length in enumerate(lengths):
+        keys[b, :, length:] = float("nan")
+        queries[b, :, : max(0, window - length)] = float("nan")
+    got = votes.window_attention(queries, keys, *arguments, size**-0.5, members)
+    assert got.dtype == torch.float32
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(got[b, :, :length], want[b, :, :length].float(), rtol=1e-4, atol=1e-6)
+        assert (got[b, :, length:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@settings(deadline=None, max_examples=4)
+@given(
+    group=st.sampled_from((1, 3)),
+    window=st.integers(1, 33),
+    lengths=st.lists(st.integers(1, 200) | st.sampled_from((1, 63, 64, 65, 128)), min_size=1, max_size=2),
+    members=st.sampled_from((EVERYTHING, 0, 4)),
+    seed=st.integers(0, 99),
+)
+def test_votes(size, dtype, group, window, lengths, members, seed):
+    check_votes(size, dtype, group, window, lengths, members, seed)
+
+
+@pytest.mark.parametrize("length", [2047, 2048, 2049, 4500])
+def test_votes_of_prompts_that_several_programs_normalise(length):
+    check_votes(64, torch.bfloat16, 2, 8, [length], EVERYTHING, seed=4)
+
+
+def test_logits_that_overflow_without_care():
+    queries, keys = torch.full((1, 1, 4, 64), 30.0, device=DEVICE), random(1, 1, 90, 64, seed=0, dtype=torch.float32)
+    arguments = (column([90]), column([86]), column([80]), 1.0, EVERYTHING)
+    got = votes.window_attention(queries, keys, *arguments)
+    torch.testing.assert_close(got, plain_window_attention(queries, keys, *arguments, 64), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got.sum(), torch.tensor(4.0, device=DEVICE))
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(1, 3000), kernel=st.sampled_from((3, 7, 15)), largest=st.booleans(), seed=st.integers(0, 99))
+def test_smoothing_is_the_same_to_the_bit(length, kernel, largest, seed):
+    """Or equal scores would not stay equal, and the choice another one."""
+    scores = random(1, 3, length, seed=seed, dtype=torch.float32).abs()
+    assert torch.equal(votes.pool_votes(scores, largest, kernel), plain_smoothed(scores, largest, kernel))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    length=st.integers(1, 400) | st.sampled_from((8191, 8192, 8193, 9000)),
+    sink=st.integers(0, 5),
+    recent=st.integers(15, 40),
+    top_k=st.integers(1, 90),
+    levels=st.sampled_from((1, 2, 7, 10**6)),
+    ring=st.sampled_from(("elastic", "paper")),
+    seed=st.integers(0, 99),
+)
+def test_the_choice_is_the_same_with_ties(length, sink, recent, top_k, levels, ring, seed):
+    budget = CacheBudget(sink, recent, top_k, ring=ring, window=1)
+    layout = layout_tensors([lay_out(length, budget), lay_out(max(1, length // 2), budget)], DEVICE)
+    scores = random(2, 3, length, seed=seed, dtype=torch.float32).abs()
+    scores = (scores * levels).round() / levels
+    at = torch.arange(length, device=DEVICE)
+    is_candidate = (at >= sink) & (at < layout.candidate_end[:, None])
+    scores = scores.masked_fill(~is_candidate[:, None], -1.0)
+    arguments = (layout.base, layout.count, layout.length, budget.sink, budget.top_k, budget.capacity)
+    got = select.select_entries(scores, *arguments)
+    assert torch.equal(got, plain_selected(scores, *arguments))
+
+
+@pytest.mark.parametrize("size", [2, 40, 64, 96, 576])
+@pytest.mark.parametrize("entries", [1, 7, 64, 65])
+def test_copies(size, entries):
+    source = random(2, 300, size, seed=1, dtype=torch.bfloat16)
+    positions = torch.randint(0, 300, (2, entries + 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    target = torch.zeros(2, entries + 5, size, dtype=torch.bfloat16, device=DEVICE)
+    select.gather(source, positions[:, :entries], target)
+    want = source.gather(1, positions[:, :entries, None].expand(-1, -1, size))
+    assert torch.equal(target[:, :entries], want)
+    assert (target[:, entries:] == 0).all()
