@@ -79,10 +79,11 @@ def test_nothing_but_kernels_is_asked(tmp_path, monkeypatch):
 def test_what_is_said_without_triton(tmp_path, monkeypatch, caplog):
     save_checkpoint(tmp_path, "qwen3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("snapstream.attention.flash._is_right", lambda *arguments: True)
     from snapstream.attention import SdpaAttention, choose_backend
     from snapstream.errors import ConfigurationError
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend = choose_backend("auto", torch.device("cuda"), torch.bfloat16, 128)
     assert isinstance(backend, SdpaAttention)
     assert not backend.reads_all_keys_in_prefill

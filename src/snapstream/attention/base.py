@@ -31,6 +31,18 @@ class AttentionBackend(ABC):
         """Shape in which prefill keeps values ``[N, L, V]`` in the order it multiplies; ``(0,)`` if it does not."""
         return (0,)
 
+    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+        """Bytes of temporaries, beside the result, of a chunk of so many tokens that sees so many entries.
+
+        Args:
+            tokens: Of the chunk.
+            entries: That the staging cache has.
+            heads: Query heads.
+            size: Numbers of a head.
+            dtype: Of the cache.
+        """
+        return 0
+
     def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
         """Bytes of temporaries that decoding holds for so many slots, query heads, numbers of a value, and entries."""
         return 0

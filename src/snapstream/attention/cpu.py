@@ -31,6 +31,10 @@ class CpuAttention(AttentionBackend):
         """See :meth:`AttentionBackend.packed_shape`."""
         return kernels.packed_shape(values, kernels.prefill_instructions(dtype))
 
+    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+        """See :meth:`AttentionBackend.prefill_bytes`: what the kernel has of queries and sums."""
+        return 2 * tokens * heads * size * 4
+
     def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
         """See :meth:`AttentionBackend.decode_bytes`: what is known of each head after each part of a cache."""
         return slots * heads * -(-entries // kernels.SPLIT) * (columns + kernels.STATE) * 4

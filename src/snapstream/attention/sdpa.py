@@ -34,6 +34,12 @@ class SdpaAttention(AttentionBackend):
         """Runs everywhere."""
         return None
 
+    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+        """See :meth:`AttentionBackend.prefill_bytes`: masks, as bits and as numbers, and what torch makes of them."""
+        if self.with_flash:
+            return 0
+        return tokens * entries * (8 if dtype == torch.float32 else 20)
+
     def prefill(
         self,
         query: Tensor,

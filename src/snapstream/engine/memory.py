@@ -16,7 +16,13 @@ from snapstream.config.policy import ALL, rows_of_queries
 from snapstream.engine.prefill import SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
 from snapstream.errors import MemoryPlanError
+from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import parameter_bytes
+
+SAMPLING_BYTES = 56
+"""Of each token of the vocabulary and each slot, while a token is drawn: sorted logits, their order, and noise."""
+LIBRARY_WORKSPACE = 64 * 2**20
+"""What cuBLAS keeps on a CUDA device."""
 
 
 @dataclass(frozen=True)
@@ -175,23 +181,18 @@ def _plan(
     chunk, per_token = config.prefill_chunk, spec.kv_bytes_per_token(setup.dtype)
     padded = staging_length(length, chunk, continued=config.sessions > 0)
     queries = setup.queries
-    inner = 2 * spec.intermediate_size
-    if spec.experts is not None:  # a row for each expert of a token: what goes in, what is inside, what comes out
-        inner = max(inner, spec.experts.chosen * (2 * spec.hidden_size + 3 * spec.experts.inner))
-    wide = max(inner, (spec.heads + 2 * spec.kv_heads) * spec.head_dim) + 4 * spec.hidden_size
-    chunk_temporaries = chunk * wide * item + 2 * chunk * spec.heads * spec.head_dim * (4 + item)
-    if setup.device.type == "cpu":  # the library packs a weight before it multiplies
-        chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
-    if setup.backend.reads_all_keys_in_prefill:
-        chunk_temporaries += chunk * padded * (spec.heads // spec.kv_heads) * (1 + 4)
+    chunk_temporaries = chunk * row_numbers(spec, item) * item
+    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
+    if setup.device.type == "cpu":  # the library packs a weight before it multiplies
+        chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = WINDOW if queries == ALL else queries
     votes = spec.heads * voters * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
     # What is kept of one layer is gathered before it is put into its slot.
     leaving = entries * spec.entry.nbytes(setup.dtype)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
-    sampling = 6 * slots * spec.vocab_size * 4
+    sampling = slots * spec.vocab_size * SAMPLING_BYTES
     return MemoryPlan(
         weights=weights,
         slots=slots * entries * per_token,
@@ -199,10 +200,13 @@ def _plan(
         + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
-        workspace=max(chunk_temporaries, votes + leaving, sampling, scores),
+        workspace=max(chunk_temporaries, votes + leaving, sampling, scores)
+        + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
-        # Token counts, a bias, logits and two flags per token of the vocabulary.
+        # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
+        # there all the time: those of attention and those of what follows it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
+        + slots * 2 * row_numbers(spec, item) * item
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries),
         slot_count=slots,
         cache_entries=entries,
@@ -211,6 +215,37 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
+
+
+def row_numbers(spec: ModelSpec, item: int) -> int:
+    """Most numbers that exist of one token at a time while it passes a layer.
+
+    Queries stay until the layer is done, and what attention has made of them until it is added up.
+
+    Args:
+        spec: The model.
+        item: Bytes of a number; some sums are float32 whatever it is.
+    """
+    hidden, heads, wide = spec.hidden_size, spec.heads, -(-4 // item)
+    angles = 4 * spec.head_dim * wide
+    if spec.latent is None:
+        kept = (heads + 2 * spec.kv_heads) * spec.head_dim
+        projecting = hidden + (heads + spec.kv_heads) * spec.head_dim + angles
+        completing = hidden
+    else:
+        shape = spec.latent
+        kept = heads * spec.head_dim
+        of_queries = heads * (2 * shape.nope + 2 * shape.rope + shape.rank) + (shape.query_rank or 0)
+        projecting = hidden + 3 * spec.head_dim + of_queries + angles
+        completing = heads * (shape.rank + 2 * shape.value) + hidden
+    inner = 2 * hidden + 3 * spec.intermediate_size
+    if spec.experts is not None:
+        many, width = spec.experts.chosen, spec.experts.inner
+        going_in = max(many * (hidden + 2 * width), many * 3 * width)
+        coming_out = many * (width + 2 * hidden + hidden * wide) + hidden * wide
+        shared = hidden + 3 * spec.experts.shared * width
+        inner = max(inner, 2 * hidden + spec.experts.count * wide * 4 + max(going_in, coming_out, shared))
+    return kept + max(projecting, heads * spec.value_size + max(completing, inner))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -36,15 +36,15 @@ interpreting = False
 
 def missing(device: torch.device) -> str | None:
     """Why there are no kernels for a device, or ``None`` if there are. A device that is not here may have them."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device.type != "cuda":
         return f"the device is {device}, and TRITON_INTERPRET=1 is not set"
-    if torch.cuda.is_available():
-        return _missing_here(device.index or 0)
-    return None
+    return _missing_here(device.index or 0)
 
 
 @functools.cache

@@ -1,0 +1,85 @@
+"""The plan of memory beside what is allocated."""
+
+import json
+
+import pytest
+import torch
+
+from snapstream import EngineConfig
+from snapstream.attention import SdpaAttention, TritonAttention
+from snapstream.engine.memory import LIBRARY_WORKSPACE, plan_engine
+from snapstream.engine.settings import set_up
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_engine import greedy, make
+from tests.kernels.triton.test_compiler import compile_only
+from tests.memory import measure
+
+# Large enough that what is counted is more than what is not.
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4000, "max_position_embeddings": 2**17}
+GROUPED = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+LATENT = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
+SHAPES = {"llama3-gqa": GROUPED, "deepseek-v3": LATENT}
+
+
+@pytest.fixture(params=SHAPES)
+def checkpoint(request, tmp_path):
+    save_checkpoint(tmp_path, request.param, **SHAPES[request.param])
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+def plan_of(checkpoint, device, **settings):
+    config = EngineConfig(device=device, dtype="bfloat16", **settings)
+    return plan_engine(set_up(str(checkpoint), 256, config, must_exist=False)).ours
+
+
+def packing(checkpoint):
+    """Of the plan of a CPU: what a library has of its own, which torch does not know."""
+    sizes = json.loads((checkpoint / "config.json").read_text())
+    return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 2
+
+
+def test_what_the_path_of_cuda_allocates(checkpoint):
+    """Seen without a device, with kernels that are compiled but not run: they allocate nothing themselves."""
+    pytest.importorskip("triton")
+    got = compile_only("memory", checkpoint, 4000, 8)
+    assert 0.9 * got["staging"] < got["kept"] <= got["staging"] + got["metadata"]
+    prompts = got["workspace"] - packing(checkpoint)
+    assert 0.8 * prompts <= got["reading"] <= prompts
+    many = compile_only("memory", checkpoint, 512, 600)
+    assert 0.8 * many["workspace"] <= many["sampling"] <= many["workspace"]
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_what_a_cpu_allocates(checkpoint, attention):
+    llm = make(checkpoint, 256, attention=attention, device="cpu", max_model_len=4000, slots=2, prefill_chunk=512)
+    _, peak, kept = measure(lambda: llm.generate(prompt(3900), greedy(2)))
+    assert kept < 2**20
+    assert 0.2 * llm.engine.plan.workspace < peak <= llm.engine.plan.workspace
+
+
+def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
+    """On CUDA: no masks, and no logits of ``L x T``. Only staging grows, by what a token has there."""
+    short, long = (plan_of(checkpoint, "cuda", max_model_len=length) for length in (2**14, 2**17))
+    assert short.workspace == long.workspace
+    per_token = (long.staging - short.staging) / (2**17 - 2**14)
+    spec = set_up(str(checkpoint), 256, EngineConfig(device="cuda"), must_exist=False).spec
+    assert per_token == spec.entry.nbytes(torch.bfloat16) + spec.hidden_size * 2
+
+
+def test_plans_for_a_device_that_is_not_here(checkpoint, monkeypatch):
+    """As the engine would make them there: with kernels for CUDA, wherever the plan is made."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no triton here
+    config = EngineConfig(device="cuda", dtype="bfloat16")
+    assert isinstance(set_up(str(checkpoint), 256, config, must_exist=False).backend, TritonAttention)
+    plan = plan_of(checkpoint, "cuda", max_model_len=4096)
+    assert plan.workspace > LIBRARY_WORKSPACE
+    assert plan.steady == plan.total
+    stock = EngineConfig(device="cuda", dtype="bfloat16", attention="sdpa", max_model_len=2**17)
+    setup = set_up(str(checkpoint), 256, stock, must_exist=False)
+    assert isinstance(setup.backend, SdpaAttention)
+    masks = 512 * 2**17 * 20
+    is_masked = setup.spec.latent is not None  # torch has no flash kernel for latents
+    assert (plan_engine(setup).ours.workspace > masks) == is_masked

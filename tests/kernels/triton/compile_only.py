@@ -1,0 +1,182 @@
+"""Triton's compiler without a device: kernels are compiled for one that is not here, and not run.
+
+What the interpreter cannot show is seen here: that the compiler takes a kernel, how much of a processor's memory it
+asks for, and when it would be compiled again. For processes of their own, as it cannot be undone::
+
+    python -m tests.kernels.triton.compile_only 90 bfloat16:128 float32:64
+    python -m tests.kernels.triton.compile_only engine DIRECTORY
+    python -m tests.kernels.triton.compile_only memory DIRECTORY LENGTH SLOTS
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import sys
+import warnings
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+compiled: dict[str, dict[str, object]] = {}
+"""What has been compiled, by hash."""
+
+
+class Device:
+    """What the compiler asks a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_for(capability: int) -> None:
+    """From now on launches compile, and do nothing else."""
+    run = JITFunction.run
+
+    def compile_kernel(self, *arguments, grid, warmup, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        about = {"name": self.__name__, "file": self.fn.__module__.rpartition(".")[2], "shared": kernel.metadata.shared}
+        compiled[kernel.hash] = about | {name: value for name, value in options.items() if isinstance(value, int)}
+        return kernel
+
+    warnings.simplefilter("ignore")  # of defaults that will change
+    driver.set_active(Device(capability))
+    JITFunction.run = compile_kernel
+
+
+def compile_kernels(dtype: torch.dtype, size: int) -> None:
+    """Every kernel, as a model with heads of ``size`` numbers needs it; 576 is a latent, beside 128 query heads."""
+    from snapstream.cache import EntryShape
+    from snapstream.kernels.parts import Slots
+    from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
+    from snapstream.kernels.triton.store import RING, STRAIGHT, Places
+
+    latent, B, L = size == 576, 4, 4096
+    H, N, columns = (128, 1, 512) if latent else (32, 8, size)
+    shape, one = EntryShape(N, size, latent=latent), torch.zeros(1, dtype=torch.int64)
+    state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+    cache, staging = shape.empty(B, 1024, dtype=dtype), shape.empty(1, L, dtype=dtype)
+    for tokens in (1, 4):
+        query, out = torch.zeros(B * tokens, H, size, dtype=dtype), torch.zeros(B * tokens, H, columns, dtype=dtype)
+        token = torch.zeros(B, tokens, dtype=torch.int64)
+        slots = Slots(token, state, state, state, state, active, state[:, None], state[None])
+        pending = shape.empty(B, tokens, dtype=dtype) if tokens > 1 else None
+        for splits in (1, 16):
+            decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
+    keys, values = staging.keys[0], staging.values[0][..., :columns]
+    prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1)
+    votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, -1)
+    votes.pool_votes(torch.zeros(1, N, L), False, 7)
+    positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)
+    select.gather(keys, positions[0], cache.keys[0])
+    wide = torch.zeros(B, 14336, dtype=dtype)
+    rows.norm(wide[:, None, :4096], wide[:, None, :4096], wide[0, :4096], 1e-5)
+    rows.gate(wide, wide[:, :7168])
+    angles = torch.zeros(B, size // 2, dtype=dtype)
+    rows.rotate(wide.view(B, -1, 64), wide.view(B, -1, 64), angles, angles, pairs=True)
+    places = (Places(RING, 1, state, state, state, active), Places(STRAIGHT, B, one))
+    for each, into in zip(places, (cache, staging), strict=True):
+        if latent:
+            store.store_latent(wide[:, :size], angles, angles, into, each, (wide[0, :512], 1e-5), pairs=True)
+        else:
+            qkv = torch.zeros(B, (H + 2 * N) * size, dtype=dtype)
+            store.store_grouped(qkv, qkv, angles, angles, into, each, (wide[0, :size], wide[0, :size], 1e-5))
+
+
+def make_engine(directory: str, **settings):
+    """An engine on these kernels, of which nothing is computed; like one on CUDA but for the capture."""
+    from snapstream import LLM
+    from snapstream.engine import engine
+    from snapstream.engine.settings import set_up
+    from snapstream.kernels import triton as kernels
+
+    kernels.missing = lambda device: None
+    kernels.available(torch.device("cpu"))
+    empty = torch.empty
+
+    def zeros(*size, **options):
+        made = empty(*size, **options)
+        return made if made.is_meta else made.zero_()
+
+    torch.empty = zeros  # what no kernel has written is 0, not anything
+    engine.set_up = lambda *given, **options: dataclasses.replace(set_up(*given, **options), eager=False)
+    return LLM(directory, attention="triton", device="cpu", **settings)
+
+
+def run_engine(directory: str) -> tuple[int, int]:
+    """All kinds of requests.
+
+    Returns:
+        Kernels that were compiled when the engine was ready, and at the end.
+    """
+    from snapstream import CacheBudget, SamplingParams
+    from tests.checkpoints import prompt
+
+    settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3, "sessions": 1}
+    llm = make_engine(directory, budget=CacheBudget(4, 16, 28, window=8), **settings)
+    ready = len(compiled)
+    rng = random.Random(0)
+    lengths = [1, 2, 15, 16, 17, 28, 47, 48, 49, 64, 65, 128, 199, *(rng.randrange(1, 200) for _ in range(10))]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(max_tokens=5, logprobs=3, stop="w5", prompt_logprobs=2),
+        SamplingParams(max_tokens=60, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
+        SamplingParams(max_tokens=8, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max"), telemetry=True),
+        SamplingParams(max_tokens=8, kv_budget=CacheBudget(1, 15, 13, window=1, normalize="candidates")),
+    ]
+    llm.generate([prompt(n, seed=n) for n in lengths], [params[i % len(params)] for i in range(len(lengths))])
+    saved = None
+    for length in (60, 3, 33):
+        name = llm.engine.add_request(prompt(length), params[0], past=saved, keep=True)
+        outputs = iter(lambda: llm.engine.step()[-1], None)
+        saved = next(output for output in outputs if output.finished and output.request_id == name).saved
+    return ready, len(compiled)
+
+
+def measure_memory(directory: str, length: str, slots: str) -> dict[str, int]:
+    """What torch allocates on the way, beside the plan."""
+    from snapstream import SamplingParams
+    from tests.checkpoints import prompt
+    from tests.memory import measure
+
+    settings = {"budget": 256, "max_model_len": int(length), "slots": int(slots), "dtype": "bfloat16"}
+    llm, _, kept = measure(lambda: make_engine(directory, **settings))
+    plan = llm.engine.plan
+    params = [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=2, temperature=1.0, seed=1)]
+    reading, sampling = (
+        measure(lambda one=one: llm.generate(prompt(plan.max_model_len - 9), one))[1] for one in params
+    )
+    return dataclasses.asdict(plan) | {"kept": kept, "reading": reading, "sampling": sampling}
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what in ("engine", "memory"):
+        compile_for(90)
+        result: object = run_engine(*rest) if what == "engine" else measure_memory(*rest)
+    else:
+        compile_for(int(what))
+        for each in rest:
+            kind, _, numbers = each.partition(":")
+            before = set(compiled)
+            compile_kernels(getattr(torch, kind), int(numbers))
+            for key in set(compiled) - before:
+                compiled[key]["case"] = each
+        result = list(compiled.values())
+    print(json.dumps(result))

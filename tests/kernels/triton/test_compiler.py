@@ -1,0 +1,61 @@
+"""What the interpreter cannot show, from Triton's compiler, which needs no device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_checkpoint
+from tests.conftest import save_tokenizer
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[3]
+MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that one program may have of a processor's own memory, by compute capability."""
+KERNELS = {"_attend", "_merge", "_normalize", "_sum", "_pool", "_select", "_gather", "_norm", "_gate", "_rotate"}
+
+
+def compile_only(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.compile_only", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_kernels(capability, *cases):
+    kernels = compile_only(capability, *cases)
+    assert {kernel["name"] for kernel in kernels} >= KERNELS
+    too_large = [kernel for kernel in kernels if kernel["shared"] > MEMORY[capability]]
+    assert not too_large
+
+
+def test_kernels_compile_for_an_h100():
+    check_kernels(90, "bfloat16:128", "bfloat16:576")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_kernels_compile_for_servers(capability, dtype):
+    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256, 576)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [86, 89, 120])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_kernels_compile_for_desktops(capability, dtype):
+    """Whose processors have less memory of their own, so that latents do not fit."""
+    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+def test_no_kernel_is_compiled_after_warm_up(tmp_path, family):
+    """Whatever the lengths, budgets, policies and turns; a recompilation would stall everybody for a second."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    ready, at_the_end = compile_only("engine", tmp_path)
+    assert 10 < ready == at_the_end
