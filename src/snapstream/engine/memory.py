@@ -183,7 +183,7 @@ def _plan(
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
-    chunk_temporaries = chunk * row_numbers(spec, item) * item
+    chunk_temporaries = chunk * (row_numbers(spec, item) * item + 4 * 8)  # and its tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
     if setup.device.type == "cpu":  # the library packs a weight before it multiplies
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
