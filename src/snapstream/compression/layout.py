@@ -76,8 +76,8 @@ def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu"
     """Stack layouts of several sequences into tensors of shape ``[B]``."""
     rows = torch.tensor([astuple(layout) for layout in layouts], dtype=torch.int64).T.contiguous()
     if torch.device(device).type == "cuda":  # from pinned memory nobody has to wait for the copy
-        rows = rows.pin_memory().to(device, non_blocking=True)
-    return LayoutTensors(*rows.unbind())
+        rows = rows.pin_memory()
+    return LayoutTensors(*rows.to(device, non_blocking=True).unbind())
 
 
 def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.reading import Reading, Target, count_parts
-from snapstream.engine.transfers import to_device
+from snapstream.engine.transfers import to_device, to_host
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 
@@ -164,8 +164,9 @@ class Prefill:
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
             logprobs = self.model.logits(x[at : at + len(some)]).log_softmax(-1)
-            chosen = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0].tolist()
-            top, ids = (part.tolist() for part in logprobs.topk(reading.scored or 0, -1))
+            taken = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0]
+            best = logprobs.topk(reading.scored or 0, -1)
+            chosen, top, ids = (part.tolist() for part in to_host([taken, *best]))
             reading.logprobs += [
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))

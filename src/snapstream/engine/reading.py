@@ -12,6 +12,7 @@ from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, lay_out
 from snapstream.config import CacheBudget
 from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
+from snapstream.engine.transfers import to_host
 from snapstream.models.spec import ModelSpec
 
 
@@ -43,8 +44,9 @@ class Target:
 
     def kept_tokens(self) -> KeptTokens:
         """Telemetry of the whole prompt."""
-        positions = tuple(tuple(tuple(head) for head in layer.tolist()) for layer in self.positions)
-        return KeptTokens(tuple(torch.stack(self.mass).tolist()), positions)
+        mass, *layers = to_host([torch.stack(self.mass), *self.positions])
+        positions = tuple(tuple(tuple(head) for head in layer.tolist()) for layer in layers)
+        return KeptTokens(tuple(mass.tolist()), positions)
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
         """How much of each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens was kept."""
@@ -146,7 +148,7 @@ def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
     length = len(sequence.tokens)
     if sequence.entries == length:
         return _shares(None, length, 1)
-    positions = torch.stack(list(sequence.positions)).cpu().to(torch.int64)
+    positions = to_host([torch.stack(list(sequence.positions))])[0].to(torch.int64)
     return _shares(count_parts(positions, length), length, positions.shape[0] * positions.shape[1])
 
 
@@ -160,4 +162,4 @@ def _shares(parts: Tensor | None, length: int, copies: int) -> tuple[float, ...]
     if parts is None:  # nothing was dropped
         return (1.0,) * KEPT_PARTS
     sizes = count_parts(torch.arange(length), length)
-    return tuple((parts.cpu() / (sizes * copies).clamp(min=1)).tolist())
+    return tuple((to_host([parts])[0] / (sizes * copies).clamp(min=1)).tolist())

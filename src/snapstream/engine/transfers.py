@@ -17,7 +17,7 @@ def to_device(
 ) -> Tensor:
     """A tensor ``[len(values)]`` of these numbers on the device."""
     tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
