@@ -1,0 +1,173 @@
+"""A model of a known shape with random weights, made where it runs, and clocks for what is done with it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snapstream.attention import choose_backend
+from snapstream.config import CacheBudget, EngineConfig
+from snapstream.engine.settings import Setup
+from snapstream.models.decoder import DecoderModel
+from snapstream.models.spec import ModelSpec
+from snapstream.models.weights import load_spec
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072 + 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+TINY = LLAMA_8B | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 96,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is.
+
+    Attributes:
+        config: Of the model.
+        lengths: Prompts, in tokens, the longest last.
+        cache: Entries of a compressed cache.
+        batches: Slots that decode together; as many more as fit are tried beside.
+        table: Lengths of full and compressed caches, as in the paper's table 5.
+        chunk: Prompt tokens of one launch.
+        steps: Tokens that a slot decodes in one launch.
+        copied: Numbers of 2 bytes that are copied to measure bandwidth.
+        repeats: Measurements of everything.
+        most_slots: More are not tried, whatever fits.
+    """
+
+    config: dict[str, Any]
+    lengths: tuple[int, ...]
+    cache: int
+    batches: tuple[int, ...]
+    table: tuple[tuple[int, int], ...]
+    chunk: int
+    steps: int
+    copied: int
+    repeats: int
+    most_slots: int
+
+
+FULL = Scale(
+    config=LLAMA_8B,
+    lengths=(8192, 32768, 131072),
+    cache=4096,
+    batches=(1, 4, 16, 64),
+    table=((131072, 32768), (65536, 16384), (32768, 8192)),
+    chunk=2048,
+    steps=8,
+    copied=2**31,
+    repeats=7,
+    most_slots=512,
+)
+DRY = Scale(
+    config=TINY,
+    lengths=(48, 80),
+    cache=32,
+    batches=(1, 2),
+    table=((80, 32),),
+    chunk=16,
+    steps=2,
+    copied=2**16,
+    repeats=1,
+    most_slots=2,
+)
+
+
+def spec_of(config: dict[str, Any], layers: int | None = None) -> ModelSpec:
+    """The model's description, with fewer layers if wanted."""
+    config = config | ({} if layers is None else {"num_hidden_layers": layers})
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        return load_spec(Path(directory))
+
+
+def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
+    """Random weights in bfloat16; nothing is loaded, and nothing of it is ever on the host."""
+    with torch.device("meta"):
+        model = DecoderModel(spec).to(torch.bfloat16)
+    frequencies = DecoderModel(replace(spec, layers=0)).frequencies if model.frequencies.is_meta else model.frequencies
+    model = model.to_empty(device=device)
+    model.frequencies = frequencies.float().to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return model.eval()
+
+
+def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, length: int, *, slots: int) -> Setup:
+    """An engine as it would be made of a checkpoint of this shape."""
+    sizes = {"slots": slots, "prefill_chunk": scale.chunk, "decode_steps": scale.steps, "max_logprobs": 1}
+    config = EngineConfig(max_model_len=length, **sizes)
+    name = "auto" if device.type == "cuda" else "triton"
+    return Setup(
+        spec=spec,
+        config=config,
+        device=device,
+        dtype=torch.bfloat16,
+        max_model_len=length,
+        budget=CacheBudget.of(budget),
+        backend=choose_backend(name, device, torch.bfloat16, spec.head_dim, spec.value_size),
+        eager=device.type != "cuda",
+    )
+
+
+class Clock:
+    """Times work on a device, between events of its own."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of a call."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            work()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def __call__(self, work: Callable[[], object]) -> dict[str, float]:
+        """Median, least and most seconds of several calls, after one that does not count."""
+        work()
+        seconds = sorted(self.once(work) for _ in range(self.repeats))
+        return {"median": statistics.median(seconds), "least": seconds[0], "most": seconds[-1]}

@@ -1,0 +1,292 @@
+"""What is measured on a GPU, part by part; see :mod:`benchmarks.gpu`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_model import Clock, Scale, make_model, setup_of, spec_of
+from snapstream.cache import LayerCache
+from snapstream.compression import choose_entries, lay_out, layout_tensors
+from snapstream.compression.compress import selected
+from snapstream.compression.scoring import observation_votes, pool_votes
+from snapstream.config import WINDOW, CacheBudget, LayerPrompt
+from snapstream.engine.decode import Decode
+from snapstream.engine.executor import Executor
+from snapstream.engine.graphs import graph_pool
+from snapstream.engine.memory import plan_engine
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading
+from snapstream.kernels.rows import store_grouped
+from snapstream.models.decoder import DecoderModel
+from snapstream.models.spec import ModelSpec
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """The parts, on one device, with what they share."""
+
+    def __init__(self, device: torch.device, scale: Scale) -> None:
+        self.device, self.scale = device, scale
+        self.clock = Clock(device, scale.repeats)
+        self.spec = spec_of(scale.config)
+        self._model: DecoderModel | None = None
+        self._bandwidth: float | None = None
+
+    @property
+    def model(self) -> DecoderModel:
+        """All layers."""
+        if self._model is None:
+            self._model = make_model(self.spec, self.device)
+        return self._model
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that a step reads: all but the embedding, of which it reads a row per slot."""
+        return sum(p.nbytes for name, p in self.model.named_parameters() if not name.startswith("embedding"))
+
+    def available(self) -> int:
+        """Bytes that an engine may plan with, weights included."""
+        if self.device.type != "cuda":
+            return 2**22
+        _clean_up()
+        held = sum(parameter.nbytes for parameter in self.model.parameters())
+        return int(torch.cuda.mem_get_info(self.device)[0] * 0.9) + held
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def bandwidth(self) -> Iterator[Row]:
+        """Bytes a second that a copy reads and writes: what the device's memory can deliver."""
+        source = torch.zeros(self.scale.copied, dtype=torch.bfloat16, device=self.device)
+        target = torch.empty_like(source)
+        seconds = self.clock(lambda: target.copy_(source))
+        self._bandwidth = 2 * source.nbytes / seconds["least"]
+        yield {"copied": source.nbytes, "seconds": seconds, "bytes_per_second": self._bandwidth}
+
+    def decode(self) -> Iterator[Row]:
+        """A step, as a share of what reading weights and valid entries takes at the bandwidth of a copy."""
+        floor = self._measured_bandwidth()
+        C = self.scale.cache
+        planned = plan_engine(self._setup(C, self.scale.lengths[-1], 1), self.available())
+        most = min(planned.slots_that_fit or 1, self.scale.most_slots)
+        for slots in sorted({*(b for b in self.scale.batches if b < most), most}):
+            for valid in (C, C // 4):
+                seconds = self._step(C, slots, valid)
+                read = self.weights + slots * valid * self.spec.kv_bytes_per_token(torch.bfloat16)
+                share = read / floor / seconds["median"]
+                yield {
+                    "slots": slots,
+                    "entries": C,
+                    "valid": valid,
+                    "step_seconds": seconds,
+                    "tokens_per_second": slots / seconds["median"],
+                    "share_of_bandwidth": share,
+                }
+
+    def table5(self) -> Iterator[Row]:
+        """The paper's table 5: the largest batch that fits the same memory, with full and with compressed caches."""
+        for length, cache in self.scale.table:
+            planned = plan_engine(self._setup(cache, length, 1), self.available())
+            row: Row = {"length": length, "cache": cache}
+            many = (("full", length, planned.slots_that_fit_full), ("compressed", cache, planned.slots_that_fit))
+            for name, entries, fitting in many:
+                slots = min(fitting or 1, self.scale.most_slots)
+                seconds = self._step(entries, slots, entries)
+                row[name] = {"slots": slots, "step_seconds": seconds, "tokens_per_second": slots / seconds["median"]}
+            row["ratio"] = row["compressed"]["tokens_per_second"] / row["full"]["tokens_per_second"]
+            yield row
+
+    @torch.inference_mode()
+    def table4(self) -> Iterator[Row]:
+        """The paper's table 4: what each part of a layer's prefill takes at the longest prompt."""
+        length, chunk = self.scale.lengths[-1], self.scale.chunk
+        prefill, block = self._prefill(self.model, length), self.model.layers[0]
+        budget = CacheBudget.of(self.scale.cache)
+        seconds: dict[str, float] = {}
+
+        def add(name: str, work: Callable[[], object]) -> None:
+            work()  # once that does not count
+            seconds[name] = seconds.get(name, 0.0) + min(self.clock.once(work) for _ in range(self.scale.repeats))
+
+        x = torch.randn(length, self.spec.hidden_size, dtype=torch.bfloat16, device=self.device)
+        for cache in prefill.staging.tensors:
+            cache.normal_()
+        starts = range(0, length, chunk)
+        attention = block.attention
+        keys, values = prefill.staging.keys[0], prefill.staging.values[0]
+        for start in starts:
+            part, at = x[start : start + chunk], torch.tensor(start, device=self.device)
+            cosine, sine = self.model.rope(at + torch.arange(len(part), device=self.device))
+            normed = block.attention_norm(part)
+            qkv = attention.qkv(normed)
+            query = attention.project(normed, cosine, sine)[0]
+            add("qkv", lambda part=part: attention.qkv(block.attention_norm(part)))
+            add(
+                "rotation and write",
+                lambda qkv=qkv, c=cosine, s=sine, at=at: store_grouped(qkv.clone(), c, s, prefill.staging, at),
+            )
+            copied = self.clock.once(qkv.clone)  # which the one before needs here, and prefill does not
+            seconds["rotation and write"] = max(0.0, seconds["rotation and write"] - copied)
+            attended = prefill.backend.prefill(query, keys, values, at, prefill.scale)
+            add("attention", lambda q=query, at=at: prefill.backend.prefill(q, keys, values, at, prefill.scale))
+            add("output and feed-forward", lambda part=part, a=attended: block.complete(part, a))
+        layout = lay_out(length, budget)
+        queries = torch.randn(1, self.spec.heads, WINDOW, self.spec.head_dim, dtype=x.dtype, device=self.device)
+        prompt = LayerPrompt(
+            queries=queries,
+            keys=prefill.staging.keys[:, :, :length],
+            values=None,
+            layout=layout_tensors([layout], self.device),
+            sink=budget.sink,
+            scale=self.spec.scale,
+        )
+        votes = observation_votes(queries, prompt.keys, prompt.layout, sink=budget.sink, scale=self.spec.scale)
+        add(
+            "votes",
+            lambda: pool_votes(
+                observation_votes(queries, prompt.keys, prompt.layout, sink=budget.sink, scale=self.spec.scale),
+                pooling="avg",
+                kernel=7,
+            ),
+        )
+        counts = (prompt.layout.base, prompt.layout.count, prompt.layout.length)
+        add("choice", lambda: selected(votes, *counts, budget.sink, budget.top_k, budget.capacity))
+        positions = choose_entries(prompt, budget)[0, :, : layout.count]
+        into = self.spec.entry.empty(1, budget.capacity, dtype=x.dtype, device=self.device)
+        add("copy into the slot", lambda: prefill.staging.gather(positions, into))
+        total = sum(seconds.values())
+        yield {"length": length, "cache": budget.capacity, "chunk": chunk, "layer_seconds": total} | {
+            name: {"seconds": each, "share": each / total} for name, each in seconds.items()
+        }
+
+    def prefill(self) -> Iterator[Row]:
+        """Reading a prompt, beside transformers with torch's flash attention, which compresses nothing."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        layers = min(4, self.spec.layers)
+        spec = spec_of(self.scale.config, layers)
+        settings = {name: value for name, value in self.scale.config.items() if name != "architectures"}
+        with torch.device(self.device):
+            config = LlamaConfig(**(settings | {"num_hidden_layers": layers}))
+            peer = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+        ours = make_model(spec, self.device)
+        for length in self.scale.lengths:
+            prefill = self._prefill(ours, length)
+            tokens = torch.arange(length, device=self.device)[None] % 90
+            caches = self._caches(spec.layers)
+
+            prompt = tokens[0].tolist()
+
+            def read(prefill: Prefill = prefill, prompt: list[int] = prompt, caches: list[LayerCache] = caches) -> None:
+                self._read(prefill, prompt, caches, spec)
+
+            @torch.inference_mode()
+            def read_by_peer(tokens: torch.Tensor = tokens) -> None:
+                peer(tokens, use_cache=True, logits_to_keep=1)
+
+            mine, theirs = self.clock(read), self.clock(read_by_peer)
+            ratio = theirs["median"] / mine["median"]
+            yield {"length": length, "layers": layers, "ours": mine, "transformers": theirs, "times_as_fast": ratio}
+            del prefill
+            _clean_up()
+
+    def position(self) -> Iterator[Row]:
+        """A step of one sequence at a position: with a compressed cache, and with a full one."""
+        C = self.scale.cache
+        for position in self.scale.lengths:
+            compressed, full = self._step(C, 1, C, position), self._step(position, 1, position)
+            yield {"position": position, "compressed": compressed, "full": full}
+
+    def memory(self) -> Iterator[Row]:
+        """Torch's peak of memory beside the plan, while the longest prompt is read and slots decode."""
+        length, slots = self.scale.lengths[-1], self.scale.batches[-1]
+        self._model = None
+        _clean_up()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        setup = self._setup(self.scale.cache, length, slots)
+        plan = plan_engine(setup).ours
+        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        executor = Executor(setup, self.model, padded=plan.padded_len)
+        counts = lay_out(length - 1, setup.budget).count
+        prompt = [index % 90 for index in range(length - 1)]
+        self._read(executor.prefill, prompt, executor.decode.slot(0, counts), self.spec)
+        self._fill(executor.decode, setup.budget.capacity, length)
+        for greedy in (True, False):
+            executor.decode.launch(self.scale.steps, greedy=greedy)
+        parts = {name: getattr(plan, name) for name in ("weights", "slots", "staging", "workspace", "metadata")}
+        row: Row = {"length": length, "slots": slots, "plan": plan.total, "plan_parts": parts}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            row["steady"] = torch.cuda.memory_allocated() - before
+            row["peak"] = torch.cuda.max_memory_allocated() - before
+            row["peak_by_plan"] = row["peak"] / plan.total
+        yield row
+
+    # -- what they share --------------------------------------------------------------------------------------------
+
+    def _measured_bandwidth(self) -> float:
+        if self._bandwidth is None:
+            next(self.bandwidth())
+        assert self._bandwidth is not None
+        return self._bandwidth
+
+    def _setup(self, entries: int, length: int, slots: int) -> Any:
+        return setup_of(self.spec, self.device, self.scale, entries, length, slots=slots)
+
+    def _step(self, entries: int, slots: int, valid: int, position: int | None = None) -> dict[str, float]:
+        """Seconds of a step of all slots, whose caches are random and hold so many entries."""
+        _clean_up()
+        setup = self._setup(entries, entries, slots)
+        settings = {
+            "capacity": entries,
+            "slots": slots,
+            "steps": self.scale.steps,
+            "max_logprobs": 1,
+            "eager": setup.eager,
+        }
+        decode = Decode(self.model, setup.backend, eager=setup.eager, **settings)
+        for layer in decode.layers:
+            for tensor in layer.tensors:
+                tensor.normal_()
+        decode.warm_up(graph_pool(self.device))
+        self._fill(decode, valid, valid if position is None else position)
+        launch = self.clock(lambda: decode.launch(self.scale.steps, greedy=True))
+        return {name: seconds / self.scale.steps for name, seconds in launch.items()}
+
+    def _fill(self, decode: Decode, valid: int, position: int) -> None:
+        """Let all slots hold so many entries and go on from a position."""
+        entries = decode.layers[0].entries
+        decode.base.fill_(min(4, entries // 2))
+        decode.limit.fill_(entries)
+        decode.count.fill_(valid)
+        decode.position.fill_(position)
+        decode.active.fill_(True)
+
+    def _prefill(self, model: DecoderModel, length: int) -> Prefill:
+        setup = self._setup(self.scale.cache, length, 1)
+        chunk = self.scale.chunk
+        return Prefill(model, setup.backend, queries=WINDOW, padded=-(-length // chunk) * chunk, chunk=chunk)
+
+    def _caches(self, layers: int) -> list[LayerCache]:
+        """What a prompt is compressed into."""
+        entry, C = self.spec.entry, self.scale.cache
+        return [entry.empty(1, C, dtype=torch.bfloat16, device=self.device) for _ in range(layers)]
+
+    def _read(self, prefill: Prefill, prompt: list[int], caches: list[LayerCache], spec: ModelSpec) -> None:
+        reading = Reading(spec, prompt)
+        target = reading.add(CacheBudget.of(self.scale.cache), caches)
+        while not reading.finished:
+            prefill.advance(reading)
+        if target.error is not None:
+            raise target.error
+
+
+def _clean_up() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
