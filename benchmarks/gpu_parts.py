@@ -242,14 +242,8 @@ class Bench:
         """Seconds of a step of all slots, whose caches are random and hold so many entries."""
         _clean_up()
         setup = self._setup(entries, entries, slots)
-        settings = {
-            "capacity": entries,
-            "slots": slots,
-            "steps": self.scale.steps,
-            "max_logprobs": 1,
-            "eager": setup.eager,
-        }
-        decode = Decode(self.model, setup.backend, eager=setup.eager, **settings)
+        sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1}
+        decode = Decode(self.model, setup.backend, eager=setup.eager, **sizes)
         for layer in decode.layers:
             for tensor in layer.tensors:
                 tensor.normal_()
