@@ -38,7 +38,7 @@ def test_every_part_runs_dry(tmp_path):
     assert all(found[part] for part in PARTS)
     assert found["table4"][0]["votes"]["share"] > 0
     shown = run("--show", path)
-    assert shown.stdout.count("|---") == 6
+    assert shown.stdout.count("\n|---") == 6
     assert "| a layer's prefill, 80 tokens |" in shown.stdout
     # Another part is added to what is there.
     done = run("--device", "cpu", "--tiny", "--only", "bandwidth", "--json", path)
