@@ -18,7 +18,8 @@ OPENVINO_STAMP := $(OPENVINO_VENV)/.installed
 LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
-.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-vllm test-vllm-tp16 bench bench-peers bench-vllm bench-transformers bench-deepseek train clean
+.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
+  bench bench-gpu bench-peers bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -80,6 +81,15 @@ test-vllm: $(VLLM_STAMP)
 test-install: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_install.py
 
+# The kernels for GPUs, compiled for six generations of them; needs none. Ten minutes.
+test-kernels: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/kernels/triton/test_compiler.py
+
+# On a machine with a GPU and a CUDA build of torch.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_cuda.py tests/engine/test_triton.py \
+	  tests/engine/test_engine.py tests/kernels/triton
+
 # Sixteen tensor-parallel ranks, as in the paper's deployment; 16 GiB of memory and several minutes.
 test-vllm-tp16: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
@@ -105,6 +115,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/reading.py $(if $(AGAINST),--against $(AGAINST))
+
+# On a GPU, with weights of the shape of Llama-3.1-8B made in place: docs/gpu.md. Parts: ONLY=decode,table5
+bench-gpu: $(STAMP)
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --json gpu.json $(if $(ONLY),--only $(ONLY))
 
 # Trains the shipped models anew; about an hour on one core for the first, 80 minutes for the second.
 train: $(STAMP)

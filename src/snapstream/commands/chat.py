@@ -64,7 +64,7 @@ def chat(
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         device=device,
-        enforce_eager=eager(compiled, device, default=True),
+        enforce_eager=eager(compiled, device),
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     say_what_a_shipped_model_is(name)

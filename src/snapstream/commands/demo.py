@@ -71,7 +71,7 @@ def demo(
             asked,
             budgets,
             slots=slots,
-            enforce_eager=eager(compiled, "auto", default=True),
+            enforce_eager=eager(compiled, "auto"),
             report=status.update,
         )
     if as_json:

@@ -153,7 +153,7 @@ def evaluate(
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         device=device,
-        enforce_eager=eager(compiled, device, default=True),
+        enforce_eager=eager(compiled, device),
     )
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ def generate(
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         device=device,
-        enforce_eager=eager(compiled, device, default=True),
+        enforce_eager=eager(compiled, device),
     )
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM

@@ -61,7 +61,7 @@ Compiled = Annotated[
     bool | None,
     typer.Option(
         "--compile/--eager",
-        help="On CUDA, compile and capture the graphs: starts later, decodes faster. On a CPU nothing is compiled.",
+        help="On CUDA, capture decode steps as graphs, or start sooner and decode slower. Default: capture.",
         show_default=False,
         rich_help_panel=ENGINE,
     ),
@@ -73,7 +73,7 @@ MOVED = {
     "--gpu-memory-utilization": "--memory-fraction of serve says how much of the free memory may be used; what is held "
     "follows from --budget, --slots and --max-model-len, see `snapstream plan`",
     "--tensor-parallel-size": "the built-in engine uses one device; the vLLM plugin uses several (docs/vllm.md)",
-    "--enforce-eager": "--eager compiles nothing (on a CPU nothing is compiled anyway)",
+    "--enforce-eager": "--eager captures no graphs on CUDA (on a CPU there are none anyway)",
     "--kv-cache-dtype": "--dtype is the dtype of weights and caches",
     "--kv-budget": "--budget is the cache of a sequence",
     "--ctx-size": "--max-model-len is the longest prompt plus output",
@@ -95,8 +95,8 @@ def chosen_model(argument: str | None, option: str | None = None) -> str:
     return argument or option or TASK_MODEL.name
 
 
-def eager(compiled: bool | None, device: str, *, default: bool) -> bool:
-    """Whether nothing is to be compiled, of what ``--compile`` or ``--eager`` says, if one was given.
+def eager(compiled: bool | None, device: str) -> bool:
+    """Whether no graphs are to be captured, of what ``--compile`` or ``--eager`` says, if one was given.
 
     Raises:
         ConfigurationError: There is no such device.
@@ -105,7 +105,7 @@ def eager(compiled: bool | None, device: str, *, default: bool) -> bool:
 
     if compiled and choose_device(device).type == "cpu":
         messages.print("--compile: on a CPU there is nothing to compile", highlight=False)
-    return default if compiled is None else not compiled
+    return compiled is False
 
 
 def max_length(text: str | None) -> int | None:

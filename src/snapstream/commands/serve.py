@@ -148,7 +148,7 @@ def serve(
         decode_steps=decode_steps,
         dtype=dtype,
         device=device,
-        enforce_eager=eager(compiled, device, default=False),
+        enforce_eager=eager(compiled, device),
         memory_fraction=memory_fraction,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
@@ -162,8 +162,8 @@ def serve(
         from snapstream.engine import LLM
         from snapstream.engine.settings import choose_device
 
-        compiles = choose_device(device).type == "cuda" and not config.enforce_eager
-        logger.info("loading %s%s", name, "; compiling takes a minute, --eager starts at once" if compiles else "")
+        has_to_build = choose_device(device).type == "cuda"
+        logger.info("loading %s%s", name, "; the first time on a GPU, kernels are built" if has_to_build else "")
         if not settings.api_keys:
             logger.info("no API key is needed to use this server")
         with quiet():

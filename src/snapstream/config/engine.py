@@ -23,8 +23,8 @@ class EngineConfig:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
-        enforce_eager: On CUDA, do not compile and capture the graphs: slower, but starts at once. On a CPU nothing is
-            compiled anyway.
+        enforce_eager: On CUDA, do not capture decode steps as graphs: slower, but ready sooner, and kernels are built
+            when they are first needed. On a CPU there are no graphs anyway.
         sessions: Conversations whose compressed cache may be kept between turns, see
             :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
         kept_queries: Last queries of a prompt that are kept at least, for requests whose own policy looks at more of

@@ -43,7 +43,7 @@ class Engine:
         report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,
     ) -> None:
-        """Plan memory, load the model and, on CUDA, compile the graphs.
+        """Plan memory, load the model and, on CUDA, build kernels and capture decode steps.
 
         Args:
             model: Directory of a Hugging Face checkpoint, or a hub id.

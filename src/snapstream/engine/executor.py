@@ -15,7 +15,7 @@ from snapstream.compression import lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
-from snapstream.engine.graphs import graph_pool
+from snapstream.engine.graphs import current_device, graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading, Target, kept_shares
@@ -53,8 +53,9 @@ class Executor:
         self.readers: list[tuple[Request, Target]] = []
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
-            self._rehearse(setup.budget, setup.max_model_len)
-            self.decode.warm_up(graph_pool(self.device))
+            with current_device(self.device):
+                self._rehearse(setup.budget, setup.max_model_len)
+                self.decode.warm_up(graph_pool(self.device))
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int) -> None:
         """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
@@ -116,10 +117,11 @@ class Executor:
         """
         reading = self.reading
         assert reading is not None
-        for _ in range(units):
-            self.prefill.advance(reading)
-            if reading.finished or reading.failed:
-                break
+        with current_device(self.device):
+            for _ in range(units):
+                self.prefill.advance(reading)
+                if reading.finished or reading.failed:
+                    break
         if not reading.finished and not reading.failed:
             return []
         for request, target in self.readers:
@@ -191,7 +193,8 @@ class Executor:
         position = to_device([len(tokens)], self.device)
         active = torch.ones(1, dtype=torch.bool, device=self.device)
         forced = to_device([*request.params.forced[:1], -1][:1], self.device)
-        sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
+        with current_device(self.device):
+            sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
         token = int(sampled.tokens[0])
         request.append(token, _logprobs_of(sampled, 0, request.params.logprobs))
         return token
@@ -205,11 +208,11 @@ class Executor:
         greedy = all(request.params.plain_greedy for request in going)
         # No more steps than the request that needs most can use.
         steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
-        results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
-        # One copy for all steps of a launch, one for each kind of detail.
-        stacked = to_host(
-            [torch.stack(each) for each in zip(*(step[: 1 if greedy else None] for step in results), strict=True)]
-        )
+        with current_device(self.device):
+            results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
+            # One copy for all steps of a launch, one for each kind of detail.
+            kinds = zip(*(step[: 1 if greedy else None] for step in results), strict=True)
+            stacked = to_host([torch.stack(kind) for kind in kinds])
         tokens = stacked[0].tolist()
         details = None if greedy else [Sampled(*step) for step in zip(*stacked, strict=True)]
         failed: list[tuple[Request, Exception]] = []

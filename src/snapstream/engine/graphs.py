@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class StaticGraph:
 
     @torch.inference_mode()
     def warm_up(self, pool: Any = None) -> None:
-        """Run once, and capture. State the function changes has to be reset by the caller afterwards.
+        """Run once, and capture; the device must be the current one.
+
+        State that the function changes has to be reset by the caller afterwards.
 
         Args:
             pool: CUDA memory that graphs share, from :func:`graph_pool`.
@@ -40,20 +43,23 @@ class StaticGraph:
         self._function()
         if not self._capture:
             return
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            self._captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._captured, pool=pool):
-                self._result = self._function()
+        torch.cuda.synchronize(self._device)
+        self._captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._captured, pool=pool):
+            self._result = self._function()
 
     @torch.inference_mode()
     def __call__(self) -> Any:
-        """Run once."""
+        """Run once; on CUDA, the device must be the current one."""
         if self._captured is None:
             return self._function()
-        with torch.cuda.device(self._device):
-            self._captured.replay()
+        self._captured.replay()
         return self._result
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Around what launches kernels of our own: Triton launches on the device that is the thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def graph_pool(device: torch.device) -> Any:

@@ -30,8 +30,8 @@ class Setup:
         max_model_len: Longest sequence.
         budget: Cache of one slot.
         backend: Attention.
-        eager: Nothing is compiled or captured; always so on a CPU, where prompts are large products and decoding is
-            a native loop.
+        eager: Decode steps are not captured as graphs, and nothing is rehearsed; always so on a CPU, where prompts
+            are large products and decoding is a native loop.
     """
 
     spec: ModelSpec

@@ -63,7 +63,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         prefill_chunk: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        compiled: bool = False,
+        compiled: bool = True,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         max_gen_toks: int | None = None,
@@ -81,7 +81,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             prefill_chunk: Prompt tokens per prefill launch.
             dtype: As in :class:`EngineConfig`.
             device: As in :class:`EngineConfig`.
-            compiled: On CUDA, compile the graphs: faster, but slow to start.
+            compiled: On CUDA, capture decode steps as graphs: faster.
             batch_size: lm-eval's ``--batch_size``; ``auto`` is the engine's default.
             max_batch_size: lm-eval's ``--max_batch_size``: the batch size, if that is ``auto``.
             max_gen_toks: Most tokens to generate, for tasks that do not say; 256 by default.

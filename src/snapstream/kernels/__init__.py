@@ -1,1 +1,1 @@
-"""Kernels of our own, for what no library has: see :mod:`snapstream.kernels.cpu`."""
+"""Kernels of our own, for what no library has: :mod:`snapstream.kernels.cpu` and :mod:`snapstream.kernels.triton`."""

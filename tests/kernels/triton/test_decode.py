@@ -136,6 +136,7 @@ def test_large_logits_and_a_rescaled_maximum():
 def test_splits():
     """Few slots are split, many are not, and never into more parts than are of use."""
     assert decode.splits_of(1, 8, 4096, 132) == 32
-    assert decode.splits_of(64, 8, 4096, 132) == 1
+    assert decode.splits_of(64, 8, 4096, 132) == 4
+    assert decode.splits_of(256, 8, 4096, 132) == 1
     assert decode.splits_of(1, 8, 128, 132) == 1
-    assert decode.splits_of(4, 8, 4096, 132) == 16
+    assert decode.splits_of(16, 8, 4096, 132) == 16

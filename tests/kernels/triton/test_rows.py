@@ -16,7 +16,9 @@ from snapstream.kernels.triton.store import PENDING, RING, STRAIGHT, Places
 
 
 def close(got, want, dtype):
-    torch.testing.assert_close(got.double(), want.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    """Norms round twice, and rotations take differences of numbers of up to 4."""
+    tolerance = 4 * TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
 
 
 def angles(tokens, half, dtype, seed=7):

@@ -28,7 +28,8 @@ from snapstream.kernels.triton.tiles import (
     width_of,
 )
 
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 8
+"""At least, where slots are long enough to be split: two or three run at a time, and the last round is rarely full."""
 
 
 @triton.jit

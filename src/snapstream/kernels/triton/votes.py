@@ -30,7 +30,7 @@ def _logits(
     is_row = (member < GROUP) & (voter_position >= first_voter)
     is_key = position < length
     query_first, query_second = load_parts(
-        queries, 1, member * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
+        queries, 1, member.to(tl.int64) * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
     )
     key_first, key_second = load_parts(keys, key_row, position, is_key, FIRST, SECOND, SIZE)
     logits = logits_of(query_first, query_second, key_first, key_second, scale, SECOND)
