@@ -326,13 +326,13 @@ def test_budget_above_max_model_len_is_a_full_cache(checkpoint):
 
 
 def test_memory_is_refused_before_loading_and_the_advice_fits(checkpoint, monkeypatch):
-    monkeypatch.setattr("snapstream.engine.engine.available_memory", lambda *_: 5_000_000)
+    monkeypatch.setattr("snapstream.engine.engine.available_memory", lambda *_: 8_000_000)
     plans = []
     with monkeypatch.context() as patched:
         patched.setattr("snapstream.engine.engine.load_model", lambda *_: pytest.fail("loaded"))
         with pytest.raises(MemoryPlanError, match="it would fit with") as error:
             make(checkpoint, slots=300, report_plan=plans.append)
-    assert plans[0].ours.total > 5_000_000
+    assert plans[0].ours.total > 8_000_000
     advice = dict(re.findall(r"(slots|budget)=(\d+)", str(error.value)))
     assert set(advice) == {"slots", "budget"}
     make(checkpoint, slots=int(advice["slots"]))

@@ -1,5 +1,8 @@
 """The kernel of the votes, with whatever instructions this processor has, against plain torch in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +80,14 @@ def test_long_prompts_equal_plain_torch_and_threads_do_not_change_a_bit(dtype, i
     torch.testing.assert_close(results[0].double(), want.double(), rtol=1e-4, atol=1e-6)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("host", ["snapstream.engine.engine", "snapstream.integrations.transformers"])
+def test_every_host_has_the_kernels(host):
+    """Whoever chooses entries does it with the kernels there are."""
+    code = f"import sys, {host}; assert 'snapstream.kernels.compression' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_operation_chooses_the_kernel(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import snapstream.kernels.compression  # noqa: F401 (its kernels take votes and copies)
 from snapstream.kernels import cpu as kernels
 
 SHORTEST = 128

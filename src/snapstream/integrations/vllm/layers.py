@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import snapstream.kernels.compression  # noqa: F401 (its kernels take the votes)
 from snapstream.compression import choose_entries
 from snapstream.config import LayerPrompt
 from snapstream.errors import ConfigurationError
