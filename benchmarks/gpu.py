@@ -50,7 +50,11 @@ def main() -> int:
     found: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())
-    found["machine"] = _machine(device) | {"tiny": arguments.tiny}
+    machine = _machine(device) | {"tiny": arguments.tiny}
+    if found.get("machine", machine) != machine:
+        print(f"{arguments.json} is of {found['machine']}, not of {machine}; give another file.")
+        return 2
+    found["machine"] = machine
     failed = False
     for part in arguments.only:
         start, rows = time.perf_counter(), []
@@ -60,11 +64,14 @@ def main() -> int:
                 rows.append(row)
                 _write(found, arguments.json)
                 print(json.dumps({part: row}), flush=True)
-        except Exception:  # the next part may still work
+        except Exception as error:  # the next part may still work, unless the device does not
             traceback.print_exc()
-            rows.append({"error": traceback.format_exc(limit=1).splitlines()[-1]})
+            rows.append({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
             failed = True
         _write(found, arguments.json)
+        if failed and device.type == "cuda" and not _still_works(torch):
+            print("The device does not work any more in this process; give --only to go on with other parts.")
+            return 1
         print(f"# {part}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     print(show(found))
     return int(failed)
@@ -123,7 +130,7 @@ def _table4(rows: list[Any]) -> list[str]:
 def _prefill(rows: list[Any]) -> list[str]:
     lines = ["| tokens | layers | ours, s | transformers, s | times as fast |", "|---|---|---|---|---|"]
     for row in rows:
-        ours, theirs = (f"{row[name]['median']:.3f}" for name in ("ours", "transformers"))
+        ours, theirs = (f"{row[name]:.3f}" for name in ("ours", "transformers"))
         lines.append(f"| {row['length']} | {row['layers']} | {ours} | {theirs} | {row['times_as_fast']:.2f}x |")
     return lines
 
@@ -164,6 +171,14 @@ def _machine(device: Any) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"no GPU ({platform.machine()})"
     versions = {"torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__}
     return {"device": name, "cuda": torch.version.cuda, "python": platform.python_version()} | versions
+
+
+def _still_works(torch: Any) -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _write(found: dict[str, Any], path: Path | None) -> None:

@@ -12,6 +12,7 @@ from snapstream import CacheBudget, SamplingParams
 from snapstream.attention import SdpaAttention, TritonAttention, flash
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
+from tests.engine import conftest
 from tests.engine.test_engine import greedy, make, naive_generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -52,7 +53,7 @@ def test_full_cache_equals_transformers(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
-def test_half_precision_says_nearly_what_float64_says(tmp_path, family):
+def test_half_precision_says_nearly_what_the_cpu_says(tmp_path, family):
     """Experts are multiplied in bfloat16 only; a token may differ where two are about as likely."""
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
@@ -62,9 +63,10 @@ def test_half_precision_says_nearly_what_float64_says(tmp_path, family):
         make(tmp_path, device=device, dtype=dtype) for device, dtype in (("cuda", "bfloat16"), ("cpu", "float32"))
     ]
     for got, want in zip(*(engine.generate(prompts, params) for engine in engines), strict=True):
-        for token, logprob in got.logprobs[0].top.items():
-            if token in want.logprobs[0].top:
-                assert logprob == pytest.approx(want.logprobs[0].top[token], abs=0.1)
+        mine, theirs = got.logprobs[0].top, want.logprobs[0].top
+        common = [token for token in mine if token in theirs]
+        assert len(common) >= 3
+        assert [mine[token] for token in common] == pytest.approx([theirs[token] for token in common], abs=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,8 +84,9 @@ def test_flash_attention_works(dtype, size):
     torch.testing.assert_close(got, mine, rtol=2e-2, atol=2e-2)
 
 
-def test_nothing_waits_in_a_step(checkpoint):
+def test_nothing_waits_in_a_step(checkpoint, monkeypatch):
     """Torch raises where the host would wait for the device without saying so."""
+    monkeypatch.setattr(conftest, "check_integrity", lambda one: None)  # it looks at numbers
     llm = make(checkpoint, device="cuda", enforce_eager=False)
     for length in (20, 90, 200):
         llm.engine.add_request(prompt(length), greedy(30, temperature=0.5, seed=1) if length == 90 else greedy(30))
@@ -127,6 +130,8 @@ def test_memory_is_what_was_planned(tmp_path):
     llm = make(tmp_path, 2048, device="cuda", enforce_eager=False, **settings)
     llm.generate([prompt(32000)] * 2, [greedy(20), greedy(20, temperature=1.0, seed=1)])
     peak = torch.cuda.max_memory_allocated() - before
+    # Blocks of a graph's own pool are reserved while it is not running.
+    assert torch.cuda.max_memory_reserved() - before < 1.1 * llm.engine.plan.total
     assert 0.8 * llm.engine.plan.total < peak < 1.05 * llm.engine.plan.total
 
 

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapstream import CacheBudget, SamplingParams
 from snapstream.attention import SdpaAttention, TritonAttention
@@ -25,7 +26,7 @@ from tests.engine.test_engine import make
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: tests/gpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: test_cuda.py")
 META = torch.device("meta")
 
 
@@ -73,6 +74,31 @@ def llm(request, tmp_path, copies):
     return make(tmp_path, device="cpu", max_model_len=200, slots=3, prefill_chunk=64, decode_steps=3, sessions=1)
 
 
+class NoNumbers(TorchDispatchMode):
+    """Refuses assignments of numbers, such as ``tensor[slot] = 1.0``: on CUDA they wait, where ``fill_`` does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        aten = torch.ops.aten
+        if function in (aten.copy_.default, aten.index_put_.default):
+            assert not any(arguments[-1] is number or arguments[1] is number for number in self.numbers), "assignment"
+        result = function(*arguments, **(options or {}))
+        if function is aten.scalar_tensor.default:
+            self.numbers.append(result)
+        return result
+
+
+def test_what_is_refused():
+    row = torch.zeros(3, device=META)
+    with NoNumbers(), pytest.raises(AssertionError, match="assignment"):
+        row[1] = 2.0
+    with NoNumbers():
+        row[1].fill_(2.0)
+
+
 def test_nothing_waits_for_the_device_in_a_step(llm, copies):
     """But for the tokens of a launch, all at once, and for what is said of a prompt when it has been read."""
     params = [
@@ -86,7 +112,8 @@ def test_nothing_waits_for_the_device_in_a_step(llm, copies):
     outputs = []
     while llm.engine.busy:
         reads, copies[:] = bool(llm.engine.reading or llm.engine.scheduler.waiting), []
-        outputs += llm.engine.step()
+        with NoNumbers():
+            outputs += llm.engine.step()
         # One for a launch; of a prompt that has been read, its first token, its shares, and its telemetry.
         assert len(copies) <= (4 if reads else 1), copies
     assert all(output.error is None for output in outputs), outputs

@@ -9,6 +9,7 @@ from snapstream import EngineConfig
 from snapstream.attention import SdpaAttention, TritonAttention
 from snapstream.engine.memory import LIBRARY_WORKSPACE, plan_engine
 from snapstream.engine.settings import set_up
+from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import greedy, make
@@ -71,7 +72,7 @@ def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
 def test_plans_for_a_device_that_is_not_here(checkpoint, monkeypatch):
     """As the engine would make them there: with kernels for CUDA, wherever the plan is made."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no triton here
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
     config = EngineConfig(device="cuda", dtype="bfloat16")
     assert isinstance(set_up(str(checkpoint), 256, config, must_exist=False).backend, TritonAttention)
     plan = plan_of(checkpoint, "cuda", max_model_len=4096)

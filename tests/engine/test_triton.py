@@ -78,7 +78,7 @@ def test_nothing_but_kernels_is_asked(tmp_path, monkeypatch):
 
 def test_what_is_said_without_triton(tmp_path, monkeypatch, caplog):
     save_checkpoint(tmp_path, "qwen3")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
     monkeypatch.setattr("snapstream.attention.flash._is_right", lambda *arguments: True)
     from snapstream.attention import SdpaAttention, choose_backend
     from snapstream.errors import ConfigurationError
@@ -107,7 +107,10 @@ def test_choice_of_backend(monkeypatch):
         choose_backend("triton", torch.device("cpu"), torch.float32, 64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(kernels, "memory_of_processor", lambda device: 101_376)
     kernels._missing_here.cache_clear()
+    with pytest.raises(ConfigurationError, match="on this device it takes even ones up to 256"):
+        choose_backend("triton", cuda, torch.bfloat16, 576, 512)
     with pytest.raises(ConfigurationError, match=r"compute capability 7\.5; kernels need 8\.0"):
         choose_backend("triton", cuda, torch.float16, 64)
     kernels._missing_here.cache_clear()

@@ -80,7 +80,7 @@ def agree(got, want, active, tolerance):
             assert torch.equal(mine[0], buffer[0])
             continue
         copies = len(buffer) // len(rows)
-        used = torch.arange(len(buffer)) < copies * rows.sum() if copies > 1 else rows
+        used = torch.arange(len(buffer), device=buffer.device) < copies * rows.sum() if copies > 1 else rows
         scale = buffer[used].double().square().mean().sqrt().clamp(min=1e-6)
         torch.testing.assert_close(
             mine[used].double() / scale, buffer[used].double() / scale, rtol=4 * tolerance, atol=4 * tolerance, msg=name

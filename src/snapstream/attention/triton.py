@@ -11,8 +11,6 @@ from snapstream.cache import EntryShape
 from snapstream.kernels import triton as kernels
 from snapstream.kernels.parts import Slots
 
-MOST_HEAD_SIZE = 1024
-
 
 class TritonAttention(AttentionBackend):
     """Needs the kernels of :mod:`snapstream.kernels.triton`."""
@@ -29,21 +27,36 @@ class TritonAttention(AttentionBackend):
         """A device with kernels, a type and head sizes that they take."""
         if dtype not in kernels.DTYPES:
             return f"the dtype is {dtype}; it takes float32, bfloat16 and float16"
-        if any(size % 2 or size > MOST_HEAD_SIZE for size in sizes):
+        has_room = kernels.memory_of_processor(device) >= kernels.LATENTS_MEMORY
+        most = kernels.LARGEST_HEAD if has_room else kernels.SMALL_HEAD
+        if any(size % 2 or size > most for size in sizes):
             given = " and ".join(map(str, dict.fromkeys(sizes)))
-            return f"the head size is {given}; it takes even ones up to {MOST_HEAD_SIZE}"
+            return f"the head size is {given}; on this device it takes even ones up to {most}"
         return kernels.missing(device)
 
-    def splits(self, slots: int, kv_heads: int, entries: int) -> int:
-        """Into how many parts decoding splits the entries of each slot."""
-        from snapstream.kernels.triton.decode import splits_of
+    def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
+        """Into how many parts decoding splits the entries of each slot.
 
-        return splits_of(slots, kv_heads, entries, kernels.processors(self.device))
+        Args:
+            slots: Slots (``B``).
+            query: Shape of a slot's queries, ``[T, H, D]``.
+            cache: Shape of its keys, ``[N, C, D]``.
+            dtype: Of both.
+        """
+        from snapstream.kernels.triton.decode import splits_of, tile_of
+
+        (T, H, D), (N, C, _) = query, cache
+        blocks = -(-H // N * T // tile_of(D, dtype, H // N * T)["ROWS"])
+        return splits_of(slots, N * blocks, C, kernels.processors(self.device))
 
     def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
-        """See :meth:`AttentionBackend.decode_bytes`: results of the parts that each slot's entries are split into."""
-        parts = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
-        return slots * heads * parts * (columns + 1) * 4
+        """See :meth:`AttentionBackend.decode_bytes`: results of the parts that each slot's entries are split into.
+
+        Few slots have many parts; of many, each has few. A bound, as grouped heads have fewer programs than this.
+        """
+        most = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
+        parts = min(slots * most, max(slots, 2 * kernels.PROGRAMS_PER_PROCESSOR * kernels.processors(self.device)))
+        return parts * heads * (columns + 1) * 4
 
     def prefill(
         self,
@@ -70,7 +83,7 @@ class TritonAttention(AttentionBackend):
 
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
         """See :meth:`AttentionBackend.decode`."""
-        splits = self.splits(len(query), keys.shape[1], keys.shape[2])
+        splits = self.splits(len(query), query[:, None].shape[1:], keys.shape[1:], query.dtype)
         return self._attend_slots(query, keys, values, valid, scale, splits)
 
     def _attend_slots(

@@ -93,13 +93,14 @@ class Decode:
             sampling: State whose row 0 is the request's.
             active: Whether launches decode it, or it is only to be taken out again.
         """
-        self.token[slot] = token
-        self.position[slot] = position
-        self.base[slot] = layout.base
-        self.count[slot] = layout.count
-        self.limit[slot] = layout.limit
+        # Each is filled: to put a number in by an assignment waits for a GPU.
+        self.token[slot].fill_(token)
+        self.position[slot].fill_(position)
+        self.base[slot].fill_(layout.base)
+        self.count[slot].fill_(layout.count)
+        self.limit[slot].fill_(layout.limit)
         self.sampling.copy_row(slot, sampling, 0)
-        self.active[slot] = active
+        self.active[slot].fill_(active)
 
     def slot(self, slot: int, entries: int) -> list[LayerCache]:
         """The first entries of a slot's cache, layer by layer, in the slot's own memory."""
@@ -159,9 +160,9 @@ class Decode:
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Free a slot. Its entries stay where they are: an inactive slot has no valid ones."""
-        self.active[slot] = False
-        self.count[slot] = 0
-        self.forced[slot] = -1  # a launch that broke off may have left some
+        self.active[slot].fill_(False)
+        self.count[slot].fill_(0)
+        self.forced[slot].fill_(-1)  # a launch that broke off may have left some
 
     def launch(self, steps: int, *, greedy: bool, forced: dict[int, Sequence[int]] | None = None) -> list[Sampled]:
         """Decode ``steps`` tokens in every active slot, without the host looking in between.
@@ -210,8 +211,9 @@ class Decode:
             return None
         from snapstream.kernels.triton.program import TritonProgram
 
-        heads, entries = self.layers[0].keys.shape[1:3]
-        splits = self.backend.splits(self.slots, heads, entries)
+        keys, spec = self.layers[0].keys, self.model.spec
+        query = torch.Size((1, spec.heads, spec.head_dim))
+        splits = self.backend.splits(self.slots, query, keys.shape[1:], keys.dtype)
         return TritonProgram(operations, self._machine(operations), splits=splits).run
 
     def _machine(self, operations: Sequence[Operation]) -> Machine:

@@ -5,6 +5,7 @@ It decides nothing about who comes when, and it keeps nothing of a request that 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
 from snapstream.engine.transfers import to_device, to_host
+from snapstream.errors import ConfigurationError
 from snapstream.models import DecoderModel
 
 
@@ -59,18 +61,11 @@ class Executor:
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int) -> None:
         """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
-        length = min(max_model_len, budget.capacity + 1)
+        length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
         reading = Reading(self.spec, [0] * length)
-        small = CacheBudget.of(max(MIN_CAPACITY, length // 2))
-        budgets = [
-            each
-            for each in (budget, small)
-            if each.capacity < length and enough_queries(each.queries, self.prefill.kept)
-        ]
-        for each in budgets or [budget]:
-            empty = self.spec.entry.empty(
-                1, lay_out(length, each).count, dtype=self.prefill.staging.keys.dtype, device=self.device
-            )
+        entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
+        for each in _smaller(budget, length // 2, self.prefill.kept):
+            empty = entry.empty(1, lay_out(length, each).count, dtype=dtype, device=self.device)
             reading.add(each, [empty] * self.spec.layers, telemetry=True)
         while not reading.finished:
             self.prefill.advance(reading)
@@ -258,6 +253,14 @@ class Executor:
         self.stop_reading()
         for slot in range(self.decode.slots):
             self.decode.release(slot)
+
+
+def _smaller(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
+    """Caches of about so many entries that a prompt is compressed into: by the engine's own policy, and by votes."""
+    budgets = [CacheBudget.of(max(MIN_CAPACITY, entries))]
+    with contextlib.suppress(ConfigurationError):  # too small for the policy
+        budgets.append(budget.resized(max(MIN_CAPACITY, entries)))
+    return [each for each in budgets if enough_queries(each.queries, kept_queries)]
 
 
 def _shortened(one: TokenLogprobs | None, most: int) -> TokenLogprobs | None:

@@ -45,7 +45,9 @@ class StaticGraph:
             return
         torch.cuda.synchronize(self._device)
         self._captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._captured, pool=pool):
+        # By default the stream would be of the device that captured first in this process.
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(self._captured, pool=pool, stream=stream):
             self._result = self._function()
 
     @torch.inference_mode()

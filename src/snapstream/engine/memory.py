@@ -200,7 +200,8 @@ def _plan(
         + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
-        workspace=max(chunk_temporaries, votes + leaving, sampling, scores)
+        # Captured graphs keep what they have sampled with, apart from what prompts are read with.
+        workspace=_workspace(max(chunk_temporaries, votes + leaving, scores), sampling, captured=setup.captured)
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
@@ -215,6 +216,10 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
+
+
+def _workspace(reading: int, sampling: int, *, captured: bool) -> int:
+    return reading + sampling if captured else max(reading, sampling)
 
 
 def row_numbers(spec: ModelSpec, item: int) -> int:

@@ -68,26 +68,26 @@ class SamplingState:
             prompt: All tokens before the first generated one, int64 ``[L]`` on the device.
             ends: Tokens that end its output.
         """
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(params.top_k or self.vocab_size, self.vocab_size)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = seed
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = params.repetition_penalty
-        self.output_counts[slot] = 0
-        self.in_prompt[slot] = False
-        self.in_prompt[slot, prompt] = True
-        self.bias[slot] = 0
+        # Each is filled: to put a number in by an assignment waits for a GPU.
+        self.temperature[slot].fill_(params.temperature)
+        self.top_k[slot].fill_(min(params.top_k or self.vocab_size, self.vocab_size))
+        self.top_p[slot].fill_(params.top_p)
+        self.min_p[slot].fill_(params.min_p)
+        self.seed[slot].fill_(seed)
+        self.presence[slot].fill_(params.presence_penalty)
+        self.frequency[slot].fill_(params.frequency_penalty)
+        self.repetition[slot].fill_(params.repetition_penalty)
+        self.output_counts[slot].fill_(0)
+        self.in_prompt[slot].fill_(False).index_fill_(0, prompt, True)
+        self.bias[slot].fill_(0)
         if params.logit_bias:
             tokens = to_device(list(params.logit_bias), self.bias.device)
             self.bias[slot, tokens] = to_device(list(params.logit_bias.values()), self.bias.device, torch.float32)
-        self.end_from[slot] = len(prompt) + params.min_tokens
-        self.ends[slot] = False
+        self.end_from[slot].fill_(len(prompt) + params.min_tokens)
+        self.ends[slot].fill_(False)
         known = [token for token in ends if token < self.vocab_size]
         if params.min_tokens and known:
-            self.ends[slot, to_device(known, self.ends.device)] = True
+            self.ends[slot].index_fill_(0, to_device(known, self.ends.device), True)
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
         """Take over a row of another state."""

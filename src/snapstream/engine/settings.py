@@ -79,8 +79,23 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         max_model_len=max_model_len,
         budget=choose_budget(budget, max_model_len),
         backend=choose_backend(config.attention, device, dtype, spec.head_dim, spec.value_size),
-        eager=config.enforce_eager or device.type == "cpu",
+        eager=config.enforce_eager or device.type == "cpu" or not _can_be_captured(spec, device),
     )
+
+
+def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether a step of the model can be a graph: torch multiplies experts without the host on some devices only."""
+    if spec.experts is None or device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) or capability[0] == 10:
+        return True
+    logger.warning(
+        "Steps are not captured as graphs: on a device of compute capability %d.%d torch multiplies experts with the "
+        "host's help (9.0 and 10.x do without).",
+        *capability,
+    )
+    return False
 
 
 def choose_device(name: str, *, must_exist: bool = True) -> torch.device:

@@ -23,7 +23,8 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     if triton.takes(keys) and queries.dtype == keys.dtype and keys.stride(3) == queries.stride(3) == 1:
         from snapstream.kernels.triton import votes
 
-        return votes.window_attention(queries, keys, *rest)
+        with triton.current_device(keys):
+            return votes.window_attention(queries, keys, *rest)
     fits_cpu = (
         cpu.loaded
         and keys.device.type == "cpu"
@@ -44,7 +45,8 @@ def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     if triton.takes(votes):
         from snapstream.kernels.triton.votes import pool_votes
 
-        return pool_votes(votes, largest, kernel)
+        with triton.current_device(votes):
+            return pool_votes(votes, largest, kernel)
     return plain_smoothed(votes, largest, kernel)
 
 
@@ -53,7 +55,8 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
     if triton.takes(scores):
         from snapstream.kernels.triton.select import select_entries
 
-        return select_entries(scores, *rest)
+        with triton.current_device(scores):
+            return select_entries(scores, *rest)
     return plain_selected(scores, *rest)
 
 
@@ -62,6 +65,7 @@ def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
     if triton.takes(source) and source.stride(2) == target.stride(2) == 1:
         from snapstream.kernels.triton.select import gather
 
-        gather(source, positions, target)
+        with triton.current_device(source):
+            gather(source, positions, target)
     else:
         plain_copy_rows(source, positions, target)

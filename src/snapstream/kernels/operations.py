@@ -1,8 +1,8 @@
 """What a decode step is made of: a short list of operations, which models describe their layers by.
 
-The list runs in two ways: by the loop of :mod:`snapstream.kernels.cpu.program`, for all layers and several tokens in
-one launch, and here, operation by operation in plain torch, which says what each of them means and what the loop is
-tested against. Kernel looping: arXiv 2410.23668.
+The list runs in three ways: by the loop of :mod:`snapstream.kernels.cpu.program`, for all layers and several tokens in
+one launch; by :mod:`snapstream.kernels.triton.program` on CUDA; and here, operation by operation in plain torch, which
+says what each of them means and what the others are tested against. Kernel looping: arXiv 2410.23668.
 
 An operation reads and writes parts of buffers (:mod:`snapstream.kernels.parts`).
 """
@@ -245,8 +245,8 @@ class Sort(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        chosen = self.experts.of(m.buffers)[:, 0].clone()
-        chosen[~m.slots.active.repeat_interleave(m.slots.tokens)] = self.count  # behind all others
+        idle = ~m.slots.active.repeat_interleave(m.slots.tokens)[:, None]
+        chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, self.count)  # behind all others
         order = chosen.flatten().argsort(stable=True)
         self.target.of(m.buffers)[:, 0] = self.source.of(m.buffers)[order // chosen.shape[1], 0]
         self.ends.of(m.buffers)[0, 0] = F.one_hot(chosen.flatten(), self.count + 1).sum(0)[:-1].cumsum(0)
@@ -283,8 +283,8 @@ class Combine(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        chosen = self.experts.of(m.buffers)[:, 0].clone()
-        chosen[~m.slots.active.repeat_interleave(m.slots.tokens)] = torch.iinfo(torch.int64).max
+        idle = ~m.slots.active.repeat_interleave(m.slots.tokens)[:, None]
+        chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, torch.iinfo(torch.int64).max)
         place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
         rows, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         weighted = (rows[place] * self.weights.of(m.buffers)[:, 0, :, None]).sum(1)

@@ -1,4 +1,4 @@
-"""Where kernels are tested: on a GPU if there is one, else in Triton's interpreter (tests/conftest.py)."""
+"""Where kernels are tested: on a GPU if there is one, else in Triton's interpreter (tests/__init__.py)."""
 
 import torch
 

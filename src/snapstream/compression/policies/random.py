@@ -41,5 +41,8 @@ class RandomVotes(Policy):
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """See :meth:`Policy.votes`."""
         heads, length = prompt.keys.shape[1:3]
-        seed = torch.as_tensor(prompt.layer, device=prompt.keys.device) * 7_919 + self.seed
+        layer = prompt.layer
+        if not isinstance(layer, Tensor):
+            layer = torch.full((), layer, dtype=torch.int64, device=prompt.keys.device)
+        seed = layer * 7_919 + self.seed
         return random_votes(heads, length, seed=seed).expand(len(prompt.keys), -1, -1)

@@ -12,21 +12,27 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)
 """Compute capability that kernels need at least, for products of bfloat16."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROCESSORS = 132
 """Multiprocessors of a device that is not here, as of an H100."""
+MEMORY = 232_448
+"""Bytes of a multiprocessor's own memory that a program may have, as of an H100."""
+LATENTS_MEMORY = 160_000
+"""What kernels for heads of more than :data:`SMALL_HEAD` numbers need of it."""
+SMALL_HEAD, LARGEST_HEAD = 256, 576
+"""Numbers of a head that kernels take on every device, and on those with enough memory."""
 LEAST_ENTRIES = 128
 """Entries of a cache that are worth a program of their own in decoding."""
+PROGRAMS_PER_PROCESSOR = 8
+"""That decoding wants where slots are long enough: two or three run at a time, and the last round is rarely full."""
 MOST_SPLITS = 32
 """Parts that decoding splits the entries of a slot into at most."""
 
@@ -38,7 +44,7 @@ def missing(device: torch.device) -> str | None:
     """Why there are no kernels for a device, or ``None`` if there are. A device that is not here may have them."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed (pip install triton)"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
@@ -48,11 +54,30 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
 def _missing_here(index: int) -> str | None:
     found = torch.cuda.get_device_capability(index)
-    if found >= OLDEST:
-        return None
-    return f"the device has compute capability {found[0]}.{found[1]}; kernels need {OLDEST[0]}.{OLDEST[1]}"
+    if found < OLDEST:
+        return f"the device has compute capability {found[0]}.{found[1]}; kernels need {OLDEST[0]}.{OLDEST[1]}"
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()  # it compiles a module of its own, for which it needs a C compiler
+    except Exception as error:
+        return f"triton does not start here: {error}"
+    return None
+
+
+@functools.cache
+def memory_of_processor(device: torch.device) -> int:
+    """Bytes of its own that a program may have on a device; those of an H100 for a device that is not here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MEMORY))
 
 
 def available(device: torch.device) -> bool:
@@ -69,6 +94,11 @@ def takes(x: Tensor) -> bool:
     if x.device.type == "cpu":
         return interpreting and x.dtype in DTYPES
     return x.device.type == "cuda" and x.dtype in DTYPES and missing(x.device) is None
+
+
+def current_device(x: Tensor) -> AbstractContextManager[object]:
+    """Around launches for ``x``: Triton launches on the device that is the thread's current one."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 @functools.cache

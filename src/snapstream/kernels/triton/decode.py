@@ -17,7 +17,7 @@ from triton import next_power_of_2
 
 from snapstream.cache import LayerCache
 from snapstream.kernels.parts import Slots
-from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS
+from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
 from snapstream.kernels.triton.tiles import (
     SMALLEST,
     fold,
@@ -27,9 +27,6 @@ from snapstream.kernels.triton.tiles import (
     rounded,
     width_of,
 )
-
-PROGRAMS_PER_PROCESSOR = 8
-"""At least, where slots are long enough to be split: two or three run at a time, and the last round is rarely full."""
 
 
 @triton.jit
@@ -71,7 +68,7 @@ def _attend(
     ENTRIES: tl.constexpr,
 ):
     split, slot = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    head, block = (tl.program_id(1) // BLOCKS).to(tl.int64), tl.program_id(1) % BLOCKS
     if tl.load(active + slot) == 0:
         return
     counted, end = tl.load(count + slot), tl.load(limit + slot)

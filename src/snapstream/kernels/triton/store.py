@@ -118,7 +118,7 @@ def _store_grouped(
         written = target + row[:, None] * target_row + head * 2 * HALF + column[None, :]
     else:
         entry = _entry_of(slot, token, count, base, limit, is_row, KIND)
-        at = slot * cache_slot + entry * cache_entry + ((head - HEADS) % KV_HEADS) * cache_head
+        at = slot * cache_slot + entry * cache_entry + ((head - HEADS) % KV_HEADS).to(tl.int64) * cache_head
         written = (keys if head < HEADS + KV_HEADS else values) + at[:, None] + column[None, :]
     tl.store(written, rounded(first, target), mask=mask)
     tl.store(written + HALF, rounded(second, target), mask=mask)

@@ -19,8 +19,6 @@ INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SMALLEST = 16
 """Rows and columns that a product must have at least."""
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of numbers that kernels take."""
 
 
 def parts_of(size: int) -> tuple[int, int]:
