@@ -79,6 +79,7 @@ def test_nothing_but_kernels_is_asked(tmp_path, monkeypatch):
 def test_what_is_said_without_triton(tmp_path, monkeypatch, caplog):
     save_checkpoint(tmp_path, "qwen3")
     monkeypatch.setattr(kernels, "_installed", lambda: False)
+    monkeypatch.setattr(kernels, "memory_of_processor", lambda device: kernels.MEMORY)
     monkeypatch.setattr("snapstream.attention.flash._is_right", lambda *arguments: True)
     from snapstream.attention import SdpaAttention, choose_backend
     from snapstream.errors import ConfigurationError
