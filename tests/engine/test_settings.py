@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
-from snapstream.engine.settings import load_sampling_defaults
+from snapstream.config import EngineConfig
+from snapstream.engine.settings import load_sampling_defaults, set_up
+from tests.checkpoints import save_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,21 @@ def test_sampling_defaults(tmp_path, written, expected):
     if written is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(written))
     assert load_sampling_defaults(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "capability", "eager"),
+    [("qwen3", (8, 0), False), ("deepseek-v3", (9, 0), False), ("deepseek-v3", (10, 3), False)]
+    + [("deepseek-v3", capability, True) for capability in ((8, 0), (8, 9), (12, 0))],
+)
+def test_experts_are_captured_where_the_host_has_no_part_in_them(
+    tmp_path, monkeypatch, caplog, family, capability, eager
+):
+    save_checkpoint(tmp_path, family)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("snapstream.engine.settings.choose_backend", lambda *arguments: None)
+    setup = set_up(str(tmp_path), 64, EngineConfig(device="cuda", max_model_len=128), must_exist=False)
+    assert setup.eager == eager
+    assert setup.captured != eager
+    assert ("not captured as graphs" in caplog.text) == eager

@@ -40,23 +40,16 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if x.shape[0] <= weight.shape[0] * _skinny_rows(weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
-    result: Tensor = stock_grouped_linear(x, weight, ends)
-    return result
+    return stock_grouped_linear(x, weight, ends)
 
 
 def _skinny_rows(weight: Tensor) -> int:
     """Most rows for which the kernels of this package beat the library's product; 0 where there are none."""
     fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
-    ready = cpu.loaded and weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    ready = cpu.loaded and weight.device.type == "cpu"
     return cpu.SKINNY_ROWS if ready and fits else 0
 
 
-@torch.library.custom_op("snapstream::grouped_linear", mutates_args=())
 def stock_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Torch's product; an operation of our own because its tracing knows bfloat16 only."""
+    """:func:`grouped_linear` by torch's product; rows behind the last end mean nothing."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32)).contiguous()
-
-
-@stock_grouped_linear.register_fake
-def _grouped_linear_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])

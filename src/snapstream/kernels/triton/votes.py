@@ -42,10 +42,10 @@ def _logits(
     return logits, seen & is_row[:, None] & is_key[None, :]
 
 
-@triton.jit(do_not_specialize=["entries", "window", "sink"])
+@triton.jit(do_not_specialize=["window", "sink"])
 def _normalize(
     queries, keys, lengths, first_voters, candidate_ends, normalizers, scale,
-    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, sink,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, window, sink,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def window_attention(
     sink = -1 if members == EVERYTHING else members
     parts = torch.empty(B * N, group * W, shares, dtype=torch.float32, device=keys.device)
     _normalize[(shares, -(-group * W // rows), B * N)](
-        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, L, W, sink,
+        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, sink,
         SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
     )  # fmt: skip
     normalizers = parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2
