@@ -71,7 +71,9 @@ def copies(request, monkeypatch):
 def llm(request, tmp_path, copies):
     save_checkpoint(tmp_path, request.param)
     save_tokenizer(tmp_path)
-    return make(tmp_path, device="cpu", max_model_len=200, slots=3, prefill_chunk=64, decode_steps=3, sessions=1)
+    # As on a GPU, where experts run in bfloat16 alone.
+    options = {"device": "cpu", "dtype": "bfloat16", "prefill_chunk": 64, "decode_steps": 3}
+    return make(tmp_path, max_model_len=200, slots=3, sessions=1, **options)
 
 
 class NoNumbers(TorchDispatchMode):
