@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from snapstream.config import CacheBudget, EngineConfig
 from snapstream.engine.settings import Setup
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import load_spec
+from snapstream.models.weights import allocate_model, load_spec
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,19 +114,14 @@ def spec_of(config: dict[str, Any], layers: int | None = None) -> ModelSpec:
 
 def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
     """Random weights in bfloat16; nothing is loaded, and nothing of it is ever on the host."""
-    with torch.device("meta"):
-        model = DecoderModel(spec).to(torch.bfloat16)
-    frequencies = DecoderModel(replace(spec, layers=0)).frequencies if model.frequencies.is_meta else model.frequencies
-    model = model.to_empty(device=device)
-    model.frequencies = frequencies.float().to(device)
+    model = allocate_model(spec, torch.bfloat16, device)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
         if parameter.dim() == 1:
             parameter.fill_(1.0)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
-    return model.eval()
+    return model
 
 
 def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, length: int, *, slots: int) -> Setup:

@@ -3,7 +3,7 @@
 =========  ====================  ==========================================================================
 backend    devices               what it reads
 =========  ====================  ==========================================================================
-``sdpa``   any                   every entry of the (bucketed) cache, invalid ones masked
+``sdpa``   any                   every entry of the cache, invalid ones masked
 ``cpu``    CPU with the kernels  valid entries only
 ``triton`` CUDA with triton      valid entries only
 =========  ====================  ==========================================================================
@@ -62,12 +62,12 @@ def _reason_against(name: str, device: torch.device, dtype: torch.dtype, *sizes:
     reason = _BACKENDS[name].unsupported(device, dtype, *sizes)
     if reason is None and name == "cpu" and not cpu_kernels.available():
         return "there are no kernels; the warning above says why"
-    if reason is None and name == "triton":
-        triton_kernels.available(device)
+    if reason is None and name == "triton" and device.type == "cpu":
+        triton_kernels.interpret()
     return reason
 
 
 def _make(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
-    if name == "triton":
-        return TritonAttention(device)
-    return SdpaAttention.for_heads(device, dtype, *sizes) if name == "sdpa" else CpuAttention()
+    if name == "cpu":
+        return CpuAttention()
+    return (TritonAttention if name == "triton" else SdpaAttention).for_heads(device, dtype, *sizes)

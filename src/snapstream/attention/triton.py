@@ -18,9 +18,21 @@ class TritonAttention(AttentionBackend):
     reads_all_keys_in_prefill = False
     narrow_values = True
 
-    def __init__(self, device: torch.device) -> None:
-        """Remember the device: how the entries of a slot are split depends on it."""
-        self.device = device
+    def __init__(self, device: torch.device, *, with_flash: bool = False) -> None:
+        """Choose how entries of slots are split, and how prompts are read.
+
+        Args:
+            device: On which all will be.
+            with_flash: Prompts by :mod:`snapstream.attention.flash`.
+        """
+        self.device, self.with_flash = device, with_flash
+
+    @classmethod
+    def for_heads(
+        cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
+    ) -> TritonAttention:
+        """The fastest for a device, a type, and numbers of a key and a value."""
+        return cls(device, with_flash=flash.fits(device, dtype, size, value_size or size))
 
     @staticmethod
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
@@ -72,12 +84,10 @@ class TritonAttention(AttentionBackend):
         """See :meth:`AttentionBackend.prefill`. A single token is decoded, which splits what it sees."""
         from snapstream.kernels.triton.prefill import attend_chunk
 
-        T, _, D = query.shape
-        V = values.shape[2]
-        if T == 1 and values.stride() == keys.stride():
+        if len(query) == 1 and values.stride() == keys.stride():
             # In as many parts for any length, or there would be as many kernels.
             return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
-        if flash.fits(query.device, query.dtype, D, V):
+        if self.with_flash:
             return flash.attend(query, keys, values, start, scale)
         return attend_chunk(query, keys, values, start, scale)
 
@@ -95,17 +105,6 @@ class TritonAttention(AttentionBackend):
         N, C = keys.shape[1:3]
         is_latent = values.data_ptr() == keys.data_ptr()
         cache = EntryShape(N, D, latent=is_latent).kind([keys] if is_latent else [keys, values])
-        nothing = torch.zeros_like(valid)
-        slots = Slots(
-            token=nothing[:, None],
-            position=nothing,
-            base=nothing,
-            count=valid - 1,
-            limit=torch.full_like(valid, C),
-            active=valid > 0,
-            forced=nothing[:, None],
-            taken=nothing[None],
-        )
         out = query.new_zeros(B, H, values.shape[3])
-        attend_slots(query, out, cache, None, slots, scale, splits=splits)
+        attend_slots(query, out, cache, None, Slots.that_see(valid, C), scale, splits=splits)
         return out

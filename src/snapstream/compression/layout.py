@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import CacheBudget
+from snapstream.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,8 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
 
 def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu") -> LayoutTensors:
     """Stack layouts of several sequences into tensors of shape ``[B]``."""
-    rows = torch.tensor([astuple(layout) for layout in layouts], dtype=torch.int64).T.contiguous()
-    if torch.device(device).type == "cuda":  # from pinned memory nobody has to wait for the copy
-        rows = rows.pin_memory()
-    return LayoutTensors(*rows.to(device, non_blocking=True).unbind())
+    columns = list(zip(*map(astuple, layouts), strict=True))
+    return LayoutTensors(*to_device(columns, device).unbind())
 
 
 def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
-from snapstream.engine.transfers import to_device
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Operation, Take
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models import DecoderModel
+from snapstream.transfers import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -16,16 +16,17 @@ from snapstream.compression import lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
-from snapstream.engine.graphs import current_device, graph_pool
+from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
-from snapstream.engine.transfers import to_device, to_host
 from snapstream.errors import ConfigurationError
+from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
+from snapstream.transfers import to_device, to_host
 
 
 class Executor:
@@ -56,15 +57,15 @@ class Executor:
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
             with current_device(self.device):
-                self._rehearse(setup.budget, setup.max_model_len)
+                self._rehearse(setup.budget, setup.max_model_len, setup.queries)
                 self.decode.warm_up(graph_pool(self.device))
 
-    def _rehearse(self, budget: CacheBudget, max_model_len: int) -> None:
+    def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
         """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
         length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
         reading = Reading(self.spec, [0] * length)
         entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
-        for each in _smaller(budget, length // 2, self.prefill.kept):
+        for each in _smaller(budget, length // 2, queries):
             empty = entry.empty(1, lay_out(length, each).count, dtype=dtype, device=self.device)
             reading.add(each, [empty] * self.spec.layers, telemetry=True)
         while not reading.finished:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,11 +56,6 @@ class StaticGraph:
             return self._function()
         self._captured.replay()
         return self._result
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Around what launches kernels of our own: Triton launches on the device that is the thread's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def graph_pool(device: torch.device) -> Any:

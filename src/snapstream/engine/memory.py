@@ -192,6 +192,7 @@ def _plan(
     # What is kept of one layer is gathered before it is put into its slot.
     leaving = entries * spec.entry.nbytes(setup.dtype)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
+    reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
     return MemoryPlan(
         weights=weights,
@@ -201,7 +202,7 @@ def _plan(
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         # Captured graphs keep what they have sampled with, apart from what prompts are read with.
-        workspace=_workspace(max(chunk_temporaries, votes + leaving, scores), sampling, captured=setup.captured)
+        workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
@@ -216,10 +217,6 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
-
-
-def _workspace(reading: int, sampling: int, *, captured: bool) -> int:
-    return reading + sampling if captured else max(reading, sampling)
 
 
 def row_numbers(spec: ModelSpec, item: int) -> int:

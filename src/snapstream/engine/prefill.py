@@ -27,9 +27,9 @@ from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.reading import Reading, Target, count_parts
-from snapstream.engine.transfers import to_device, to_host
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
+from snapstream.transfers import to_device, to_host
 
 SCORED_ROWS = 32
 """Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
@@ -59,7 +59,7 @@ class Prefill:
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
         self.model, self.backend, self.chunk = model, backend, chunk
-        self.scale, self.device, self.kept = spec.scale, device, queries
+        self.scale, self.device = spec.scale, device
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
         self._columns = spec.value_size if backend.narrow_values else spec.head_dim
         values = self._values(self.staging.row(0))

@@ -12,8 +12,8 @@ from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, lay_out
 from snapstream.config import CacheBudget
 from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
-from snapstream.engine.transfers import to_host
 from snapstream.models.spec import ModelSpec
+from snapstream.transfers import to_host
 
 
 @dataclass(eq=False)

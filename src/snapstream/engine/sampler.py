@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snapstream.compression.scoring import counter_uniform
 from snapstream.config import SamplingParams
-from snapstream.engine.transfers import to_device
+from snapstream.transfers import to_device
 
 
 class Sampled(NamedTuple):

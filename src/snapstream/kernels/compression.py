@@ -23,7 +23,7 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     if triton.takes(keys) and queries.dtype == keys.dtype and keys.stride(3) == queries.stride(3) == 1:
         from snapstream.kernels.triton import votes
 
-        with triton.current_device(keys):
+        with triton.current_device(keys.device):
             return votes.window_attention(queries, keys, *rest)
     fits_cpu = (
         cpu.loaded
@@ -45,7 +45,7 @@ def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     if triton.takes(votes):
         from snapstream.kernels.triton.votes import pool_votes
 
-        with triton.current_device(votes):
+        with triton.current_device(votes.device):
             return pool_votes(votes, largest, kernel)
     return plain_smoothed(votes, largest, kernel)
 
@@ -55,7 +55,7 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
     if triton.takes(scores):
         from snapstream.kernels.triton.select import select_entries
 
-        with triton.current_device(scores):
+        with triton.current_device(scores.device):
             return select_entries(scores, *rest)
     return plain_selected(scores, *rest)
 
@@ -65,7 +65,7 @@ def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
     if triton.takes(source) and source.stride(2) == target.stride(2) == 1:
         from snapstream.kernels.triton.select import gather
 
-        with triton.current_device(source):
+        with triton.current_device(source.device):
             gather(source, positions, target)
     else:
         plain_copy_rows(source, positions, target)

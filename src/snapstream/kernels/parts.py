@@ -78,6 +78,26 @@ class Slots:
     forced: Tensor
     taken: Tensor
 
+    @classmethod
+    def that_see(cls, valid: Tensor, entries: int) -> Slots:
+        """Slots of which only what they see matters, for attention alone.
+
+        Args:
+            valid: Entries that each one's token sees, int64 ``[B]``; one that sees none takes no part.
+            entries: Of their caches.
+        """
+        nothing = torch.zeros_like(valid)
+        return cls(
+            token=nothing[:, None],
+            position=nothing,
+            base=nothing,
+            count=valid - 1,
+            limit=torch.full_like(valid, entries),
+            active=valid > 0,
+            forced=nothing[:, None],
+            taken=nothing[None],
+        )
+
     @property
     def tokens(self) -> int:
         """Tokens of a slot (``T``)."""

@@ -114,11 +114,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
         wanted = {scale_of(name) for name in quantised}
         sources = _each_tensor(files) if wanted else ()
         scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
-        model = _materialise(_empty_model(spec, dtype), device)
-        if spec.tied_embeddings:
-            model.head.weight = model.embedding.weight
-        # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
-        model.frequencies = rope_frequencies(spec.source)[0].to(device)
+        model = allocate_model(spec, dtype, device)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensors in _each_tensor(files):
@@ -130,7 +126,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
-    return model.requires_grad_(False).eval()
+    return model
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -152,6 +148,16 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of a model's weights, without loading it."""
     return sum(parameter.nbytes for parameter in _empty_model(spec, dtype).parameters())
+
+
+def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """A model whose weights have memory, but say nothing yet."""
+    model = _materialise(_empty_model(spec, dtype), device)
+    if spec.tied_embeddings:
+        model.head.weight = model.embedding.weight
+    # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
+    model.frequencies = rope_frequencies(spec.source)[0].to(device)
+    return model.requires_grad_(False).eval()
 
 
 def _empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:

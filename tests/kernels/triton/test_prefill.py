@@ -50,4 +50,5 @@ def test_a_chunk(size, dtype, group, start, chunk, spare, seed):
 @pytest.mark.parametrize(("start", "chunk"), [(0, 1), (200, 1), (70, 50)])
 def test_whatever_the_backend_chooses(size, dtype, start, chunk):
     """A single token is decoded; where there is a device, torch's flash kernels take what they can."""
-    check(TritonAttention(DEVICE).prefill, size, dtype, 2, start, chunk, 10, seed=5)
+    backend = TritonAttention.for_heads(DEVICE, dtype, size, 512 if size == 576 else size)
+    check(backend.prefill, size, dtype, 2, start, chunk, 10, seed=5)

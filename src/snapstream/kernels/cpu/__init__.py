@@ -203,17 +203,9 @@ def _run_once(
     valid: Tensor | None = None,
 ) -> None:
     """One operation on buffers of the caller's."""
-    nothing = torch.zeros(slots, dtype=torch.int64)
-    state = Slots(
-        token=nothing[:, None],
-        position=nothing,
-        base=nothing,
-        count=nothing if valid is None else valid - 1,
-        limit=nothing if cache is None else torch.full_like(nothing, cache.entries),
-        active=torch.ones(slots, dtype=torch.bool) if valid is None else valid > 0,
-        forced=nothing[:, None],
-        taken=nothing[None],
-    )
+    if valid is None:
+        valid = torch.ones(slots, dtype=torch.int64)  # all take part
+    state = Slots.that_see(valid, 1 if cache is None else cache.entries)
     CpuProgram([operation], Machine(buffers, state, [] if cache is None else [cache], [])).run()
 
 

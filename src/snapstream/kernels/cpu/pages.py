@@ -22,7 +22,7 @@ _LINE = 64
 def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Tensors beside each other in one block of memory, which is kept while one of them is.
 
-    Each has a storage of its own: compiled graphs take tensors that share one for the same memory.
+    Each has a storage of its own, so that none looks like a view of another.
 
     Raises:
         MemoryError: There is none.

@@ -37,7 +37,7 @@ MOST_SPLITS = 32
 """Parts that decoding splits the entries of a slot into at most."""
 
 interpreting = False
-"""Whether kernels are for tensors on the CPU, in the interpreter; :func:`available` sets it."""
+"""Whether kernels are for tensors on the CPU, in the interpreter; :func:`interpret` sets it."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -80,25 +80,23 @@ def memory_of_processor(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MEMORY))
 
 
-def available(device: torch.device) -> bool:
-    """Whether there are kernels for a device; on the CPU, whether the interpreter is to run them from now on."""
+def interpret() -> None:
+    """From now on the interpreter runs kernels for tensors on the CPU."""
     global interpreting  # noqa: PLW0603 (rows and products ask it at every call)
-    reason = missing(device)
-    if reason is None and device.type == "cpu":
-        interpreting = True
-    return reason is None
+    interpreting = True
 
 
 def takes(x: Tensor) -> bool:
     """Whether kernels take such numbers where they are."""
     if x.device.type == "cpu":
         return interpreting and x.dtype in DTYPES
-    return x.device.type == "cuda" and x.dtype in DTYPES and missing(x.device) is None
+    is_right = x.device.type == "cuda" and x.dtype in DTYPES
+    return is_right and _installed() and _missing_here(x.device.index or 0) is None
 
 
-def current_device(x: Tensor) -> AbstractContextManager[object]:
-    """Around launches for ``x``: Triton launches on the device that is the thread's current one."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Around launches on a device: Triton launches on the thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

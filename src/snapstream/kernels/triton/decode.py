@@ -22,9 +22,12 @@ from snapstream.kernels.triton.tiles import (
     SMALLEST,
     fold,
     load_parts,
+    log_total,
     logits_of,
-    parts_of,
+    nothing_seen,
     rounded,
+    shape_of_heads,
+    store_parts,
     width_of,
 )
 
@@ -79,10 +82,7 @@ def _attend(
     is_row = token < TOKENS
     query_at = (slot * TOKENS + token) * query_row + (head * GROUP + in_group) * query_head
     query_first, query_second = load_parts(query, 1, query_at, is_row, KEY_FIRST, KEY_SECOND, SIZE)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    first = tl.zeros([ROWS, VALUE_FIRST], tl.float32)
-    second = tl.zeros([ROWS, VALUE_SECOND if VALUE_SECOND else 1], tl.float32)
+    peak, total, first, second = nothing_seen(ROWS, VALUE_FIRST, VALUE_SECOND)
     keys += slot * cache_slot + head * cache_head
     values += slot * cache_slot + head * cache_head
     if TOKENS > 1:
@@ -130,23 +130,14 @@ def _attend(
                 peak, total, first, second, logits, value_first, value_second, VALUE_SECOND
             )
     divisor = tl.where(total > 0.0, total, 1.0)[:, None]
-    first = first / divisor
     if SPLITS == 1:
         target = (slot * TOKENS + token) * out_row + (head * GROUP + in_group) * out_head
     else:
         heads = tl.num_programs(1) // BLOCKS * GROUP
         part = ((slot * TOKENS + token) * heads + head * GROUP + in_group) * SPLITS + split
-        weight = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-        tl.store(state + part, weight, mask=is_row)
+        tl.store(state + part, log_total(peak, total), mask=is_row)
         target = part * COLUMNS
-    columns = tl.arange(0, VALUE_FIRST)
-    mask = is_row[:, None] & (columns < COLUMNS)[None, :]
-    tl.store(out + target[:, None] + columns[None, :], rounded(first, out), mask=mask)
-    if VALUE_SECOND:
-        second = second / divisor
-        columns = VALUE_FIRST + tl.arange(0, VALUE_SECOND)
-        mask = is_row[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(out + target[:, None] + columns[None, :], rounded(second, out), mask=mask)
+    store_parts(out, target, is_row, first / divisor, second / divisor, VALUE_FIRST, VALUE_SECOND, COLUMNS)
 
 
 @triton.jit
@@ -236,7 +227,7 @@ def attend_slots(
     """
     (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
     N = cache.keys.shape[1]
-    group, size = H // N, (parts_of(D), parts_of(V))
+    group = H // N
     options: dict[str, Any] = tile_of(D, query.dtype, group * T)
     blocks = -(-group * T // options["ROWS"])
     keys, values = cache.keys, cache.values
@@ -265,16 +256,9 @@ def attend_slots(
         *keys.stride()[:3],
         *waiting.keys.stride()[:3],
         TOKENS=T,
-        GROUP=group,
-        SIZE=D,
-        COLUMNS=V,
-        KEY_FIRST=size[0][0],
-        KEY_SECOND=size[0][1],
-        VALUE_FIRST=size[1][0],
-        VALUE_SECOND=size[1][1],
-        KEYS_ARE_VALUES=values is keys and size[1] in (size[0], (size[0][0], 0)),
         SPLITS=splits,
         BLOCKS=blocks,
+        **shape_of_heads(query, keys, values, V),
         **options,
     )
     if splits > 1:

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapstream.kernels.triton.tiles import fold, load_parts, logits_of, parts_of, rounded, width_of
+from snapstream.kernels.triton.tiles import (
+    fold,
+    load_parts,
+    logits_of,
+    nothing_seen,
+    shape_of_heads,
+    store_parts,
+    width_of,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -51,10 +59,7 @@ def _attend(
     query_first, query_second = load_parts(
         query + head * query_head, query_token, token, is_row, KEY_FIRST, KEY_SECOND, SIZE
     )
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    first = tl.zeros([ROWS, VALUE_FIRST], tl.float32)
-    second = tl.zeros([ROWS, VALUE_SECOND if VALUE_SECOND else 1], tl.float32)
+    peak, total, first, second = nothing_seen(ROWS, VALUE_FIRST, VALUE_SECOND)
     keys += (head // GROUP).to(tl.int64) * key_head
     values += (head // GROUP).to(tl.int64) * value_head
     end = before + tl.minimum((block + 1) * ROWS, tokens)
@@ -72,14 +77,8 @@ def _attend(
             key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
             KEYS_ARE_VALUES, ENTRIES, True,
         )  # fmt: skip
-    target = out + token.to(tl.int64) * out_token + head * out_head
-    columns = tl.arange(0, VALUE_FIRST)
-    mask = is_row[:, None] & (columns < COLUMNS)[None, :]
-    tl.store(target[:, None] + columns[None, :], rounded(first / total[:, None], out), mask=mask)
-    if VALUE_SECOND:
-        columns = VALUE_FIRST + tl.arange(0, VALUE_SECOND)
-        mask = is_row[:, None] & (columns < COLUMNS)[None, :]
-        tl.store(target[:, None] + columns[None, :], rounded(second / total[:, None], out), mask=mask)
+    target, divisor = token.to(tl.int64) * out_token + head * out_head, total[:, None]
+    store_parts(out, target, is_row, first / divisor, second / divisor, VALUE_FIRST, VALUE_SECOND, COLUMNS)
 
 
 @triton.jit
@@ -130,9 +129,8 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
     Returns:
         ``[T, H, V]``.
     """
-    (T, H, D), (N, _, V) = query.shape, values.shape
+    (T, H, D), V = query.shape, values.shape[2]
     out = query.new_empty(T, H, V)
-    size = (parts_of(D), parts_of(V))
     options: dict[str, Any] = tile_of(D, query.dtype)
     _attend[(H, -(-T // options["ROWS"]))](
         query,
@@ -150,16 +148,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         keys.stride(1),
         values.stride(0),
         values.stride(1),
-        GROUP=H // N,
-        SIZE=D,
-        COLUMNS=V,
-        KEY_FIRST=size[0][0],
-        KEY_SECOND=size[0][1],
-        VALUE_FIRST=size[1][0],
-        VALUE_SECOND=size[1][1],
-        KEYS_ARE_VALUES=values.data_ptr() == keys.data_ptr()
-        and values.stride() == keys.stride()
-        and size[1] in (size[0], (size[0][0], 0)),
+        **shape_of_heads(query, keys, values, V),
         **options,
     )
     return out

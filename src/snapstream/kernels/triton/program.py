@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from snapstream.cache import GroupedCache, LatentCache
+from snapstream.cache import LayerCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
@@ -104,10 +104,7 @@ class TritonProgram:
             isinstance(norm, ops.Norm) and norm.source == norm.target == part
             for norm, part in zip(norms, (query, key), strict=False)
         ]
-        cache = m.caches[stored.layer]
         if rotated.target != both or rotated.pairs or not laid_out or not all(are_normed):
-            return None
-        if not isinstance(cache, GroupedCache):
             return None
         source = Part(name, (H + 2 * N) * D).of(m.buffers)[:, 0]
         weights = None
@@ -118,7 +115,6 @@ class TritonProgram:
             weights = (first.weight, second.weight, first.epsilon)
         cosine, sine = _angles(rotated.angles, m)
         into, places = self._places(stored.layer)
-        assert isinstance(into, GroupedCache)
         return len(norms) + 2, lambda: store.store_grouped(source, source, cosine, sine, into, places, weights)
 
     def _latent_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
@@ -139,16 +135,14 @@ class TritonProgram:
         source = entry.of(m.buffers)[:, 0]
         cosine, sine = _angles(rotated.angles, m)
         into, places = self._places(stored.layer)
-        assert isinstance(into, LatentCache)
         weight, pairs = (norm.weight, norm.epsilon), rotated.pairs
         return 3, lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs)
 
-    def _places(self, layer: int) -> tuple[GroupedCache | LatentCache, store.Places]:
+    def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
         """Where tokens are stored: with several per slot they only become pending."""
         m, slots = self.machine, self.machine.slots
         T = slots.tokens
         into = m.caches[layer] if T == 1 else m.pending[layer]
-        assert isinstance(into, GroupedCache | LatentCache)
         kind = store.RING if T == 1 else store.PENDING
         return into, store.Places(kind, T, slots.count, slots.base, slots.limit, slots.active)
 

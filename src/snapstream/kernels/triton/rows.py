@@ -13,7 +13,12 @@ from snapstream.kernels.triton.tiles import rounded
 @triton.jit
 def normed(x, weight, epsilon, size, like):
     """Norm rows ``[rows, columns]`` of float32 numbers, 0 beyond ``size``; rounded as the model does it."""
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon)
+    return scaled(x, 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon), weight, like)
+
+
+@triton.jit
+def scaled(x, scale, weight, like):
+    """Rows times their scales and a weight; rounded before and after it."""
     return rounded(weight * rounded(x * scale[:, None], like).to(tl.float32), like).to(tl.float32)
 
 
@@ -21,6 +26,18 @@ def normed(x, weight, epsilon, size, like):
 def turned(first, second, cosine, sine):
     """Turn pairs of numbers."""
     return first * cosine - second * sine, second * cosine + first * sine
+
+
+@triton.jit
+def load_turned(source, cosine, sine, column, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Both halves of a rotated head, from where its numbers and its angles begin."""
+    mask = column < HALF
+    c = tl.load(cosine + column, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sine + column, mask=mask, other=0.0).to(tl.float32)
+    x = source + column * (2 if PAIRS else 1)
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + (1 if PAIRS else HALF), mask=mask, other=0.0).to(tl.float32)
+    return turned(first, second, c, s)
 
 
 @triton.jit
@@ -64,13 +81,9 @@ def _rotate(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, PADDED)
     mask = column < HALF
-    c = tl.load(cosine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
-    x = source + row * source_row + head * source_head + column * (2 if PAIRS else 1)
-    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + (1 if PAIRS else HALF), mask=mask, other=0.0).to(tl.float32)
+    angle, x = row * angle_row, source + row * source_row + head * source_head
+    first, second = load_turned(x, cosine + angle, sine + angle, column, HALF, PAIRS)
     tl.debug_barrier()  # neighbours become halves, perhaps in the same place: nothing is written before all is read
-    first, second = turned(first, second, c, s)
     y = target + row * target_row + head * target_head + column
     tl.store(y, rounded(first, target), mask=mask)
     tl.store(y + HALF, rounded(second, target), mask=mask)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import LayerCache
-from snapstream.kernels.triton.rows import normed, turned
+from snapstream.kernels.triton.rows import load_turned, normed, scaled, turned
 from snapstream.kernels.triton.tiles import rounded
 
 PENDING, STRAIGHT, RING = 0, 1, 2
@@ -41,6 +41,11 @@ class Places:
     base: Tensor | None = None
     limit: Tensor | None = None
     active: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Count, base, limit and active; for what is not looked at, anything."""
+        base, limit, active = (self.count if each is None else each for each in (self.base, self.limit, self.active))
+        return self.count, base, limit, active
 
 
 @triton.jit
@@ -107,9 +112,9 @@ def _store_grouped(
             first_weight = tl.load(weight, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
             second_weight = tl.load(weight + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
             mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
-            scale = (1.0 / tl.sqrt_rn(mean + epsilon))[:, None]
-            first = rounded(first_weight * rounded(first * scale, target).to(tl.float32), target).to(tl.float32)
-            second = rounded(second_weight * rounded(second * scale, target).to(tl.float32), target).to(tl.float32)
+            scale = 1.0 / tl.sqrt_rn(mean + epsilon)
+            first = scaled(first, scale, first_weight, target)
+            second = scaled(second, scale, second_weight, target)
         angle = row[:, None] * angle_row + column[None, :]
         c = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
@@ -163,13 +168,8 @@ def _store_latent(
     compressed = normed(x[None, :], w[None, :], epsilon, RANK, cache)
     tl.store((written + column)[None, :], rounded(compressed, cache), mask=mask[None, :])
     column = tl.arange(0, PADDED_HALF)
-    mask = column < HALF
-    c = tl.load(cosine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sine + row * angle_row + column, mask=mask, other=0.0).to(tl.float32)
-    place = source + RANK + column * (2 if PAIRS else 1)
-    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(place + (1 if PAIRS else HALF), mask=mask, other=0.0).to(tl.float32)
-    first, second = turned(first, second, c, s)
+    mask, angle = column < HALF, row * angle_row
+    first, second = load_turned(source + RANK, cosine + angle, sine + angle, column, HALF, PAIRS)
     tl.store(written + RANK + column, rounded(first, cache), mask=mask)
     tl.store(written + RANK + HALF + column, rounded(second, cache), mask=mask)
 
@@ -198,7 +198,6 @@ def store_grouped(
     N, _, D = cache.keys.shape[1:]
     heads = source.shape[1] // D - 2 * N
     block = 16 if places.kind == STRAIGHT else min(16, next_power_of_2(rows))
-    nothing = places.count
     query_weight, key_weight, epsilon = norms or (source, source, 0.0)
     assert cosine.stride(0) == sine.stride(0)
     _store_grouped[(-(-rows // block), heads + 2 * N)](
@@ -211,10 +210,7 @@ def store_grouped(
         query_weight,
         key_weight,
         epsilon,
-        places.count,
-        nothing if places.base is None else places.base,
-        nothing if places.limit is None else places.limit,
-        nothing if places.active is None else places.active,
+        *places.tensors(),
         rows,
         places.tokens,
         source.stride(0),
@@ -257,7 +253,6 @@ def store_latent(
     weight, epsilon = norm
     rank = len(weight)
     half = (cache.keys.shape[3] - rank) // 2
-    nothing = places.count
     assert cosine.stride(0) == sine.stride(0)
     _store_latent[(len(source),)](
         source,
@@ -266,10 +261,7 @@ def store_latent(
         cache.keys,
         weight,
         epsilon,
-        places.count,
-        nothing if places.base is None else places.base,
-        nothing if places.limit is None else places.limit,
-        nothing if places.active is None else places.active,
+        *places.tensors(),
         places.tokens,
         source.stride(0),
         cosine.stride(0),

@@ -12,6 +12,7 @@ import os
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import next_power_of_2
 
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -79,6 +80,32 @@ def logits_of(query_first, query_second, key_first, key_second, scale, SECOND: t
 
 
 @triton.jit
+def nothing_seen(ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """A running softmax before its first tile; see :func:`fold`."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    first = tl.zeros([ROWS, FIRST], tl.float32)
+    second = tl.zeros([ROWS, SECOND if SECOND else 1], tl.float32)
+    return peak, total, first, second
+
+
+@triton.jit
+def weigh(peak, total, logits):
+    """Weights of one more tile, with the peak and the total that they change, and how much what was before fades."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(logits - safe[:, None])
+    fade = tl.exp2(peak - safe)
+    return new_peak, total * fade + tl.sum(weights, 1), weights, fade
+
+
+@triton.jit
+def log_total(peak, total):
+    """Logarithm, in base 2, of the sum of all weights; minus infinity where nothing was seen."""
+    return tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
 def fold(peak, total, first, second, logits, value_first, value_second, SECOND: tl.constexpr):
     """Take one more tile into a running softmax.
 
@@ -92,14 +119,48 @@ def fold(peak, total, first, second, logits, value_first, value_second, SECOND: 
         value_second: The same.
         SECOND: Columns of the second part.
     """
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(logits - safe[:, None])
-    fade = tl.exp2(peak - safe)
-    total = total * fade + tl.sum(weights, 1)
+    peak, total, weights, fade = weigh(peak, total, logits)
     if not INTERPRETED:
         weights = weights.to(value_first.dtype)
     first = first * fade[:, None] + product(weights, value_first)
     if SECOND:
         second = second * fade[:, None] + product(weights, value_second)
-    return new_peak, total, first, second
+    return peak, total, first, second
+
+
+@triton.jit
+def store_parts(out, rows, is_row, first, second, FIRST: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr):
+    """Put both parts of some rows, which begin at these places, where they belong; :func:`load_parts` the other way."""
+    columns = tl.arange(0, FIRST)
+    mask = is_row[:, None] & (columns < SIZE)[None, :]
+    tl.store(out + rows[:, None] + columns[None, :], rounded(first, out), mask=mask)
+    if SECOND:
+        columns = FIRST + tl.arange(0, SECOND)
+        mask = is_row[:, None] & (columns < SIZE)[None, :]
+        tl.store(out + rows[:, None] + columns[None, :], rounded(second, out), mask=mask)
+
+
+def shape_of_heads(query: Tensor, keys: Tensor, values: Tensor, columns: int) -> dict[str, int | bool]:
+    """What kernels of attention are told about heads.
+
+    Args:
+        query: ``[rows, H, D]``.
+        keys: ``[..., N, L, D]``.
+        values: The same; may be the keys.
+        columns: Numbers of a value (``V``).
+    """
+    size = query.shape[2]
+    keys_first, keys_second = parts_of(size)
+    values_first, values_second = parts_of(columns)
+    is_same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+    return {
+        "GROUP": query.shape[1] // keys.shape[-3],
+        "SIZE": size,
+        "COLUMNS": columns,
+        "KEY_FIRST": keys_first,
+        "KEY_SECOND": keys_second,
+        "VALUE_FIRST": values_first,
+        "VALUE_SECOND": values_second,
+        # Then a tile of keys is one of values, too.
+        "KEYS_ARE_VALUES": is_same and values_first == keys_first and values_second in (keys_second, 0),
+    }

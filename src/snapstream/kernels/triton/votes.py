@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snapstream.compression.scoring import EVERYTHING
-from snapstream.kernels.triton.tiles import load_parts, logits_of, parts_of, width_of
+from snapstream.kernels.triton.tiles import load_parts, log_total, logits_of, parts_of, weigh, width_of
 
 LN_2 = 0.6931471805599453
 KEYS_OF_A_PROGRAM = 2048
@@ -66,13 +66,9 @@ def _normalize(
             window, sink, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
         logits = tl.where(seen, logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp2(peak - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
-        peak = new_peak
-    result = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        peak, total, _, _ = weigh(peak, total, logits)
     place = (both * GROUP * window + row) * tl.num_programs(0) + share
-    tl.store(normalizers + place, result, mask=row < GROUP * window)
+    tl.store(normalizers + place, log_total(peak, total), mask=row < GROUP * window)
 
 
 @triton.jit(do_not_specialize=["entries", "window", "sink"])

@@ -13,11 +13,14 @@ from torch import Tensor
 
 
 def to_device(
-    values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    device: torch.device | str,
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """A tensor ``[len(values)]`` of these numbers on the device."""
+    """A tensor of these numbers on the device: ``[len(values)]``, or a row for each sequence."""
     tensor = torch.tensor(values, dtype=dtype)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    is_cuda = torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
