@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def to_device(
-    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Tensor,
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """A tensor of these numbers on the device: ``[len(values)]``, or a row for each sequence."""
-    tensor = torch.tensor(values, dtype=dtype)
+    """A tensor of these numbers, which the host has, on the device: ``[len(values)]``, or a row for each sequence."""
+    tensor = torch.as_tensor(values, dtype=dtype)
     is_cuda = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=True)
 

@@ -68,7 +68,7 @@ def held_blocks(llm):
     manager = scheduler(llm).kv_cache_manager.coordinator.single_type_managers[0]
     return {
         request.request_id: sum(not block.is_null for block in manager.req_to_blocks[request.request_id])
-        for request in scheduler(llm).running
+        for request in sorted(scheduler(llm).running, key=lambda request: request.request_id)
     }
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def run_offline(model, prompts, steps, budget=None, environment=None, timeout=420, script=__name__, **settings):
-    """Greedy tokens of every prompt, from another process that runs `script`."""
+def run_offline(
+    model, prompts, steps, budget=None, environment=None, timeout=420, script=__name__, counted=False, **settings
+):
+    """Greedy tokens of every prompt, from another process; if `counted`, also how many were preempted."""
     task = {"model": str(model), "prompts": prompts, "steps": steps, "budget": budget and budget.as_dict(), **settings}
     whole = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
     done = subprocess.run(
@@ -28,7 +30,8 @@ def run_offline(model, prompts, steps, budget=None, environment=None, timeout=42
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
     assert lines, "no tokens:\n" + "\n".join(dict.fromkeys(said))[:4000]
-    return json.loads(lines[0].removeprefix("TOKENS "))
+    tokens, preempted = json.loads(lines[0].removeprefix("TOKENS "))
+    return (tokens, preempted) if counted else tokens
 
 
 def main():
@@ -37,7 +40,9 @@ def main():
     task = json.loads(sys.argv[1])
     prompts, steps, model = task.pop("prompts"), task.pop("steps"), task.pop("model")
     with vllm_engine(model, task.pop("budget"), **task) as llm:
-        print("TOKENS", json.dumps(generate(llm, prompts, steps)), flush=True)
+        tokens = generate(llm, prompts, steps)
+        preempted = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
+        print("TOKENS", json.dumps([tokens, preempted]), flush=True)
 
 
 if __name__ == "__main__":

@@ -210,6 +210,23 @@ def test_preemption_for_want_of_blocks_loses_nothing(llama):
     assert got == builtin(llama, some, BUDGET, 70)  # none outgrew its cache, so even these resumed ones are exact
 
 
+def test_for_want_of_blocks_those_are_preempted_that_still_grow(llama):
+    """Stock vLLM would take the blocks of the long prompts, which came last, and change their answers."""
+    some = [prompt(40 + n, n) for n in range(8)] + [prompt(150 + n, n) for n in range(2)]
+    with vllm_engine(llama, BUDGET, num_gpu_blocks_override=35, max_model_len=384) as llm:
+        preempted = set()
+
+        def watch(step):
+            preempted.update(r.request_id for r in scheduler(llm).requests.values() if r.num_preemptions)
+
+        got = run_by_hand(llm, some, sampling(70), watch)
+        assert free_blocks(llm) == 34
+    numbers = {int(request_id.split("-")[0][1:]) for request_id in preempted}
+    assert numbers
+    assert numbers <= set(range(8))
+    assert got == builtin(llama, some, BUDGET, 70)
+
+
 def test_aborted_requests_give_everything_back(llama, prompts, expected):
     with vllm_engine(llama, BUDGET, max_num_batched_tokens=256) as llm:
         before = free_blocks(llm)

@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 
 LENGTHS = (700, 300, 37, 513)
 CORES = os.cpu_count() or 1
+# Eager, stock vLLM 0.32 fails on a CPU: its buffers come from the warm-up.
+PIPELINE = {"pipeline_parallel_size": 2, "enforce_eager": False}
 
 
 def ranks(number):
@@ -45,7 +47,14 @@ def test_tensor_parallel_latent_attention(deepseek, prompts):
 
 
 def test_pipeline_parallel(llama, prompts):
-    settings = {"pipeline_parallel_size": 2, "max_num_batched_tokens": 333}
-    settings["enforce_eager"] = False  # eager, stock vLLM 0.32 fails on a CPU: its buffers come from the warm-up
-    got = run_offline(llama, prompts, 60, BUDGET, ranks(2), **settings)
+    got = run_offline(llama, prompts, 60, BUDGET, ranks(2), max_num_batched_tokens=333, **PIPELINE)
     assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]
+
+
+def test_pipeline_parallel_with_preemptions(llama):
+    """Several batches are in flight when blocks run out; who comes back does so with what it had said by then."""
+    some = [prompt(40 + n, n) for n in range(8)] + [prompt(150 + n, n) for n in range(2)]
+    settings = PIPELINE | {"num_gpu_blocks_override": 35, "max_model_len": 384}
+    got, preempted = run_offline(llama, some, 70, BUDGET, ranks(2), counted=True, **settings)
+    assert preempted
+    assert got == [peer_generate(llama, tokens, BUDGET, 70) for tokens in some]

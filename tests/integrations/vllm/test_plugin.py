@@ -1,5 +1,6 @@
 """How the plugin is switched on, and what stops it."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm import compatibility, plugin
+from snapstream.integrations.vllm.step import METADATA_FIELDS, Step
 from tests.checkpoints import save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.integrations.vllm.engines import BUDGET, vllm_engine
+from tests.integrations.vllm.engines import BUDGET, generate, vllm_engine
 
 vllm = pytest.importorskip("vllm")
 
@@ -118,6 +120,33 @@ def test_every_hook_is_there_and_a_missing_one_is_named():
     assert "takes (self, request, " in compatibility.missing_hook(other)
 
 
+def test_a_field_that_nobody_has_looked_at_stops_the_worker(llama, monkeypatch):
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401 (it must have the real one)
+    from vllm.v1.attention import backend
+
+    assert compatibility.unknown_field(METADATA_FIELDS) is None
+    renamed = dataclasses.make_dataclass("CommonAttentionMetadata", ["seq_lens", "seq_lens_on_host"])
+    monkeypatch.setattr(backend, "CommonAttentionMetadata", renamed)
+    message = "CommonAttentionMetadata of vLLM .* has seq_lens_on_host, which could hold lengths of full caches"
+    with pytest.raises(ConfigurationError, match=message), vllm_engine(llama, BUDGET):
+        pass
+
+
+def test_a_slot_mapping_that_is_a_copy_stops_the_first_step(llama, monkeypatch):
+    """Tokens would be written where stock vLLM writes them, and every answer would be wrong without a word."""
+    rewrite = Step.rewrite
+
+    def rewrite_a_copy(self, metadata, *sizes):
+        return rewrite(self, dataclasses.replace(metadata, slot_mapping=metadata.slot_mapping.clone()), *sizes)
+
+    monkeypatch.setattr(Step, "rewrite", rewrite_a_copy)
+    with (
+        vllm_engine(llama, BUDGET) as llm,
+        pytest.raises(ConfigurationError, match="by a slot mapping of its own"),
+    ):
+        generate(llm, [[5] * 300], 5)
+
+
 def test_registering_twice_wraps_once():
     from vllm.engine.arg_utils import EngineArgs
 
@@ -128,12 +157,15 @@ def test_registering_twice_wraps_once():
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_cuda_graphs_leave_attention_outside(is_split):
+def test_cuda_graphs_leave_attention_outside(is_split, caplog, monkeypatch):
     from types import SimpleNamespace
 
     from vllm.config import CUDAGraphMode
 
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vllm.snapstream")
     for mode in (*CUDAGraphMode, None):
+        caplog.clear()
         compilation = SimpleNamespace(cudagraph_mode=mode, is_attention_compiled_piecewise=lambda: is_split)
         plugin._forbid_full_graphs(compilation)
         if mode in (None, CUDAGraphMode.NONE):
@@ -141,3 +173,4 @@ def test_cuda_graphs_leave_attention_outside(is_split):
         else:
             want = CUDAGraphMode.PIECEWISE if is_split else CUDAGraphMode.NONE
             assert compilation.cudagraph_mode == want
+            assert (f"no graphs instead of {mode.name}" in caplog.text) == (not is_split)

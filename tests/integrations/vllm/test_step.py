@@ -1,11 +1,14 @@
 """Rewriting a batch's metadata, against lists of what each sequence holds; no vLLM needed."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.pages import blocks_for, lay_out_pages
@@ -177,3 +180,61 @@ def test_a_full_cache_moves_once_and_only_where_blocks_are_shared(manager):
                     want = [address(table[0], front * manager + entry, manager) for entry in range(limit)]
                     assert target.slots.tolist() == want
             assert moved == ([limit] if shares else [])
+
+
+def decode_everything(sequences, lengths, computed, device="cpu", width=40):
+    """A step in which all requests decode, and its metadata."""
+    for number, length in enumerate(lengths):
+        if computed == length + 1:
+            sequences.admit(f"r{number}", length, length, None)
+    sequences.begin(
+        [f"r{n}" for n in range(len(lengths))], np.full(len(lengths), computed), np.ones(len(lengths), np.int64)
+    )
+    ids = torch.randperm(999)[: len(lengths) * width].view(len(lengths), width).to(torch.int32)
+    after = torch.full((len(lengths),), computed + 1)
+    return Metadata(after.to(device), computed + 1, ids.to(device), torch.zeros(len(lengths)).to(device))
+
+
+def test_steps_that_only_decode_copy_no_tables():
+    """The memory of one step serves the next, and a second group of layers in the same one."""
+    sequences, places = Sequences(BUDGET, 16, shares=True), set()
+    for computed in range(91, 96):
+        metadata = decode_everything(sequences, [90, 90, 90], computed)
+        with mock.patch.object(torch.Tensor, "copy_") as copied:
+            one = sequences.step.rewrite(metadata, 16, 16)
+            two = sequences.step.rewrite(metadata, 16, 16)
+        assert not copied.called
+        assert one.block_table_tensor is two.block_table_tensor
+        assert torch.equal(one.block_table_tensor[:, :2], metadata.block_table_tensor[:, 6:8])
+        places.add(one.block_table_tensor.data_ptr())
+    assert len(places) == 1
+
+
+class Copies(TorchDispatchMode):
+    """Counts what goes from the host to the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        is_tensor = isinstance(result, torch.Tensor) and arguments and isinstance(arguments[0], torch.Tensor)
+        if is_tensor and result.is_meta and not arguments[0].is_meta:
+            self.count += 1
+        return result
+
+
+def test_a_step_sends_one_copy_and_waits_for_nothing():
+    """On torch's meta device, where whatever needs a number fails; and one copy for each cache that is copied out."""
+    sequences = Sequences(BUDGET, 16, shares=True)
+    metadata = decode_everything(sequences, [90, 90, 90], 91, device="meta")
+    with Copies() as copies:
+        sequences.step.rewrite(metadata, 16, 16)
+    assert copies.count == 1
+    sequences.admit("new", 90, 90, None)
+    sequences.begin(["r0", "new"], np.array([92, 80]), np.array([1, 10]))
+    with Copies() as copies:
+        sequences.step.rewrite(dataclasses.replace(metadata, slot_mapping=torch.zeros(11, device="meta")), 16, 16)
+    assert set(sequences.step.targets) == {"new"}
+    assert copies.count == 2

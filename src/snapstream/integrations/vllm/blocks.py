@@ -103,6 +103,11 @@ class SnapStreamBlockManager(FullAttentionManager):
         """Whole blocks' worth of tokens at the start that ``request`` may take from the prefix cache."""
         return max(0, self.layout(request).reusable()) // self.block_size * self.block_size
 
+    def grows(self, request: Any) -> bool:
+        """Whether a request that runs may yet ask for blocks."""
+        layout = self.layouts.get(request.request_id)
+        return layout is None or len(self.req_to_blocks.get(request.request_id, ())) < layout.longest
+
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Blocks that ``num_tokens`` computed tokens need beyond those held."""
         return super().get_num_blocks_to_allocate(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)

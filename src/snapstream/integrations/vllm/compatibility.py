@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -75,6 +76,20 @@ def unsupported_version() -> str | None:
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         return f"vLLM {vllm.__version__} is not supported by this SnapStream; install vLLM {SUPPORTED}"
     return None
+
+
+def unknown_field(known: frozenset[str]) -> str | None:
+    """A field of vLLM's metadata for attention that is not among those ``known``, as an obstacle, or ``None``."""
+    import vllm
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    found = [one.name for one in dataclasses.fields(CommonAttentionMetadata) if one.name not in known]
+    if not found:
+        return None
+    return (
+        f"CommonAttentionMetadata of vLLM {vllm.__version__} has {', '.join(found)}, which could hold lengths of full "
+        f"caches; install a release of vLLM {SUPPORTED}"
+    )
 
 
 def missing_hook(hooks: dict[str, tuple[str, ...]]) -> str | None:

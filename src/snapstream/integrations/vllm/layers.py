@@ -6,6 +6,7 @@ method around the original. That works for every backend alike, and for layers t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class LayerCompressor:
         self.sequences = sequences
         self.heads_total = heads_total
         self.cache: PagedCache | None = None
+        self._is_checked = False
         self._windows: dict[str, list[Tensor]] = {}
         sequences.on_forget.append(self._forget)
 
@@ -55,6 +57,8 @@ class LayerCompressor:
         step = self.sequences.step
         if step is None:
             return
+        if not self._is_checked and step.slot_mapping is not None:
+            self._check_writes(step.slot_mapping)
         for window in step.windows:
             part = self._absorb(queries[window.start : window.stop])
             if window.last:
@@ -62,6 +66,23 @@ class LayerCompressor:
                 self._copy_out(torch.cat(parts), cache, window)
             else:  # the batch's buffers are used again in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
+
+    def _check_writes(self, slot_mapping: Tensor) -> None:
+        """In the first step that decodes: what was rewritten is what the layer's tokens are written by.
+
+        Raises:
+            ConfigurationError: It is a copy. Tokens went elsewhere, so no answer may leave.
+        """
+        from vllm.forward_context import get_forward_context
+
+        mapping = get_forward_context().slot_mapping
+        used = mapping.get(self.layer.layer_name) if isinstance(mapping, Mapping) else None
+        if used is None or used.data_ptr() != slot_mapping.data_ptr():
+            raise ConfigurationError(
+                f"SnapStream cannot work here: this vLLM writes the tokens of layer {self.name} by a slot mapping of "
+                "its own, not by that of the batch; please report this with vLLM's version and your options"
+            )
+        self._is_checked = True
 
     def _forget(self, request_id: str) -> None:
         self._windows.pop(request_id, None)

@@ -19,6 +19,7 @@ Scheduler and worker compute the same layout from the same numbers, so no messag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from snapstream.compression.layout import Layout, lay_out
 from snapstream.config import CacheBudget
@@ -63,6 +64,11 @@ class PageLayout:
         """Most blocks that the sequence holds while it decodes, but for the step that copies."""
         return blocks_for(self.prompt.limit, self.block_size)
 
+    @cached_property
+    def longest(self) -> int:
+        """Length of the block table's row from when on it asks for no more blocks."""
+        return self.front_blocks + self.cache_blocks
+
     def has_moved(self, tokens: int) -> bool:
         """Whether the copy is made by the time ``tokens`` tokens have been computed."""
         return self.moves_at is not None and tokens >= self.moves_at
@@ -70,7 +76,7 @@ class PageLayout:
     def blocks(self, tokens: int) -> int:
         """Length of the block table's row once ``tokens`` tokens have been computed."""
         if self.has_moved(tokens):
-            return self.front_blocks + self.cache_blocks
+            return self.longest
         return blocks_for(tokens if self.compressed else min(tokens, self.prompt.limit), self.block_size)
 
     def shareable(self, tokens: int) -> int:

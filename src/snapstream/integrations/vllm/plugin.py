@@ -105,9 +105,17 @@ def _forbid_full_graphs(compilation: Any) -> None:
     """Keep attention out of CUDA graphs: a replayed graph would run none of the plugin's code in the layers."""
     from vllm.config import CUDAGraphMode
 
-    if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
-        is_split = compilation.is_attention_compiled_piecewise()
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if is_split else CUDAGraphMode.NONE
+    if compilation.cudagraph_mode in (None, CUDAGraphMode.NONE):
+        return
+    if compilation.is_attention_compiled_piecewise():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        return
+    logger.warning(
+        "SnapStream: attention must stay outside of CUDA graphs, and this compilation does not split it off. So there "
+        "are no graphs instead of %s, and steps are slower. For graphs, leave mode and splitting_ops as they are.",
+        compilation.cudagraph_mode.name,
+    )
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _process_inputs(

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from snapstream.errors import ConfigurationError
@@ -51,6 +52,8 @@ class _Budgeted:
     kv_cache_config: Any
     vllm_config: Any
     max_model_len: int
+    running: list[Any]
+    policy: SchedulingPolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,6 +68,17 @@ class _Budgeted:
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
         self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_index)
         self._announce(managers[0])
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan a step. Who is preempted for want of blocks is read again, and compressed at another end than before.
+
+        vLLM takes the blocks of whoever came last. That would change the answer of a sequence that has been compressed,
+        and one that still grows would come back the same; so these are put last, in the order in which they came. With
+        priorities the user has said who goes first.
+        """
+        if self.policy == SchedulingPolicy.FCFS:
+            self.running.sort(key=self.kv_cache_manager.snapstream.grows)
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Let our counters go out with vLLM's statistics of the step."""

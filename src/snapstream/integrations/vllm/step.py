@@ -8,7 +8,7 @@ kernels do the rest: the length of each sequence, its block table, and the slot 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,29 @@ from snapstream.compression.layout import LayoutTensors, layout_tensors, next_sl
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
 from snapstream.integrations.vllm.settings import granted_budget
+from snapstream.transfers import to_device
 
 _NEVER = 2**62
+_LENGTHS_ON_HOST = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")
+_REWRITTEN = frozenset(
+    {
+        *("seq_lens", "max_seq_len", "block_table_tensor", "slot_mapping"),
+        *("_num_computed_tokens_cpu", "_num_computed_tokens_cache"),
+        *_LENGTHS_ON_HOST,
+    }
+)
+# About a batch's queries, which compression does not change, or about what is refused at start.
+_LEFT_ALONE = frozenset(
+    {
+        *("query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens", "max_query_len", "causal"),
+        *("logits_indices_padded", "num_logits_indices", "max_logits_per_req", "positions", "is_prefilling"),
+        *("encoder_seq_lens", "encoder_seq_lens_cpu", "req_idx", "mm_req_doc_ranges", "rswa_prefix_lens"),
+        *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound"),
+        *("replayssm_decode_base_cpu", "_token_to_req_indices_cache"),
+    }
+)
+METADATA_FIELDS = _REWRITTEN | _LEFT_ALONE
+"""What vLLM's ``CommonAttentionMetadata`` may have; another field could carry lengths that nobody rewrites."""
 
 
 class Window(NamedTuple):
@@ -70,6 +91,8 @@ class Step:
         longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
         windows: Observation windows that this step computes, and caches that it copies out.
         targets: Where those are copied to; filled by :meth:`rewrite`.
+        tables: Memory for rewritten block tables, by size of block; steps share it.
+        slot_mapping: What was written to in the step; ``None`` where nothing decodes.
     """
 
     rows: Tensor
@@ -80,6 +103,9 @@ class Step:
     longest_other: int
     windows: list[Window]
     targets: dict[str, Target]
+    tables: dict[int, Tensor]
+    slot_mapping: Tensor | None = None
+    _rewritten: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
 
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
         """Turn vLLM's ``CommonAttentionMetadata`` into what the kernels should see.
@@ -99,18 +125,28 @@ class Step:
                 self.targets[window.request_id] = _target(table[window.row], window.layout, block_size, parts)
         if not len(self.rows):
             return metadata
+        # Groups of layers with other kernels ask for the same once more.
+        same = table.data_ptr(), metadata.slot_mapping.data_ptr(), block_size
+        if same not in self._rewritten:
+            self._rewritten[same] = self._changes(metadata, block_size, parts)
+        return replace(metadata, **self._rewritten[same])
+
+    def _changes(self, metadata: Any, block_size: int, parts: int) -> dict[str, Any]:
+        table = metadata.block_table_tensor
         device = table.device
         host = torch.stack([self.rows, self.tokens, self.entries, self.used, self.shift * parts])
-        host = host.pin_memory() if device.type == "cuda" else host
-        rows, tokens, entries, used, shift = host.to(device, non_blocking=True)
+        rows, tokens, entries, used, shift = to_device(host, device)
 
         width = blocks_for(int(self.used.max()), block_size)
         columns = (shift[:, None] + torch.arange(width, device=device)).clamp(max=table.shape[1] - 1)
         front = table[rows[:, None], columns]
-        moved = table.clone()
+        moved = self._table_like(table, block_size)
+        if len(self.rows) < len(table):
+            moved.copy_(table)  # else what lies behind the caches, which nobody reads, may be of another step
         moved[rows, :width] = front
         block = front.gather(1, (entries // block_size)[:, None])[:, 0].to(torch.int64)
         metadata.slot_mapping[tokens] = (block * block_size + entries % block_size).to(metadata.slot_mapping.dtype)
+        self.slot_mapping = metadata.slot_mapping
 
         lengths = metadata.seq_lens.clone()
         lengths[rows] = used.to(lengths.dtype)
@@ -119,24 +155,30 @@ class Step:
             "block_table_tensor": moved,
             "max_seq_len": max(self.longest_other, int(self.used.max())),
         }
-        changes |= self._host_copies(metadata)
-        return replace(metadata, **changes)
+        return changes | self._host_copies(metadata)
+
+    def _table_like(self, table: Tensor, block_size: int) -> Tensor:
+        """Memory for a table of this shape, with blocks of the pool in all places."""
+        kept = self.tables.get(block_size)
+        if kept is None or len(kept) < len(table) or kept.shape[1] != table.shape[1]:
+            kept = self.tables[block_size] = table.clone()
+        return kept[: len(table)]
 
     def _host_copies(self, metadata: Any) -> dict[str, Any]:
         """Lengths that some releases of vLLM keep on the host too, and caches of values derived from them."""
         changes: dict[str, Any] = {}
-        for field in fields(metadata):
-            value = getattr(metadata, field.name)
-            if field.name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu") and value is not None:
+        for one in fields(metadata):
+            value = getattr(metadata, one.name)
+            if one.name in _LENGTHS_ON_HOST and value is not None:
                 value = value.clone()
                 value[self.rows] = self.used.to(value.dtype)
-                changes[field.name] = value
-            elif field.name == "_num_computed_tokens_cpu" and value is not None:
+                changes[one.name] = value
+            elif one.name == "_num_computed_tokens_cpu" and value is not None:
                 value = value.clone()
                 value[self.rows] = (self.used - 1).to(value.dtype)
-                changes[field.name] = value
-            elif field.name == "_num_computed_tokens_cache":
-                changes[field.name] = None
+                changes[one.name] = value
+            elif one.name == "_num_computed_tokens_cache":
+                changes[one.name] = None
         return changes
 
 
@@ -155,6 +197,7 @@ class Sequences:
         self.shares = shares
         self.step: Step | None = None
         self.on_forget: list[Callable[[str], None]] = []
+        self._tables: dict[int, Tensor] = {}
         self._prompts: dict[str, tuple[int, CacheBudget]] = {}
         self._layouts: dict[str, PageLayout] = {}
 
@@ -226,6 +269,7 @@ class Sequences:
                 ).tolist()
             ],
             targets={},
+            tables=self._tables,
         )
 
     def end(self) -> None:

@@ -9,11 +9,11 @@ from vllm.platforms import current_platform
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.blocks import budgeted
-from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook
+from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook, unknown_field
 from snapstream.integrations.vllm.layers import LayerCompressor, adopt_layers
 from snapstream.integrations.vllm.runner import adopt_runner
 from snapstream.integrations.vllm.settings import active_budget
-from snapstream.integrations.vllm.step import Sequences
+from snapstream.integrations.vllm.step import METADATA_FIELDS, Sequences
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker
@@ -29,7 +29,7 @@ class SnapStreamWorker(Worker):
 
     def init_device(self) -> None:
         """Build the model runner, and have it report its steps."""
-        if obstacle := missing_hook(WORKER_HOOKS):
+        if obstacle := missing_hook(WORKER_HOOKS) or unknown_field(METADATA_FIELDS):
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         super().init_device()
         budget = active_budget(self.vllm_config)
