@@ -220,6 +220,22 @@ def test_batches_of_the_paper_from_arithmetic(tmp_path, length, cache, full, sma
     assert (plan["slots_in_caches_full"], plan["slots_in_caches"]) == (full, small)
 
 
+def test_plan_for_several_devices(tmp_path):
+    directory = save_config(tmp_path, DEEPSEEK_R1)
+    options = ("--devices", 16, "--max-model-len", "128k", "--budget", "32k", "--cache-memory", 137.25)
+    found = json.loads(run("plan", directory, *options, "--json").stdout)
+    assert (found["ours"]["sequences"], found["full"]["sequences"]) == (64, 16)
+    assert found["ours"]["caches"] == found["full"]["caches"]
+    text = run("plan", directory, *options, "--attention", "tensor-parallel").stdout
+    assert "4.00x as many" in text
+    assert "float8 and bfloat16" in text
+    done = run("plan", directory, "--devices", 16, "--memory", 80)
+    assert done.returncode != 0
+    assert "give cache-memory, of all together" in done.stderr
+    fixed = json.loads(run("plan", directory, "--devices", 16, "--slots", 32, "--budget", "4k", "--json").stdout)
+    assert fixed["ours"]["sequences"] == fixed["full"]["sequences"] == 32
+
+
 def test_help_and_version():
     assert run("--version").stdout.strip() == f"snapstream {__version__}"
     for command in ("demo", "generate", "plan", "eval", "chat", "serve"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -28,6 +28,9 @@ from snapstream.commands.options import (
 from snapstream.config import EngineConfig
 from snapstream.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from snapstream.engine.settings import Setup
+
 
 def plan(
     model: ModelArgument = None,
@@ -49,21 +52,35 @@ def plan(
         float | None,
         typer.Option(help="GiB for caches alone, such as all devices have left; prints how many slots fit."),
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="Spread the model over so many devices, and print what each holds, reads and sends in a step."
+        ),
+    ] = None,
+    attention: Annotated[
+        str, typer.Option(help="With --devices: data-parallel (sequences are divided) or tensor-parallel (heads are).")
+    ] = "data-parallel",
     as_json: Json = False,
 ) -> None:
     """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
     from snapstream.engine.memory import gigabytes, plan_engine
     from snapstream.engine.settings import set_up
 
-    for option, given in (("memory", memory), ("cache-memory", cache_memory)):
-        if given is not None and not 0 < given < 2**40:
-            raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
+    _check_memory(memory, cache_memory, devices)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     config = EngineConfig(
         max_model_len=length, slots=slots, sessions=sessions, prefill_chunk=prefill_chunk, dtype=dtype, device=device
     )
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
+    if devices is not None:
+        if memory is not None:
+            raise ConfigurationError(
+                "memory is for one device; with devices, give cache-memory, for all of them together"
+            )
+        _plan_devices(setup, devices, attention, cache_memory, as_json=as_json)
+        return
     planned = plan_engine(setup, None if memory is None else int(memory * 2**30))
     ours, full = planned.ours, planned.full
     room = None if cache_memory is None else int(cache_memory * 2**30)
@@ -101,6 +118,57 @@ def plan(
     planned.check()
 
 
+def _check_memory(memory: float | None, cache_memory: float | None, devices: int | None) -> None:
+    for option, given in (("memory", memory), ("cache-memory", cache_memory)):
+        if given is not None and not 0 < given < 2**40:
+            raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
+    if memory is not None and devices is not None:
+        raise ConfigurationError("memory is that of one device; with devices, give cache-memory, of all together")
+
+
+def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float | None, *, as_json: bool) -> None:
+    """Print what each of several devices has to do, with the caches that were asked for and with full ones."""
+    from snapstream.engine.devices import Devices
+    from snapstream.engine.memory import gigabytes
+
+    devices = Devices(setup.spec, setup.dtype, count, attention)
+    plans = []
+    for entries in (setup.budget.capacity, setup.max_model_len):
+        room = None if cache_memory is None else int(cache_memory * 2**30) // count
+        sequences = setup.config.slots if room is None else devices.most_sequences(entries, room)
+        plans.append(devices.plan(sequences, entries))
+    ours, full = plans
+    if as_json:
+        print(json.dumps({"ours": asdict(ours), "full": asdict(full)}))
+        return
+    table = Table(
+        title=f"{setup.spec.architecture}, up to {setup.max_model_len} tokens, {devices.types} on {count} devices, "
+        f"{attention} attention; of each device",
+        title_justify="left",
+    )
+    for column in ("", f"cache of {setup.budget.capacity}", f"full cache of {setup.max_model_len}", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    many = f"{ours.sequences / full.sequences:.2f}x as many" if full.sequences else ""
+    table.add_row("sequences on all", str(ours.sequences), str(full.sequences), many)
+    for row, label in _DEVICE_ROWS.items():
+        mine, theirs = getattr(ours, row), getattr(full, row)
+        table.add_row(label, gigabytes(mine), gigabytes(theirs), "" if mine == theirs else _ratio(mine, theirs))
+    each = [plan.read * count // plan.sequences if plan.sequences else 0 for plan in plans]
+    table.add_row("all read for a token", *map(gigabytes, each), _ratio(*each) if all(each) else "")
+    Console().print(table)
+
+
+def _ratio(mine: int, theirs: int) -> str:
+    return f"{theirs / mine:.2f}x less" if mine < theirs else f"{mine / max(theirs, 1):.2f}x more"
+
+
+_DEVICE_ROWS = {
+    "weights": "holds weights",
+    "caches": "holds caches",
+    "read_weights": "reads weights",
+    "read_caches": "reads caches",
+    "sent": "sends",
+}
 _ROWS = {
     "weights": "weights",
     "slots": "caches of all slots",

@@ -147,12 +147,12 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of a model's weights, without loading it."""
-    return sum(parameter.nbytes for parameter in _empty_model(spec, dtype).parameters())
+    return sum(parameter.nbytes for parameter in empty_model(spec, dtype).parameters())
 
 
 def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """A model whose weights have memory, but say nothing yet."""
-    model = _materialise(_empty_model(spec, dtype), device)
+    model = _materialise(empty_model(spec, dtype), device)
     if spec.tied_embeddings:
         model.head.weight = model.embedding.weight
     # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
@@ -160,7 +160,7 @@ def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     return model.requires_grad_(False).eval()
 
 
-def _empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
+def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
     """The model without memory behind its weights."""
     with torch.device("meta"):
         model = DecoderModel(spec).to(dtype)
