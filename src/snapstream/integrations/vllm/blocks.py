@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
-from snapstream.integrations.vllm.settings import granted_budget
+from snapstream.integrations.vllm.settings import arriving_tokens, granted_budget
 
 
 class _Budgeted:
@@ -95,8 +95,14 @@ class SnapStreamBlockManager(FullAttentionManager):
         """The layout of ``request``; made anew as long as it holds no blocks (a preempted one comes back longer)."""
         if not self.req_to_blocks.get(request.request_id):
             budget = granted_budget(self.kv_cache_spec.budget, request.sampling_params.extra_args)
-            layout = lay_out_pages(request.num_tokens, budget, self.block_size, shares=self.enable_caching)
-            self.layouts[request.request_id] = layout
+            arriving = arriving_tokens(request.kv_transfer_params)
+            self.layouts[request.request_id] = lay_out_pages(
+                arriving or request.num_tokens,
+                budget,
+                self.block_size,
+                shares=self.enable_caching,
+                arrives=arriving is not None,
+            )
         return self.layouts[request.request_id]
 
     def reusable_tokens(self, request: Any) -> int:
@@ -120,6 +126,13 @@ class SnapStreamBlockManager(FullAttentionManager):
             prompts, dropped, blocks = self.counters
             self.counters = (prompts + 1, dropped + layout.prompt.dropped, blocks + layout.front_blocks)
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
+
+    def allocate_external_computed_blocks(
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int, **kwargs: Any
+    ) -> None:
+        """Blocks for a cache that another instance sends."""
+        tokens = self._row_tokens(request_id, num_local_computed_tokens + num_external_computed_tokens)
+        super().allocate_external_computed_blocks(request_id, 0, tokens, **kwargs)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish the blocks that will never change; the copy, where the ring turns, stays private."""

@@ -37,9 +37,27 @@ CORE_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_SPEC}.max_memory_usage_bytes": ("self", "vllm_config"),
     f"{_SPEC}.merge": ("specs",),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": (),
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self",),
     "vllm.v1.core.sched.scheduler:Scheduler.make_stats": ("self",),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler.make_stats": ("self",),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": ("kvcache_spec_cls", "manager_class"),
+}
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+# For caches that travel; 0.29 lacks some of them.
+CONNECTOR_HOOKS: dict[str, tuple[str, ...]] = {
+    f"{_CONNECTOR}.on_new_request": ("self", "request"),
+    f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
+    f"{_CONNECTOR}.update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
+    f"{_CONNECTOR}.build_connector_meta": ("self", "scheduler_output"),
+    f"{_CONNECTOR}.update_connector_output": ("self", "connector_output"),
+    f"{_CONNECTOR}.request_finished": ("self", "request", "block_ids"),
+    f"{_CONNECTOR}.start_load_kv": ("self", "forward_context"),
+    f"{_CONNECTOR}.wait_for_save": ("self",),
+    f"{_CONNECTOR}.get_transfer_results": ("self", "finished_req_ids"),
+    f"{_MANAGER}.allocate_external_computed_blocks": (
+        *("self", "request_id", "num_local_computed_tokens", "num_external_computed_tokens"),
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("self", "request"),
 }
 WORKER_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_WORKER}.init_device": ("self",),

@@ -6,7 +6,7 @@ method around the original. That works for every backend alike, and for layers t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from snapstream.compression import choose_entries
 from snapstream.config import LayerPrompt
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.paged import PagedCache
-from snapstream.integrations.vllm.step import Sequences, Window
+from snapstream.integrations.vllm.step import Outgoing, Sequences, Window
 
 _ALIKE = ("snapstream", "sage-kv", "streaming", "full")
 """Policies that treat all layers alike; names of layers need not have a number then."""
@@ -39,6 +39,7 @@ class LayerCompressor:
         self.sequences = sequences
         self.heads_total = heads_total
         self.cache: PagedCache | None = None
+        self.hand_out: Callable[[str, Tensor, Tensor | None], None] | None = None
         self._is_checked = False
         self._windows: dict[str, list[Tensor]] = {}
         sequences.on_forget.append(self._forget)
@@ -66,6 +67,24 @@ class LayerCompressor:
                 self._copy_out(torch.cat(parts), cache, window)
             else:  # the batch's buffers are used again in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
+
+        if self.hand_out is not None:
+            for one in step.outgoing:
+                self.hand_out(one.request_id, *self._entries(cache, step.outgoing_blocks[one.request_id], one))
+
+    def put(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
+        """Store a cache that has arrived: keys ``[N, E, D]``, values unless latent, and the slots of its entries."""
+        assert self.cache is not None
+        self.cache.write(self.layer.kv_cache, keys, values, slots)
+
+    def _entries(self, cache: Tensor, blocks: Tensor, outgoing: Outgoing) -> tuple[Tensor, Tensor | None]:
+        """Entries of a cache as it will be decoded in: keys ``[N, E, D]``, and values unless latent."""
+        assert self.cache is not None
+        pages, count = self.cache.read_pages(cache, blocks), outgoing.layout.prompt.count
+        keys = self.cache.keys(pages, count)
+        if self.cache.latent:
+            return keys, None
+        return keys, self.cache.values(pages, torch.arange(count, device=keys.device).expand(len(keys), -1))
 
     def _check_writes(self, slot_mapping: Tensor) -> None:
         """In the first step that decodes: what was rewritten is what the layer's tokens are written by.

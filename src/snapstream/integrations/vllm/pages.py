@@ -13,6 +13,9 @@ A prompt that fits is not compressed. It grows in its own blocks until the cache
 With prefix caching that must not happen in blocks that others read, so a full cache is copied out in the same way;
 without, it turns where it is.
 
+A cache that another instance has compressed arrives as it will be decoded in: there is nothing to read, to copy out or
+to share, so it has no blocks in front, and its ring turns where it is.
+
 Scheduler and worker compute the same layout from the same numbers, so no message passes between them.
 """
 
@@ -35,12 +38,14 @@ class PageLayout:
         budget: The policy.
         block_size: Tokens per block of the manager.
         shares: Whether prefix caching may share the sequence's blocks.
+        arrives: Whether another instance has read the prompt, and sends its cache.
     """
 
     prompt: Layout
     budget: CacheBudget
     block_size: int
     shares: bool
+    arrives: bool = False
 
     @property
     def compressed(self) -> bool:
@@ -50,6 +55,8 @@ class PageLayout:
     @property
     def moves_at(self) -> int | None:
         """Computed tokens after which the cache is copied into blocks of its own; ``None``: never."""
+        if self.arrives:
+            return None
         if self.compressed:
             return self.prompt.length
         return self.prompt.limit if self.shares else None
@@ -77,7 +84,8 @@ class PageLayout:
         """Length of the block table's row once ``tokens`` tokens have been computed."""
         if self.has_moved(tokens):
             return self.longest
-        return blocks_for(tokens if self.compressed else min(tokens, self.prompt.limit), self.block_size)
+        grows_whole = self.compressed and not self.arrives
+        return blocks_for(tokens if grows_whole else min(tokens, self.prompt.limit), self.block_size)
 
     def shareable(self, tokens: int) -> int:
         """How many of ``tokens`` computed tokens lie in blocks that never change and may be published."""
@@ -85,12 +93,16 @@ class PageLayout:
 
     def reusable(self) -> int:
         """Tokens from the start that may come from the prefix cache: the window's queries must be computed."""
+        if self.arrives:
+            return 0
         return self.prompt.length - (self.budget.window if self.compressed else 1)
 
 
-def lay_out_pages(length: int, budget: CacheBudget, block_size: int, *, shares: bool) -> PageLayout:
+def lay_out_pages(
+    length: int, budget: CacheBudget, block_size: int, *, shares: bool, arrives: bool = False
+) -> PageLayout:
     """Plan the blocks of a sequence with ``length`` known tokens (1 or more)."""
-    return PageLayout(lay_out(length, budget), budget, block_size, shares)
+    return PageLayout(lay_out(length, budget), budget, block_size, shares, arrives)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

@@ -19,12 +19,20 @@ from typing import Any
 
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError, RequestError
-from snapstream.integrations.vllm.compatibility import CORE_HOOKS, FRONT_HOOKS, missing_hook, unsupported_version
+from snapstream.integrations.vllm.compatibility import (
+    CONNECTOR_HOOKS,
+    CORE_HOOKS,
+    FRONT_HOOKS,
+    missing_hook,
+    unsupported_version,
+)
 from snapstream.integrations.vllm.metrics import publish_counters
 from snapstream.integrations.vllm.settings import (
+    CONNECTOR,
     ENVIRONMENT,
     KEY,
     REQUEST_KEY,
+    TRANSFER_KEY,
     active_budget,
     check_supported,
     request_budget,
@@ -53,8 +61,11 @@ def register() -> None:
     if obstacle:  # whoever asks by --additional-config is refused when the configuration is made
         logger.warning("SnapStream is installed but off: %s", obstacle)
         return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.engine.input_processor import InputProcessor
 
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, f"{_PACKAGE}.connector", CONNECTOR)
     _wrap(InputProcessor, "process_inputs", _process_inputs)
 
 
@@ -80,9 +91,22 @@ def _create_engine_config(original: Callable[..., Any], arguments: Any, *args: A
         if obstacle := unsupported_version() or missing_hook(FRONT_HOOKS | CORE_HOOKS):
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         check_supported(config, budget)
+        if config.kv_transfer_config is not None:
+            _check_connector(config)
         _take_over(config, budget)
         publish_counters()
     return config
+
+
+def _check_connector(config: Any) -> None:
+    """Refuse settings of the connector that no instance could work with, before anything is loaded."""
+    if obstacle := missing_hook(CONNECTOR_HOOKS):
+        raise ConfigurationError(f"{CONNECTOR} cannot work here: {obstacle}")
+    from snapstream.integrations.vllm.connector import transfer_settings
+    from snapstream.integrations.vllm.tcp import secret
+
+    if transfer_settings(config).directory is None:
+        secret()
 
 
 def _take_over(config: Any, budget: CacheBudget) -> None:
@@ -134,4 +158,12 @@ def _process_inputs(
             raise VLLMValidationError(
                 "streaming input is not supported with the SnapStream plugin; send the whole prompt at once"
             )
-    return original(processor, request_id, prompt, params, *args, **kwargs)
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
+    if budget is not None and processor.vllm_config.kv_transfer_config is not None:
+        from snapstream.integrations.vllm.connector import check_transfer, transfer_settings
+
+        config = processor.vllm_config
+        tokens = len(request.prompt_token_ids or ())
+        if obstacle := check_transfer(params, tokens, transfer_settings(config), config.kv_transfer_config):
+            raise VLLMValidationError(f"a cache cannot travel: {obstacle}", parameter=TRANSFER_KEY)
+    return request

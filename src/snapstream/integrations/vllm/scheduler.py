@@ -80,6 +80,12 @@ class _Budgeted:
             self.running.sort(key=self.kv_cache_manager.snapstream.grows)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """A cache that has arrived cannot be fetched once more: its prompt is read here."""
+        if request.kv_transfer_params:
+            request.kv_transfer_params["do_remote_prefill"] = False
+        return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Let our counters go out with vLLM's statistics of the step."""
         self._counters.write(self.kv_cache_manager.snapstream.counters)

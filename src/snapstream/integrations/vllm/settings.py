@@ -13,6 +13,8 @@ from snapstream.errors import ConfigurationError, RequestError
 ENVIRONMENT = "SNAPSTREAM_BUDGET"
 KEY = "snapstream"
 REQUEST_KEY = "kv_budget"
+TRANSFER_KEY = "kv_transfer_params"
+CONNECTOR = "SnapStreamConnector"
 
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker",
@@ -78,6 +80,19 @@ def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
         return budget
 
 
+def arriving_tokens(params: Mapping[str, Any] | None) -> int | None:
+    """Tokens of a prompt whose cache another instance sends; ``None`` if this one reads it.
+
+    Args:
+        params: ``kv_transfer_params`` of a request. Whoever finds that a cache does not come sets ``do_remote_prefill``
+            to false, and the prompt is read here.
+    """
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    length = params.get("length")
+    return length if isinstance(length, int) and length > 0 else None
+
+
 def check_supported(config: Any, budget: CacheBudget) -> None:
     """Refuse a configuration of vLLM that the plugin cannot serve correctly.
 
@@ -89,7 +104,7 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
         ConfigurationError: Names every obstacle, and what to change.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    tensor_parallel = parallel.tensor_parallel_size
+    tensor_parallel, transfer = parallel.tensor_parallel_size, config.kv_transfer_config
     obstacles = [
         (model.runner_type != "generate", f"runner type {model.runner_type!r}; only generation is supported"),
         (model.is_encoder_decoder, "an encoder-decoder model; only decoder-only models are supported"),
@@ -99,7 +114,14 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             "a model with sliding-window layers; its window already bounds the cache",
         ),
         (config.speculative_config is not None, "speculative decoding; leave --speculative-config out"),
-        (config.kv_transfer_config is not None, "a KV connector; leave --kv-transfer-config out"),
+        (
+            transfer is not None and transfer.kv_connector != CONNECTOR,
+            f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} knows compressed caches",
+        ),
+        (
+            transfer is not None and parallel.pipeline_parallel_size > 1,
+            "a KV connector with pipeline parallelism; set --pipeline-parallel-size to 1",
+        ),
         (
             cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"--kv-cache-dtype {cache.cache_dtype}; use auto",

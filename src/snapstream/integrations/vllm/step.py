@@ -18,7 +18,7 @@ from torch import Tensor
 from snapstream.compression.layout import LayoutTensors, layout_tensors, next_slot
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
-from snapstream.integrations.vllm.settings import granted_budget
+from snapstream.integrations.vllm.settings import TRANSFER_KEY, arriving_tokens, granted_budget
 from snapstream.transfers import to_device
 
 _NEVER = 2**62
@@ -64,6 +64,20 @@ class Window(NamedTuple):
     last: bool
 
 
+class Outgoing(NamedTuple):
+    """A prompt that has been read with this step, and is decoded by another instance.
+
+    Attributes:
+        request_id: Whose.
+        layout: Its blocks.
+        row: Its row in the batch.
+    """
+
+    request_id: str
+    layout: PageLayout
+    row: int
+
+
 class Target(NamedTuple):
     """Where one sequence lies and where its copy goes, in the kernel's blocks.
 
@@ -91,6 +105,8 @@ class Step:
         longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
         windows: Observation windows that this step computes, and caches that it copies out.
         targets: Where those are copied to; filled by :meth:`rewrite`.
+        outgoing: Caches to be handed out when the layer's attention has run.
+        outgoing_blocks: Block ids of those, int64; filled by :meth:`rewrite`.
         tables: Memory for rewritten block tables, by size of block; steps share it.
         slot_mapping: What was written to in the step; ``None`` where nothing decodes.
     """
@@ -104,6 +120,8 @@ class Step:
     windows: list[Window]
     targets: dict[str, Target]
     tables: dict[int, Tensor]
+    outgoing: list[Outgoing] = field(default_factory=list)
+    outgoing_blocks: dict[str, Tensor] = field(default_factory=dict)
     slot_mapping: Tensor | None = None
     _rewritten: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
 
@@ -123,6 +141,10 @@ class Step:
         for window in self.windows:
             if window.last and window.request_id not in self.targets:
                 self.targets[window.request_id] = _target(table[window.row], window.layout, block_size, parts)
+        for one in self.outgoing:
+            front = one.layout.front_blocks * parts if one.layout.compressed else 0
+            blocks = table[one.row, front : front + blocks_for(one.layout.prompt.count, block_size)]
+            self.outgoing_blocks.setdefault(one.request_id, blocks.to(torch.int64))
         if not len(self.rows):
             return metadata
         # Groups of layers with other kernels ask for the same once more.
@@ -200,6 +222,7 @@ class Sequences:
         self._tables: dict[int, Tensor] = {}
         self._prompts: dict[str, tuple[int, CacheBudget]] = {}
         self._layouts: dict[str, PageLayout] = {}
+        self._outgoing: set[str] = set()
 
     def admit(self, request_id: str, prompt: int, known: int, extra_args: Mapping[str, Any] | None) -> None:
         """A request starts its prefill.
@@ -212,7 +235,11 @@ class Sequences:
         """
         self.pause([request_id])
         self._prompts[request_id] = (prompt, granted_budget(self.budget, extra_args))
-        self._lay_out(request_id, known)
+        params = (extra_args or {}).get(TRANSFER_KEY)
+        if params and params.get("do_remote_decode"):
+            self._outgoing.add(request_id)
+        arriving = arriving_tokens(params)
+        self._lay_out(request_id, arriving or known, arrives=arriving is not None)
 
     def resume(self, request_id: str, generated: int) -> None:
         """A preempted request starts its prefill again, over its prompt and ``generated`` tokens."""
@@ -231,6 +258,7 @@ class Sequences:
         for request_id in request_ids:
             self.pause([request_id])
             self._prompts.pop(request_id, None)
+            self._outgoing.discard(request_id)
 
     def begin(self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray) -> None:
         """A step starts.
@@ -270,15 +298,21 @@ class Sequences:
             ],
             targets={},
             tables=self._tables,
+            outgoing=[
+                Outgoing(request_ids[row], layouts[row], row)
+                for row in np.flatnonzero((computed < length) & (computed + scheduled >= length)).tolist()
+                if request_ids[row] in self._outgoing
+            ],
         )
 
     def end(self) -> None:
         """The step is over; dummy runs between steps see none."""
         self.step = None
 
-    def _lay_out(self, request_id: str, length: int) -> None:
+    def _lay_out(self, request_id: str, length: int, *, arrives: bool = False) -> None:
         budget = self._prompts[request_id][1]
-        self._layouts[request_id] = lay_out_pages(length, budget, self.block_size, shares=self.shares)
+        layout = lay_out_pages(length, budget, self.block_size, shares=self.shares, arrives=arrives)
+        self._layouts[request_id] = layout
 
 
 def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int, computed: int) -> Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
 from snapstream.compression.scoring import KEY_CHUNK
@@ -77,3 +78,5 @@ class SnapStreamWorker(Worker):
         for compressor in self.compressors:
             size = sizes[compressor.name]
             compressor.bind(size, kv_cache_config.num_blocks * self.sequences.block_size // size)
+        if has_kv_transfer_group():
+            get_kv_transfer_group().attach(self.vllm_config, self.compressors, self.sequences.block_size)

@@ -1,0 +1,125 @@
+"""A compressed cache on its way between two instances: safetensors, with a header that is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from snapstream.compression.layout import Layout
+
+_FORMAT = "snapstream-parcel-1"
+_NAMES = ("keys", "values")
+
+
+class ParcelError(ValueError):
+    """A parcel that is damaged, or not for this instance."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What both sides must have in common.
+
+    Attributes:
+        layout: Layout of the cache, which follows from prompt and budget.
+        model: Layers, hidden size and vocabulary.
+        ranks: Tensor-parallel ranks.
+        rank: Whose share this is.
+        dtype: Of the cache.
+        key_shape: KV heads of the share, and numbers of a key.
+        value_shape: The same of values; ``None`` where keys and values are one latent.
+    """
+
+    layout: Layout
+    model: tuple[int, ...]
+    ranks: int
+    rank: int
+    dtype: str
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int] | None
+
+    def nbytes(self) -> int:
+        """Bytes of what is packed, without headers."""
+        numbers = sum(heads * size for heads, size in (self.key_shape, self.value_shape or (0, 0)))
+        return self.model[0] * self.layout.count * numbers * getattr(torch, self.dtype).itemsize
+
+    def most_bytes(self) -> int:
+        """Bytes that a parcel with this label has at most."""
+        return self.nbytes() + 4096 + 256 * 2 * self.model[0]
+
+
+def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
+    """Pack keys ``[N, E, D]`` and values of all layers, which are on the host."""
+    tensors = {
+        f"{number}.{name}": part.contiguous()
+        for number, layer in enumerate(layers)
+        for name, part in zip(_NAMES, layer, strict=True)
+        if part is not None
+    }
+    return save(tensors, {"format": _FORMAT, "label": json.dumps(_plain(label))})
+
+
+def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
+    """Take a parcel apart.
+
+    Args:
+        parcel: What :func:`pack` made.
+        label: What it must say.
+
+    Raises:
+        ParcelError: It is damaged, or says something else.
+    """
+    found = _header(parcel)
+    if found.get("format") != _FORMAT:
+        raise ParcelError("it is not a parcel of this version of SnapStream")
+    try:
+        said = json.loads(found["label"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParcelError("its label cannot be read") from error
+    wanted = _plain(label)
+    if said != wanted:
+        named = said if isinstance(said, dict) else {}
+        other = [f"{name} {named.get(name)}, not {value}" for name, value in wanted.items() if named.get(name) != value]
+        raise ParcelError(f"it is from an instance with other settings: {'; '.join(other)}")
+    try:
+        tensors = load(parcel)
+    except Exception as error:  # safetensors raises exceptions of many kinds
+        raise ParcelError(f"it cannot be read: {error}") from error
+    shapes = [label.key_shape] if label.value_shape is None else [label.key_shape, label.value_shape]
+    layers: list[tuple[Tensor, Tensor | None]] = []
+    for number in range(label.model[0]):
+        parts = []
+        for name, (heads, size) in zip(_NAMES, shapes, strict=False):
+            part = tensors.pop(f"{number}.{name}", None)
+            shape = (heads, label.layout.count, size)
+            if part is None or tuple(part.shape) != shape or part.dtype != getattr(torch, label.dtype):
+                raise ParcelError(f"{name} of layer {number} are missing, or have another shape or type")
+            parts.append(part)
+        layers.append((parts[0], parts[1] if len(parts) == 2 else None))
+    if tensors:
+        raise ParcelError(f"it holds more than was asked for: {', '.join(sorted(tensors)[:3])}")
+    return layers
+
+
+def _plain(label: Label) -> dict[str, Any]:
+    """A label as JSON gives it back."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(label) | {"layout": astuple(label.layout)}))
+    return plain
+
+
+def _header(parcel: bytes) -> dict[str, Any]:
+    """The metadata at the beginning of a safetensors file, without looking at the rest."""
+    try:
+        (size,) = struct.unpack_from("<Q", parcel)
+        found = json.loads(parcel[8 : 8 + size])["__metadata__"]
+    except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ParcelError("it has no readable header") from error
+    if not isinstance(found, dict):
+        raise ParcelError("it has no readable header")
+    return found

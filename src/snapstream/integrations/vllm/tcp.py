@@ -1,0 +1,198 @@
+"""Parcels over TCP. Both sides prove that they know a common key before anything that was sent is looked at.
+
+A conversation::
+
+    holder  -> fetcher   nonce of the holder, 32 bytes
+    fetcher -> holder    nonce of the fetcher, 32 bytes; proof, 32 bytes; length of the name, 2 bytes; name
+    holder  -> fetcher   proof, 32 bytes; length of the parcel, 8 bytes (0: it is not there); parcel
+    fetcher -> holder    1 byte: it has arrived whole, so it may be forgotten
+
+A proof is a keyed digest (BLAKE2b) of both nonces, of who speaks, and of everything that this side says. What is sent
+is not encrypted: use it inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+from snapstream.errors import ConfigurationError
+from snapstream.integrations.vllm.parcel import ParcelError
+from snapstream.integrations.vllm.transports import KEEP, LIMIT, Shelf, Transport
+
+SECRET = "SNAPSTREAM_TRANSFER_KEY"
+PATIENCE = 20.0
+"""Seconds that either side waits for the other to say something."""
+_NONCE, _PROOF, _PIECE = 32, 32, 2**20
+_CONVERSATIONS = 64
+
+logger = logging.getLogger("vllm.snapstream")
+
+
+class TcpTransport(Transport):
+    """A server for what is published here, and a client for what is elsewhere."""
+
+    def __init__(
+        self,
+        address: str | None,
+        peers: Sequence[str],
+        *,
+        offset: int = 0,
+        keep: float = KEEP,
+        limit: float = LIMIT,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Listen, if there is an address.
+
+        Args:
+            address: ``host:port`` where others find this side; ``None`` if nothing is published here.
+            peers: Addresses that parcels may be fetched from.
+            offset: Added to all ports: the rank, as each rank has a port of its own.
+            keep: Seconds for which a parcel is kept.
+            limit: GiB that are kept.
+            patience: Seconds to wait for the other side.
+
+        Raises:
+            ConfigurationError: No key, an address that is none, or one that is taken.
+        """
+        self._key = secret()
+        self.address, self.peers, self.offset, self.patience = address, tuple(peers), offset, patience
+        self.shelf = Shelf(keep=keep, limit=limit)
+        self._listener: socket.socket | None = None
+        for each in (*peers, *([address] if address else [])):
+            parse_address(each)
+        if address is not None:
+            host, port = parse_address(address)
+            try:
+                self._listener = socket.create_server((host, port + offset), backlog=_CONVERSATIONS)
+            except OSError as error:
+                raise ConfigurationError(f"cannot listen at {host}:{port + offset}: {error}") from error
+            self._slots = threading.BoundedSemaphore(_CONVERSATIONS)
+            threading.Thread(target=self._serve, args=(self._listener,), name="snapstream-parcels", daemon=True).start()
+
+    def publish(self, name: str, parcel: bytes) -> None:
+        """Keep a parcel in memory."""
+        self.shelf.put(name, parcel)
+
+    def drop(self, name: str) -> None:
+        """Forget a parcel."""
+        self.shelf.drop(name)
+
+    def sweep(self) -> None:
+        """Forget what is too old."""
+        self.shelf.sweep()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def fetch(self, source: str, name: str, most: int) -> bytes:
+        """Ask the other side for a parcel."""
+        if source not in self.peers:
+            raise ParcelError(f"{source!r} is not among the peers of this instance: {', '.join(self.peers) or 'none'}")
+        host, port = parse_address(source)
+        asked = name.encode()
+        with socket.create_connection((host, port + self.offset), timeout=self.patience) as line:
+            theirs, mine = _receive(line, _NONCE), os.urandom(_NONCE)
+            line.sendall(mine + self._proof(b"fetch", theirs, mine, asked) + struct.pack(">H", len(asked)) + asked)
+            proof, (size,) = _receive(line, _PROOF), struct.unpack(">Q", _receive(line, 8))
+            if size > most:
+                raise ParcelError(f"it has {size} bytes, more than {most}")
+            parcel = _receive(line, size)
+            if not hmac.compare_digest(proof, self._proof(b"parcel", theirs, mine, parcel)):
+                raise ParcelError(f"it was damaged on its way, or the other side has another {SECRET}")
+            if not size:
+                raise ParcelError("it is not there (any more)")
+            line.sendall(b"\1")
+        return bytes(parcel)
+
+    def _proof(self, who: bytes, theirs: bytes | bytearray, mine: bytes | bytearray, said: bytes | bytearray) -> bytes:
+        digest = hashlib.blake2b(key=self._key, digest_size=_PROOF)
+        for part in (who, theirs, mine, said):
+            digest.update(struct.pack(">Q", len(part)))
+            digest.update(part)
+        return digest.digest()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                line, _ = listener.accept()
+            except OSError:
+                return  # closed
+            if not self._slots.acquire(timeout=self.patience):
+                line.close()
+                continue
+            threading.Thread(target=self._converse, args=(line,), name="snapstream-parcel", daemon=True).start()
+
+    def _converse(self, line: socket.socket) -> None:
+        try:
+            with line:
+                line.settimeout(self.patience)
+                self._hand_over(line)
+        except (OSError, ParcelError) as error:
+            logger.warning("SnapStream: a cache was asked for, but not handed over: %s", error)
+        finally:
+            self._slots.release()
+
+    def _hand_over(self, line: socket.socket) -> None:
+        mine = os.urandom(_NONCE)
+        line.sendall(mine)
+        theirs, proof = _receive(line, _NONCE), _receive(line, _PROOF)
+        (size,) = struct.unpack(">H", _receive(line, 2))
+        asked = bytes(_receive(line, min(size, 64)))
+        if size > 64 or not hmac.compare_digest(proof, self._proof(b"fetch", mine, theirs, asked)):
+            raise ParcelError(f"who asked does not know {SECRET}")
+        name = asked.decode("ascii", "replace")
+        parcel = self.shelf.get(name) or b""
+        line.sendall(self._proof(b"parcel", mine, theirs, parcel) + struct.pack(">Q", len(parcel)))
+        line.sendall(parcel)
+        if parcel and line.recv(1) == b"\1":
+            self.shelf.drop(name)
+
+
+def secret() -> bytes:
+    """The common key, from the environment; it is in no configuration, and so in no log.
+
+    Raises:
+        ConfigurationError: There is none, or too short a one.
+    """
+    key = os.environ.get(SECRET, "").encode()
+    if len(key) < 16:
+        raise ConfigurationError(f"{SECRET} must hold the same key of 16 characters or more on all instances")
+    return hashlib.sha256(key).digest()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigurationError(f"{text!r} is not an address of the form host:port")
+    return host.strip("[]"), int(port)
+
+
+def _receive(line: socket.socket, size: int) -> bytearray:
+    """Exactly so many bytes.
+
+    Raises:
+        ParcelError: The other side ended before.
+    """
+    received = bytearray(size)
+    view = memoryview(received)
+    done = 0
+    while done < size:
+        count = line.recv_into(view[done : done + _PIECE])
+        if not count:
+            raise ParcelError("the other side broke off")
+        done += count
+    return received
