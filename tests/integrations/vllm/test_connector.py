@@ -1,14 +1,21 @@
-"""Caches that travel: one engine hands them out and fetches them, through a directory; tokens are those of one alone."""
+"""Caches that travel: an engine hands them out and fetches them, through a directory; no token is another for it."""
+
+import time
 
 import pytest
 
+from snapstream import CacheBudget
+from snapstream.errors import ConfigurationError
 from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import (
     BUDGET,
+    MLA,
     free_blocks,
+    generate,
     held_blocks,
     run_by_hand,
     sampling,
+    scheduler,
     vllm_engine,
 )
 from tests.peers import peer_generate
@@ -31,7 +38,7 @@ def transfer(directory, role="kv_both", policy="fail", **settings):
         kv_connector="SnapStreamConnector",
         kv_role=role,
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"directory": str(directory)} | settings,
+        kv_connector_extra_config=({} if directory is None else {"directory": str(directory)}) | settings,
     )
 
 
@@ -68,3 +75,177 @@ def test_tokens_are_those_of_one_instance(llama, prompts, tmp_path, chunk):
         assert not list(tmp_path.iterdir())
     assert got == [peer_generate(llama, tokens, BUDGET, 100) for tokens in prompts]
     assert max(max(step.values()) for step in seen if step) == 4  # never a block more than it decodes in
+
+
+def test_latents_travel(deepseek, tmp_path):
+    some = [prompt(n, n) for n in (300, 37, 130)]
+    with vllm_engine(deepseek, BUDGET, kv_transfer_config=transfer(tmp_path), **MLA) as llm:
+        departures = read(llm, some)
+        got = decode(llm, some, departures, 60)
+    assert got == [peer_generate(deepseek, tokens, BUDGET, 60, latent=True) for tokens in some]
+
+
+def test_other_budgets_block_sizes_and_prefix_hits(llama, prompts, tmp_path):
+    """A request's own budget holds on both sides; what the prefix cache has is not read again."""
+    some = [prompts[0], prompts[0], prompts[0] + [5, 6, 7]]
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path), enable_prefix_caching=True) as llm:
+        departures = read(llm, some, kv_budget=64)
+        params = [travelling(59, place, kv_budget=64) for _, place in departures]
+        whole = [tokens + first for tokens, (first, _) in zip(some, departures, strict=True)]
+        got = [first + rest for (first, _), rest in zip(departures, run_by_hand(llm, whole, params), strict=True)]
+        mixed = run_by_hand(llm, [some[0] + departures[0][0]], [travelling(5, read(llm, some[:1])[0][1], kv_budget=64)])
+        assert mixed == [[]]  # the server's budget on one side, 64 on the other: no token may leave
+        assert free_blocks(llm) == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
+    assert got == [peer_generate(llama, tokens, CacheBudget.of(64), 60) for tokens in some]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "other", "text"])
+def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
+    """That request fails, or its prompt is read here; the others do not notice, and no block is lost."""
+    some = prompts[:3]
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, policy=policy)) as llm:
+        before = free_blocks(llm)
+        departures = read(llm, some)
+        victim = next(path for path in tmp_path.iterdir() if path.name.startswith(departures[1][1]["key"]))
+        if damage == "missing":
+            victim.unlink()
+        elif damage == "cut":
+            victim.write_bytes(victim.read_bytes()[:-1000])
+        elif damage == "changed":
+            victim.write_bytes(victim.read_bytes().replace(b'"ranks', b'"tanks').replace(b'ranks\\"', b'tanks\\"'))
+        elif damage == "other":
+            other = next(path for path in tmp_path.iterdir() if path.name.startswith(departures[0][1]["key"]))
+            victim.write_bytes(other.read_bytes())
+        else:
+            victim.write_text("nothing of the kind")
+        got = decode_or_fail(llm, some, departures, 60)
+        assert free_blocks(llm) == before
+        assert not scheduler(llm).requests
+    want = [peer_generate(llama, tokens, BUDGET, 60) for tokens in some]
+    assert (got[0], got[2]) == (want[0], want[2])
+    if policy == "fail":
+        assert got[1] is None
+    else:  # compressed where the decode instance reads it: with the first token
+        first = departures[1][0]
+        assert got[1] == first + peer_generate(llama, some[1] + first, BUDGET, 59)
+
+
+def decode_or_fail(llm, prompts, departures, steps):
+    params = [travelling(steps - 1, place) for _, place in departures]
+    whole = [tokens + first for tokens, (first, _) in zip(prompts, departures, strict=True)]
+    made = run_by_hand(llm, whole, params)
+    return [first + rest if rest else None for (first, _), rest in zip(departures, made, strict=True)]
+
+
+def test_aborts_on_either_side(llama, prompts, tmp_path):
+    some = prompts[:2]
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path), max_num_batched_tokens=128) as llm:
+        before = free_blocks(llm)
+
+        def abort(at, number):
+            def each(step):
+                if step == at:
+                    ids = [r for r in scheduler(llm).requests if r.startswith(f"r{number}")]
+                    llm.llm_engine.engine_core.abort_requests(ids)
+                    llm.llm_engine.abort_request([f"r{number}"])
+
+            return each
+
+        got = run_by_hand(llm, some, travelling(1, LEAVES), abort(2, 0))  # while its prompt is read
+        assert got[0] is None
+        assert len(list(tmp_path.iterdir())) == 1  # of the other
+        departures = read(llm, some)
+        for at in (0, 1, 5):  # while its cache is fetched, when it has come, in mid-decode
+            again = read(llm, some)
+            params = [travelling(59, place) for _, place in again]
+            whole = [tokens + first for tokens, (first, _) in zip(some, again, strict=True)]
+            made = run_by_hand(llm, whole, params, abort(at, 0))
+            assert again[1][0] + made[1] == peer_generate(llama, some[1], BUDGET, 60)
+            for _ in range(3):  # a cache that came too late gives its blocks back when it has come
+                llm.llm_engine.step()
+            assert free_blocks(llm) == before
+        assert decode(llm, some, departures, 30) == [peer_generate(llama, tokens, BUDGET, 30) for tokens in some]
+        assert free_blocks(llm) == before
+
+
+def test_a_preempted_request_reads_its_prompt_here(llama, prompts, tmp_path):
+    some = prompts[:2]
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path)) as llm:
+        before, core = free_blocks(llm), scheduler(llm)
+
+        def preempt(step):
+            for request in list(core.running):
+                is_first = request.request_id.startswith("r0")
+                if is_first and request.num_output_tokens == 20 and not request.num_preemptions:
+                    core.running.remove(request)
+                    core._preempt_request(request, 0.0)
+
+        departures = read(llm, some)
+        got = decode(llm, some, departures, 60, preempt)
+        assert free_blocks(llm) == before
+    want = [peer_generate(llama, tokens, BUDGET, 60) for tokens in some]
+    said = want[0][:21]
+    assert got == [said + peer_generate(llama, some[0] + said, BUDGET, 39), want[1]]
+
+
+def test_what_nobody_fetches_is_forgotten(llama, prompts, tmp_path):
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, keep=1)) as llm:
+        read(llm, prompts[:2])
+        assert len(list(tmp_path.iterdir())) == 2
+        time.sleep(1.5)
+        generate(llm, prompts[2:3], 5)
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
+    from vllm.exceptions import VLLMValidationError
+
+    arrives = {"do_remote_prefill": True, "length": 9, "key": "0" * 32, "source": "directory"}
+    several = travelling(1, LEAVES)
+    several.n, several.temperature = 2, 1.0
+    cases = [
+        (travelling(2, LEAVES), "max_tokens must be 1"),
+        (several, "n must be 1"),
+        (travelling(1, LEAVES | arrives), "asks for both"),
+        (travelling(5, arrives | {"length": 10}), "length is 10, but the prompt has 10 tokens"),
+        (travelling(5, arrives | {"length": True}), "length is True"),
+        (travelling(5, arrives | {"key": "../../etc/passwd"}), "key is none"),
+        (travelling(5, arrives | {"source": "10.0.0.1:80"}), "fetches from: directory"),
+        (travelling(5, arrives, prompt_logprobs=1), "prompt_logprobs"),
+    ]
+    with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path)) as llm:
+        for params, message in cases:
+            with pytest.raises(VLLMValidationError, match=message):
+                llm.llm_engine.add_request("bad", {"prompt_token_ids": [5] * 10}, params)
+        assert not scheduler(llm).requests
+    for role, params, message in (
+        ("kv_consumer", travelling(1, LEAVES), "hands out no caches"),
+        ("kv_producer", travelling(5, arrives), "fetches no caches"),
+    ):
+        with (
+            vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, role)) as llm,
+            pytest.raises(VLLMValidationError, match=message),
+        ):
+            llm.llm_engine.add_request("bad", {"prompt_token_ids": [5] * 10}, params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "must say how caches travel"),
+        ({"directory": "/tmp", "address": "localhost:7000"}, "must say how caches travel"),
+        ({"directory": "/tmp", "keep": 0}, "keep in kv_connector_extra_config is 0"),
+        ({"kepp": 5}, "unknown in kv_connector_extra_config: kepp; allowed: address, directory, keep, limit, peers"),
+        ({"address": "localhost", "peers": ["localhost:7000"]}, "'localhost' is not an address of the form host:port"),
+        ({"address": "localhost:7000"}, "a decode instance needs peers"),
+        ({"peers": ["localhost:7000"]}, "a prefill instance needs an address"),
+        ({"address": "localhost:7000", "peers": "localhost:7000"}, "peers .* must be a list"),
+        ({"address": "localhost:7000", "peers": ["localhost:7000"]}, "SNAPSTREAM_TRANSFER_KEY must hold the same key"),
+    ],
+)
+def test_bad_settings_stop_the_server(llama, monkeypatch, settings, message):
+    monkeypatch.delenv("SNAPSTREAM_TRANSFER_KEY", raising=False)
+    config = transfer(settings.pop("directory", None), **settings)
+    with pytest.raises(ConfigurationError, match=message), vllm_engine(llama, BUDGET, kv_transfer_config=config):
+        pass

@@ -36,7 +36,7 @@ from snapstream.compression.layout import Layout, lay_out
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import Label, ParcelError, pack, unpack
 from snapstream.integrations.vllm.settings import TRANSFER_KEY, active_budget, arriving_tokens, granted_budget
-from snapstream.integrations.vllm.tcp import TcpTransport
+from snapstream.integrations.vllm.tcp import TcpTransport, parse_address
 from snapstream.integrations.vllm.transports import KEEP, LIMIT, DirectoryTransport, Transport, number_of
 from snapstream.transfers import to_host
 
@@ -268,6 +268,8 @@ def transfer_settings(vllm_config: Any) -> TransferSettings:
         raise ConfigurationError("a prefill instance needs an address in kv_connector_extra_config")
     if over_tcp and transfer.is_kv_consumer and not peers:
         raise ConfigurationError("a decode instance needs peers in kv_connector_extra_config")
+    for each in (*peers, *([address] if address else [])):
+        parse_address(each)
     return TransferSettings(
         directory=None if directory is None else Path(str(directory)),
         address=address,

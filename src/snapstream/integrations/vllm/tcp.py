@@ -65,8 +65,6 @@ class TcpTransport(Transport):
         self.address, self.peers, self.offset, self.patience = address, tuple(peers), offset, patience
         self.shelf = Shelf(keep=keep, limit=limit)
         self._listener: socket.socket | None = None
-        for each in (*peers, *([address] if address else [])):
-            parse_address(each)
         if address is not None:
             host, port = parse_address(address)
             try:
