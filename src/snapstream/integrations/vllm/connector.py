@@ -345,6 +345,7 @@ class _Worker:
         self._collected: dict[str, dict[int, tuple[Tensor, Tensor | None]]] = {}
         self._fetching: dict[str, tuple[Arrival, Future[list[tuple[Tensor, Tensor | None]]]]] = {}
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="snapstream-fetch")
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="snapstream-send")
         for number, compressor in enumerate(compressors):
             compressor.hand_out = functools.partial(self._collect, number)
 
@@ -364,13 +365,12 @@ class _Worker:
             if departure is None or len(layers) < len(self.compressors):
                 continue
             key, layout = departure
+            # One copy per layer and kind; the rest is done beside the next step.
             host = to_host([part for number in sorted(layers) for part in layers[number] if part is not None])
             parts = iter(host)
             pairs = [(next(parts), None if layers[n][1] is None else next(parts)) for n in sorted(layers)]
-            try:
-                self.transport.publish(self._name(key), pack(self._label(layout), pairs))
-            except OSError as error:  # the other side will not find it, and say so
-                logger.error("SnapStream: a cache could not be kept for another instance: %s", error)
+            self.transport.announce(self._name(key))
+            self._sender.submit(self._send, self._name(key), self._label(layout), pairs)
 
     def store_arrived(self) -> tuple[set[str], set[str]]:
         """Store what has come since the last step; returns requests whose caches are there, and that failed."""
@@ -389,8 +389,16 @@ class _Worker:
 
     def close(self) -> None:
         """Stop fetching and serving."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._sender, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.transport.close()
+
+    def _send(self, name: str, label: Label, layers: list[tuple[Tensor, Tensor | None]]) -> None:
+        try:
+            self.transport.publish(name, pack(label, layers))
+        except Exception as error:  # the other side will not find it, and say so
+            logger.error("SnapStream: a cache could not be kept for another instance: %s", error)
+            self.transport.drop(name)
 
     def _collect(self, number: int, request_id: str, keys: Tensor, values: Tensor | None) -> None:
         self._collected.setdefault(request_id, {})[number] = keys.contiguous(), values

@@ -1,7 +1,8 @@
-"""A compressed cache on its way between two instances: safetensors, with a header that is checked before it is used."""
+"""A compressed cache on its way between two instances: safetensors and a digest, checked before they are used."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from snapstream.compression.layout import Layout
 
 _FORMAT = "snapstream-parcel-1"
 _NAMES = ("keys", "values")
+_DIGEST = 32
 
 
 class ParcelError(ValueError):
@@ -51,7 +53,7 @@ class Label:
 
     def most_bytes(self) -> int:
         """Bytes that a parcel with this label has at most."""
-        return self.nbytes() + 4096 + 256 * 2 * self.model[0]
+        return self.nbytes() + 4096 + 256 * 2 * self.model[0] + _DIGEST
 
 
 def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
@@ -62,7 +64,8 @@ def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
         for name, part in zip(_NAMES, layer, strict=True)
         if part is not None
     }
-    return save(tensors, {"format": _FORMAT, "label": json.dumps(_plain(label))})
+    packed = save(tensors, {"format": _FORMAT, "label": json.dumps(_plain(label))})
+    return packed + hashlib.blake2b(packed, digest_size=_DIGEST).digest()
 
 
 def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
@@ -75,7 +78,8 @@ def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
     Raises:
         ParcelError: It is damaged, or says something else.
     """
-    found = _header(parcel)
+    packed = memoryview(parcel)[: -min(_DIGEST, len(parcel))]
+    found = _header(bytes(packed[: 2**20]))
     if found.get("format") != _FORMAT:
         raise ParcelError("it is not a parcel of this version of SnapStream")
     try:
@@ -87,8 +91,10 @@ def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
         named = said if isinstance(said, dict) else {}
         other = [f"{name} {named.get(name)}, not {value}" for name, value in wanted.items() if named.get(name) != value]
         raise ParcelError(f"it is from an instance with other settings: {'; '.join(other)}")
+    if hashlib.blake2b(packed, digest_size=_DIGEST).digest() != parcel[-_DIGEST:]:
+        raise ParcelError("it was damaged on its way")
     try:
-        tensors = load(parcel)
+        tensors = load(bytes(packed))
     except Exception as error:  # safetensors raises exceptions of many kinds
         raise ParcelError(f"it cannot be read: {error}") from error
     shapes = [label.key_shape] if label.value_shape is None else [label.key_shape, label.value_shape]

@@ -24,11 +24,9 @@ from collections.abc import Sequence
 
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import ParcelError
-from snapstream.integrations.vllm.transports import KEEP, LIMIT, Shelf, Transport
+from snapstream.integrations.vllm.transports import KEEP, LIMIT, PATIENCE, Shelf, Transport
 
 SECRET = "SNAPSTREAM_TRANSFER_KEY"
-PATIENCE = 20.0
-"""Seconds that either side waits for the other to say something."""
 _NONCE, _PROOF, _PIECE = 32, 32, 2**20
 _CONVERSATIONS = 64
 
@@ -68,11 +66,16 @@ class TcpTransport(Transport):
         if address is not None:
             host, port = parse_address(address)
             try:
-                self._listener = socket.create_server((host, port + offset), backlog=_CONVERSATIONS)
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                self._listener = socket.create_server((host, port + offset), family=family, backlog=_CONVERSATIONS)
             except OSError as error:
                 raise ConfigurationError(f"cannot listen at {host}:{port + offset}: {error}") from error
             self._slots = threading.BoundedSemaphore(_CONVERSATIONS)
             threading.Thread(target=self._serve, args=(self._listener,), name="snapstream-parcels", daemon=True).start()
+
+    def announce(self, name: str) -> None:
+        """Let whoever asks wait for it."""
+        self.shelf.announce(name)
 
     def publish(self, name: str, parcel: bytes) -> None:
         """Keep a parcel in memory."""
@@ -148,7 +151,7 @@ class TcpTransport(Transport):
         if size > 64 or not hmac.compare_digest(proof, self._proof(b"fetch", mine, theirs, asked)):
             raise ParcelError(f"who asked does not know {SECRET}")
         name = asked.decode("ascii", "replace")
-        parcel = self.shelf.get(name) or b""
+        parcel = self.shelf.get(name, self.patience / 2) or b""
         line.sendall(self._proof(b"parcel", mine, theirs, parcel) + struct.pack(">Q", len(parcel)))
         line.sendall(parcel)
         if parcel and line.recv(1) == b"\1":

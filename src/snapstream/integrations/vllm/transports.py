@@ -22,10 +22,16 @@ from snapstream.integrations.vllm.parcel import ParcelError
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
 KEEP, LIMIT = 120.0, 8.0
 """Seconds for which a parcel is kept, and GiB of all that are kept by one rank, unless said otherwise."""
+PATIENCE = 20.0
+"""Seconds to wait for the other side to say something."""
 
 
 class Transport(ABC):
     """Parcels by name: 32 hexadecimal digits, a hyphen, and the rank."""
+
+    @abstractmethod
+    def announce(self, name: str) -> None:
+        """Say that a parcel is about to be published: whoever asks for it waits."""
 
     @abstractmethod
     def publish(self, name: str, parcel: bytes) -> None:
@@ -63,8 +69,10 @@ class DirectoryTransport(Transport):
     of a process that is no more.
     """
 
-    def __init__(self, directory: Path, *, keep: float = KEEP, limit: float = LIMIT) -> None:
-        self.directory, self.keep, self.limit = directory, keep, int(limit * 2**30)
+    def __init__(
+        self, directory: Path, *, keep: float = KEEP, limit: float = LIMIT, patience: float = PATIENCE
+    ) -> None:
+        self.directory, self.keep, self.limit, self.patience = directory, keep, int(limit * 2**30), patience
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             (directory / f".{os.getpid()}").touch()
@@ -73,6 +81,10 @@ class DirectoryTransport(Transport):
             raise ConfigurationError(f"the directory for caches on their way cannot be used: {error}") from error
         self._swept = 0.0
         self.sweep()
+
+    def announce(self, name: str) -> None:
+        """Make a file of another name, which will be renamed."""
+        (self.directory / f".{_check_name(name)}").touch()
 
     def publish(self, name: str, parcel: bytes) -> None:
         """Write a file; if there are too many bytes, the oldest files go."""
@@ -88,7 +100,10 @@ class DirectoryTransport(Transport):
 
     def fetch(self, source: str, name: str, most: int) -> bytes:
         """Read a file and remove it."""
-        path = self.directory / _check_name(name)
+        path, fresh = self.directory / _check_name(name), self.directory / f".{name}"
+        deadline = time.monotonic() + self.patience
+        while fresh.exists() and not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
         try:
             size = path.stat().st_size
             if size > most:
@@ -101,7 +116,8 @@ class DirectoryTransport(Transport):
 
     def drop(self, name: str) -> None:
         """Remove a file."""
-        (self.directory / _check_name(name)).unlink(missing_ok=True)
+        for each in (f".{_check_name(name)}", name):
+            (self.directory / each).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove old files, at most once in a while."""
@@ -138,25 +154,36 @@ class Shelf:
     def __init__(self, *, keep: float, limit: float) -> None:
         self.keep, self.limit = keep, int(limit * 2**30)
         self._parcels: dict[str, tuple[float, bytes]] = {}  # oldest first
-        self._lock = threading.Lock()
+        self._announced: set[str] = set()
+        self._lock = threading.Condition()
+
+    def announce(self, name: str) -> None:
+        """A parcel will come: who asks for it waits."""
+        with self._lock:
+            self._announced.add(_check_name(name))
 
     def put(self, name: str, parcel: bytes) -> None:
         """Keep a parcel; if there are too many bytes, the oldest ones go."""
         with self._lock:
+            self._announced.discard(name)
             self._parcels[_check_name(name)] = time.monotonic(), parcel
             self._forget(time.monotonic())
+            self._lock.notify_all()
 
-    def get(self, name: str) -> bytes | None:
-        """Look at a parcel."""
+    def get(self, name: str, patience: float = 0.0) -> bytes | None:
+        """Look at a parcel; wait for one that was announced."""
         with self._lock:
+            self._lock.wait_for(lambda: name not in self._announced, patience)
             self._forget(time.monotonic())
             found = self._parcels.get(name)
         return None if found is None else found[1]
 
     def drop(self, name: str) -> None:
-        """Forget a parcel."""
+        """Forget a parcel, also one that was only announced."""
         with self._lock:
+            self._announced.discard(name)
             self._parcels.pop(name, None)
+            self._lock.notify_all()
 
     def sweep(self) -> None:
         """Forget what is too old."""
