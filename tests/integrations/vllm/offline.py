@@ -36,11 +36,15 @@ def run_offline(
 
 def main():
     from tests.integrations.vllm.engines import generate, vllm_engine
+    from tests.integrations.vllm.travel import decode, read, transfer
 
     task = json.loads(sys.argv[1])
     prompts, steps, model = task.pop("prompts"), task.pop("steps"), task.pop("model")
+    if directory := task.pop("travels", None):
+        task["kv_transfer_config"] = transfer(directory)
     with vllm_engine(model, task.pop("budget"), **task) as llm:
-        tokens = generate(llm, prompts, steps)
+        # Read by this engine for another one, which is itself.
+        tokens = decode(llm, prompts, read(llm, prompts), steps) if directory else generate(llm, prompts, steps)
         preempted = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
         print("TOKENS", json.dumps([tokens, preempted]), flush=True)
 

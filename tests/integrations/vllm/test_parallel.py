@@ -46,6 +46,22 @@ def test_tensor_parallel_latent_attention(deepseek, prompts):
     assert got == [peer_generate(deepseek, tokens, BUDGET, 60, latent=True) for tokens in prompts]
 
 
+@pytest.mark.parametrize("kind", ["a head per rank", "a head on both", "latents"])
+def test_caches_travel_rank_by_rank(request, tmp_path, prompts, kind):
+    settings = {"tensor_parallel_size": 2, "travels": str(tmp_path / "parcels")}
+    if kind == "latents":
+        model, settings = request.getfixturevalue("deepseek"), settings | MLA
+    elif kind == "a head on both":
+        model = tmp_path
+        save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
+        save_tokenizer(tmp_path)
+    else:
+        model = request.getfixturevalue("llama")
+    got = run_offline(model, prompts, 60, BUDGET, ranks(2), **settings)
+    assert got == [peer_generate(model, tokens, BUDGET, 60, latent=kind == "latents") for tokens in prompts]
+    assert not list((tmp_path / "parcels").iterdir())
+
+
 def test_pipeline_parallel(llama, prompts):
     got = run_offline(llama, prompts, 60, BUDGET, ranks(2), max_num_batched_tokens=333, **PIPELINE)
     assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]
