@@ -16,6 +16,7 @@ from snapstream.commands.evaluate import evaluate
 from snapstream.commands.generate import generate
 from snapstream.commands.options import MOVED, messages
 from snapstream.commands.plan import plan
+from snapstream.commands.route import route
 from snapstream.commands.serve import serve
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.threads import sleep_while_waiting
@@ -52,6 +53,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(plan)
 app.command("serve")(serve)
+app.command()(route)
+app.command()(route)
 app.command("eval")(evaluate)
 
 

@@ -28,20 +28,25 @@ def start(directory, model, *options, environment=None):
     return process, f"http://127.0.0.1:{port}", log
 
 
+def wait_for(process, address, log):
+    """Until a server answers."""
+    deadline = time.monotonic() + 240
+    while True:
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(address, timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+
+
 @contextlib.contextmanager
 def running(directory, model, *options, environment=None):
     """A server that answers; its address and its log."""
     process, address, log = start(directory, model, *options, environment=environment)
     try:
-        deadline = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
+        wait_for(process, f"{address}/health", log)
         yield address, log
     finally:
         process.terminate()

@@ -1,0 +1,114 @@
+"""The two requests that one becomes: its prompt and first token, then the rest.
+
+What both sides together could not answer as one instance would is not split: it goes to a decode instance as it is,
+which then reads the prompt itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SAMPLING = {
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "skip_special_tokens", "min_tokens"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output", "vllm_xargs", "user", "priority", "n"),
+    *("max_tokens", "stream", "stream_options"),
+}
+_OF_PROMPT = {
+    "completions": {"prompt", "add_special_tokens", "echo", "best_of"},
+    "chat/completions": {
+        *("messages", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "add_special_tokens", "documents"),
+    },
+}
+_DEFAULT_TOKENS = 16  # of OpenAI's completions
+
+
+def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
+    """Why a request is not split, in a word or two; ``None`` if it is.
+
+    Args:
+        kind: ``completions`` or ``chat/completions``.
+        body: What a client sent.
+    """
+    given = {name for name, value in body.items() if value is not None}
+    if unknown := given - _SAMPLING - _OF_PROMPT[kind]:
+        return f"field {min(unknown)}"
+    options = body.get("stream_options") or {}
+    is_random = body.get("temperature") != 0
+    prompt = body.get("prompt")
+    obstacles = [
+        (body.get("n") not in (None, 1), "several choices"),
+        (body.get("best_of") not in (None, 1), "several choices"),
+        (bool(body.get("echo")), "echo"),
+        (not isinstance(options, dict) or set(options) - {"include_usage"}, "stream options"),
+        # These count or draw from the first token of an output on, which the second instance does not see as such.
+        (bool(body.get("presence_penalty")) or bool(body.get("frequency_penalty")), "penalties"),
+        (body.get("seed") is not None and is_random, "a seed"),
+        (
+            kind == "completions" and not isinstance(prompt, str) and not _is_tokens(prompt),
+            "several prompts",
+        ),
+        (kind == "chat/completions" and not _is_text(body.get("messages")), "messages that are not text"),
+    ]
+    return next((text for is_met, text in obstacles if is_met), None)
+
+
+def first_leg(body: dict[str, Any]) -> dict[str, Any]:
+    """Read the prompt, and make one token."""
+    changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options", "priority")}
+    changed |= {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
+    if body.get("max_completion_tokens") is not None:
+        changed["max_completion_tokens"] = 1
+    if body.get("min_tokens"):
+        changed["min_tokens"] = 1
+    if body.get("priority") is not None:
+        changed["priority"] = body["priority"]
+    return changed
+
+
+def wanted_tokens(kind: str, body: dict[str, Any]) -> int | None:
+    """Most tokens of an answer; ``None``: as many as fit."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None:
+            return int(body[name])
+    return _DEFAULT_TOKENS if kind == "completions" else None
+
+
+def second_leg(
+    kind: str, body: dict[str, Any], tokens: list[int], transfer: dict[str, Any], longest: int
+) -> dict[str, Any]:
+    """Go on after the first token, as a completion of tokens, whatever kind the request is of.
+
+    Args:
+        kind: Of the request.
+        body: What the client sent.
+        tokens: Of the prompt, and the first one of the answer.
+        transfer: ``kv_transfer_params`` that the prefill instance gave out.
+        longest: Tokens of the longest sequence; 0: unknown.
+    """
+    wanted = wanted_tokens(kind, body)
+    left = wanted - 1 if wanted is not None else max(1, (longest or 2**20) - len(tokens))
+    changed = {name: value for name, value in body.items() if name in _SAMPLING and value is not None}
+    changed |= {"prompt": tokens, "max_tokens": left, "kv_transfer_params": transfer}
+    if body.get("stream"):  # usage in every piece: an answer may end where only the router sees it
+        changed["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if body.get("min_tokens"):
+        changed["min_tokens"] = max(0, body["min_tokens"] - 1)
+    return changed
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _is_text(messages: Any) -> bool:
+    """Whether messages are plain ones, without pictures, tools, or parts of several kinds."""
+    if not isinstance(messages, list):
+        return False
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and set(message) <= {"role", "content", "name"}
+        for message in messages
+    )

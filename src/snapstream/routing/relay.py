@@ -1,0 +1,303 @@
+"""Takes a request to the instances, and their answers back as one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from snapstream.routing.instances import Instance, Pool
+from snapstream.routing.legs import first_leg, reason_for_whole, second_leg, wanted_tokens
+from snapstream.routing.metrics import RouterMetrics
+from snapstream.routing.settings import RouterSettings
+from snapstream.routing.stitch import LOST, Answer, Joint, event, parse_event
+
+logger = logging.getLogger(__name__)
+
+_FORWARDED = ("authorization", "x-request-id", "x-api-key")
+
+
+class UpstreamError(Exception):
+    """An instance failed in a way that another one may not."""
+
+
+class Refused(Exception):  # noqa: N818 (an answer, not a failure)
+    """What an instance says to a request that no instance would serve.
+
+    Args:
+        status: HTTP status.
+        body: Of the answer.
+    """
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status, self.body = status, body
+
+
+@dataclass
+class Reply:
+    """An answer of the router.
+
+    Attributes:
+        status: HTTP status.
+        media: Content type.
+        parts: What it says, piece by piece; the first is there.
+    """
+
+    status: int
+    media: str
+    parts: AsyncIterator[bytes]
+
+
+class Relay:
+    """The way of a request.
+
+    Args:
+        settings: The operator's.
+        client: For all instances.
+    """
+
+    def __init__(self, settings: RouterSettings, client: httpx.AsyncClient) -> None:
+        self.settings, self.client = settings, client
+        self.prefill, self.decode = Pool(settings.prefill), Pool(settings.decode)
+        self.metrics = RouterMetrics({"prefill": self.prefill, "decode": self.decode})
+
+    async def check(self) -> None:
+        """Ask all instances how they are."""
+        for pool in (self.prefill, self.decode):
+            await pool.check(self.client, self.settings.connect_seconds)
+
+    async def answer(self, kind: str, body: dict[str, Any], headers: Mapping[str, str]) -> Reply:
+        """Serve a request.
+
+        Args:
+            kind: ``completions`` or ``chat/completions``.
+            body: What the client sent.
+            headers: What came with it.
+
+        Raises:
+            Refused: The request is bad.
+            UpstreamError: Nobody could serve it.
+        """
+        passed = {name: headers[name] for name in _FORWARDED if name in headers}
+        reason = reason_for_whole(kind, body)
+        if reason is None and self.prefill.well == 0:
+            reason = "no prefill instance"
+        way = "split"
+        try:
+            reply = None if reason else await self._split(kind, body, passed)
+            if reply is None:
+                way = "whole"
+                self.metrics.whole.labels(reason or "the first token is part of a character").inc()
+                reply = await self._whole(kind, body, passed)
+        except Refused:
+            self.metrics.requests.labels(way, "refused").inc()
+            raise
+        except UpstreamError:
+            self.metrics.requests.labels(way, "failed").inc()
+            raise
+        self.metrics.requests.labels(way, "answered").inc()
+        return reply
+
+    # -- as it is -----------------------------------------------------------------------------------------------------
+
+    async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply:
+        """Let a decode instance do everything."""
+        tried: list[Instance] = []
+        failure = "no decode instance is well"
+        while len(tried) < self.settings.attempts and (instance := self.decode.choose(tried)) is not None:
+            tried.append(instance)
+            stack = contextlib.AsyncExitStack()
+            try:
+                stack.enter_context(instance.serving())
+                response = await self._open(stack, f"{instance.url}/v1/{kind}", body, headers)
+                media = response.headers.get("content-type", "application/json")
+                return Reply(response.status_code, media, await _started(stack, response.aiter_bytes()))
+            except (httpx.HTTPError, UpstreamError) as error:
+                await stack.aclose()
+                failure = self._failed("decode", instance, error)
+            except BaseException:
+                await stack.aclose()
+                raise
+        raise UpstreamError(failure)
+
+    # -- in two -------------------------------------------------------------------------------------------------------
+
+    async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply | None:
+        """Let one instance read the prompt and another one decode; ``None``: this must be served whole after all."""
+        tried: list[Instance] = []
+        failure = "no decode instance is well"
+        for _ in range(self.settings.attempts):
+            instance = self.decode.choose(tried)
+            if instance is None:
+                break
+            first = await self._read(kind, body, headers)
+            if first is None:
+                return None
+            tried.append(instance)
+            choice = first["choices"][0]
+            text = choice["message"]["content"] or "" if kind == "chat/completions" else choice["text"]
+            if text.endswith(LOST):
+                return None
+            stops = body.get("stop") or []
+            answer = Answer(
+                kind,
+                str(first.get("model")),
+                text,
+                first["usage"]["prompt_tokens"],
+                [stops] if isinstance(stops, str) else list(stops),
+                keeps_stop=bool(body.get("include_stop_str_in_output")),
+            )
+            transfer = first.get("kv_transfer_params")
+            if choice["finish_reason"] != "length" or wanted_tokens(kind, body) == 1 or not transfer:
+                return _complete(answer, body, choice["finish_reason"])
+            tokens = (first.get("prompt_token_ids") or choice.get("prompt_token_ids")) + choice["token_ids"]
+            second = second_leg(kind, body, tokens, transfer, instance.longest)
+            try:
+                return await self._go_on(instance, answer, second, headers, body)
+            except Refused as refusal:  # such as a cache that this instance may not fetch: the prompt was fine before
+                logger.error("%s refused a cache: %s", instance.url, refusal.body[:500].decode(errors="replace"))
+                return None
+            except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
+                failure = self._failed("decode", instance, error)
+        raise UpstreamError(failure)
+
+    async def _read(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
+        """Have the prompt read; ``None`` if nobody can."""
+        tried: list[Instance] = []
+        asked, begun = first_leg(body), time.monotonic()
+        while len(tried) < self.settings.attempts and (instance := self.prefill.choose(tried)) is not None:
+            tried.append(instance)
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    stack.enter_context(instance.serving())
+                    response = await self._open(stack, f"{instance.url}/v1/{kind}", asked, headers)
+                    found: dict[str, Any] = json.loads(await response.aread())
+                if not found["choices"][0].get("token_ids"):
+                    raise UpstreamError("it does not say which tokens it made (return_token_ids)")
+                self.metrics.prefill_seconds.observe(time.monotonic() - begun)
+                return found
+            except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
+                self._failed("prefill", instance, error)
+        return None
+
+    async def _go_on(
+        self, instance: Instance, answer: Answer, second: dict[str, Any], headers: dict[str, str], body: dict[str, Any]
+    ) -> Reply:
+        stack = contextlib.AsyncExitStack()
+        try:
+            stack.enter_context(instance.serving())
+            response = await self._open(stack, f"{instance.url}/v1/completions", second, headers)
+            if not body.get("stream"):
+                async with stack:
+                    found = json.loads(await response.aread())
+                choice = found["choices"][0]
+                made = 1 + found["usage"]["completion_tokens"]
+                whole = answer.whole(choice["text"], choice["finish_reason"], made)
+                return Reply(200, "application/json", _once(json.dumps(whole).encode()))
+            wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            parts = _joined(answer, response.aiter_lines(), wants_usage=wants_usage)
+            return Reply(200, "text/event-stream", await _started(stack, parts))
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    async def _open(
+        self, stack: contextlib.AsyncExitStack, url: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> httpx.Response:
+        """Send a request, and wait for the head of its answer.
+
+        Raises:
+            Refused: The request is bad (4xx).
+            UpstreamError: The instance could not (5xx, 429).
+        """
+        response = await stack.enter_async_context(self.client.stream("POST", url, json=body, headers=headers))
+        if response.status_code >= 500 or response.status_code == 429:
+            said = (await response.aread())[:500].decode(errors="replace")
+            raise UpstreamError(f"{response.status_code}: {said}")
+        if response.status_code >= 400:
+            raise Refused(response.status_code, await response.aread())
+        return response
+
+    def _failed(self, does: str, instance: Instance, error: Exception) -> str:
+        """Note that an instance failed; whoever breaks off is asked again before it gets more."""
+        if isinstance(error, httpx.HTTPError):
+            instance.is_well = False
+        self.metrics.retries.labels(does).inc()
+        text = f"{instance.url} failed: {error or type(error).__name__}"
+        logger.warning("%s", text)
+        return text
+
+
+async def _started(stack: contextlib.AsyncExitStack, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same parts, of which the first has come: until then another instance may be tried."""
+    first = await anext(parts, b"")
+
+    async def rest() -> AsyncIterator[bytes]:
+        async with stack:
+            yield first
+            async for part in parts:
+                yield part
+
+    return rest()
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _complete(answer: Answer, body: dict[str, Any], finish: str | None) -> Reply:
+    """An answer that is over with its first token."""
+    if not body.get("stream"):
+        return Reply(200, "application/json", _once(json.dumps(answer.whole("", finish, 1)).encode()))
+    said = answer.chunk(answer.first, finish, opens=True)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        said += answer.usage_chunk(1)
+    return Reply(200, "text/event-stream", _once((said + event("[DONE]")).encode()))
+
+
+async def _joined(answer: Answer, lines: AsyncIterator[str], *, wants_usage: bool) -> AsyncIterator[bytes]:
+    """The stream of the rest, with the first token before it, in the shape that was asked for.
+
+    Raises:
+        UpstreamError: The instance failed; before the first piece, somebody else may be asked.
+    """
+    joint, opens, made = Joint(answer), True, 1
+    async for line in lines:
+        said = parse_event(line)
+        if said is None or said == "[DONE]":
+            continue
+        assert isinstance(said, dict)
+        if "error" in said:
+            if opens:
+                raise UpstreamError(json.dumps(said["error"]))
+            yield event(said).encode()
+            break
+        if said.get("usage"):
+            made = 1 + said["usage"]["completion_tokens"]
+        for choice in said.get("choices", []):
+            finish = choice.get("finish_reason")
+            if finish == "error" and opens:
+                raise UpstreamError("the request ended with an error")
+            is_over = False
+            for text, is_over in joint.add(choice.get("text") or "", ends=finish is not None):
+                yield answer.chunk(text, "stop" if is_over else finish, opens=opens).encode()
+                opens = False
+            if is_over:
+                if wants_usage:
+                    yield answer.usage_chunk(made).encode()
+                yield event("[DONE]").encode()
+                return
+    if opens:
+        raise UpstreamError("it broke off")
+    if wants_usage:
+        yield answer.usage_chunk(made).encode()
+    yield event("[DONE]").encode()
