@@ -238,9 +238,9 @@ def test_plan_for_several_devices(tmp_path):
 
 def test_help_and_version():
     assert run("--version").stdout.strip() == f"snapstream {__version__}"
-    for command in ("demo", "generate", "plan", "eval", "chat", "serve"):
+    for command in ("demo", "generate", "plan", "eval", "chat", "serve", "route"):
         assert command in run("--help").stdout
-        assert command in ("eval", "chat", "serve") or "--json" in run(command, "--help").stdout
+        assert command in ("eval", "chat", "serve", "route") or "--json" in run(command, "--help").stdout
     for group in ("Model", "Cache", "Engine", "Network", "Limits"):
         assert f"─ {group} ─" in run("serve", "--help").stdout
     again = subprocess.run(
