@@ -41,10 +41,15 @@ def main():
     task = json.loads(sys.argv[1])
     prompts, steps, model = task.pop("prompts"), task.pop("steps"), task.pop("model")
     if directory := task.pop("travels", None):
-        task["kv_transfer_config"] = transfer(directory)
+        task["kv_transfer_config"] = transfer(directory, **task.pop("transfer", {}))
+    stage, departures = task.pop("stage", None), task.pop("departures", None)
     with vllm_engine(model, task.pop("budget"), **task) as llm:
-        # Read by this engine for another one, which is itself.
-        tokens = decode(llm, prompts, read(llm, prompts), steps) if directory else generate(llm, prompts, steps)
+        if not directory:
+            tokens = generate(llm, prompts, steps)
+        elif stage == "read":  # what another one needs
+            tokens = read(llm, prompts)
+        else:
+            tokens = decode(llm, prompts, departures or read(llm, prompts), steps)
         preempted = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
         print("TOKENS", json.dumps([tokens, preempted]), flush=True)
 

@@ -81,7 +81,7 @@ def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
         elif damage == "cut":
             victim.write_bytes(victim.read_bytes()[:-1000])
         elif damage == "changed":
-            victim.write_bytes(victim.read_bytes().replace(b'"ranks', b'"tanks').replace(b'ranks\\"', b'tanks\\"'))
+            victim.write_bytes(victim.read_bytes().replace(b"first_head", b"worst_head"))
         elif damage == "numbers":
             parcel = bytearray(victim.read_bytes())
             parcel[-5000] ^= 1
@@ -174,6 +174,7 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
     from vllm.exceptions import VLLMValidationError
 
     arrives = {"do_remote_prefill": True, "length": 9, "key": "0" * 32, "source": "directory"}
+    arrives |= {"ranks": 1, "for_ranks": 1}
     several = travelling(1, LEAVES)
     several.n, several.temperature = 2, 1.0
     cases = [
@@ -184,6 +185,8 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
         (travelling(5, arrives | {"length": True}), "length is True"),
         (travelling(5, arrives | {"key": "../../etc/passwd"}), "key is none"),
         (travelling(5, arrives | {"source": "10.0.0.1:80"}), "fetches from: directory"),
+        (travelling(5, arrives | {"ranks": 0}), "ranks is 0"),
+        (travelling(5, arrives | {"for_ranks": 2}), "cut for 2 tensor-parallel ranks, and this instance has 1"),
         (travelling(5, arrives, prompt_logprobs=1), "prompt_logprobs"),
     ]
     with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path)) as llm:
@@ -208,7 +211,10 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
         ({}, "must say how caches travel"),
         ({"directory": "/tmp", "address": "localhost:7000"}, "must say how caches travel"),
         ({"directory": "/tmp", "keep": 0}, "keep in kv_connector_extra_config is 0"),
-        ({"kepp": 5}, "unknown in kv_connector_extra_config: kepp; allowed: address, directory, keep, limit, peers"),
+        (
+            {"kepp": 5},
+            "unknown in kv_connector_extra_config: kepp; allowed: address, directory, keep, limit, peers, ranks",
+        ),
         ({"address": "localhost", "peers": ["localhost:7000"]}, "'localhost' is not an address of the form host:port"),
         ({"address": "localhost:7000"}, "a decode instance needs peers"),
         ({"peers": ["localhost:7000"]}, "a prefill instance needs an address"),

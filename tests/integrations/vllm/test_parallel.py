@@ -62,6 +62,38 @@ def test_caches_travel_rank_by_rank(request, tmp_path, prompts, kind):
     assert not list((tmp_path / "parcels").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("kind", "reading", "decoding"), [("heads", 2, 1), ("heads", 1, 2), ("a head on both", 2, 1), ("latents", 2, 1)]
+)
+def test_caches_travel_between_other_numbers_of_ranks(request, tmp_path, prompts, kind, reading, decoding):
+    """Heads are cut and joined; of what several ranks hold, one sends it."""
+    settings = MLA if kind == "latents" else {}
+    model = request.getfixturevalue("deepseek" if kind == "latents" else "llama")
+    if kind == "a head on both":
+        model = tmp_path
+        save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
+        save_tokenizer(tmp_path)
+    settings = settings | {"travels": str(tmp_path / "parcels")}
+    departures = run_offline(
+        model,
+        prompts,
+        1,
+        BUDGET,
+        ranks(reading),
+        tensor_parallel_size=reading,
+        stage="read",
+        transfer={"ranks": decoding},
+        **settings,
+    )
+    # One rank sends all that another one needs, but for heads that are on two.
+    assert len(list((tmp_path / "parcels").iterdir())) == len(prompts) * (2 if kind == "heads" else 1)
+    got = run_offline(
+        model, prompts, 60, BUDGET, ranks(decoding), tensor_parallel_size=decoding, departures=departures, **settings
+    )
+    assert got == [peer_generate(model, tokens, BUDGET, 60, latent=kind == "latents") for tokens in prompts]
+    assert not list((tmp_path / "parcels").iterdir())
+
+
 def test_pipeline_parallel(llama, prompts):
     got = run_offline(llama, prompts, 60, BUDGET, ranks(2), max_num_batched_tokens=333, **PIPELINE)
     assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from snapstream.compression.layout import lay_out
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import Label, ParcelError, pack, unpack
+from snapstream.integrations.vllm.parcel import Label, ParcelError, heads_of, pack, shares_for, unpack
 from snapstream.integrations.vllm.tcp import SECRET, TcpTransport, parse_address
 from snapstream.integrations.vllm.transports import DirectoryTransport, Shelf
 
-NAME, OTHER = "0" * 32 + "-0", "1" * 32 + "-0"
+NAME, OTHER = "0" * 32 + "-0-0", "1" * 32 + "-0-0"
 
 
 def label(layers=2, dtype="float32", value=(2, 8), **changes):
     layout = lay_out(50, CacheBudget(sink=2, recent=20, top_k=8, window=4))
-    return Label(layout, (layers, 64, 96), 1, 0, dtype, (2, 16), value, **changes)
+    return Label(layout, (layers, 64, 96), 0, dtype, (2, 16), value, **changes)
 
 
 def layers_of(one):
@@ -87,6 +87,19 @@ def test_junk_is_an_error(junk):
         unpack(junk, label())
 
 
+@given(st.sampled_from([1, 2, 3, 6, 8]), st.sampled_from([1, 2, 3, 4, 8, 16]), st.sampled_from([1, 2, 3, 4, 8, 16]))
+def test_every_head_comes_once_from_somebody_who_has_it(heads, senders, receivers):
+    for receiver in range(receivers):
+        got = []
+        for share in shares_for(heads, senders, receivers, receiver):
+            here = range(share.first, share.first + share.heads)
+            assert set(here) <= set(heads_of(heads, senders, share.sender))
+            got += here
+        assert got == list(heads_of(heads, receivers, receiver))
+    held = [head for rank in range(senders) for head in heads_of(heads, senders, rank)]
+    assert set(held) == set(range(heads))
+
+
 # -- a directory ------------------------------------------------------------------------------------------------------
 
 
@@ -94,10 +107,10 @@ def test_a_file_is_fetched_once(tmp_path):
     here, there = DirectoryTransport(tmp_path / "new"), DirectoryTransport(tmp_path / "new")
     here.publish(NAME, b"something")
     with pytest.raises(ParcelError, match="it has 9 bytes, more than 8"):
-        there.fetch("directory", NAME, 8)
-    assert there.fetch("directory", NAME, 9) == b"something"
+        there.fetch("directory", 0, NAME, 8)
+    assert there.fetch("directory", 0, NAME, 9) == b"something"
     with pytest.raises(ParcelError, match="not there"):
-        there.fetch("directory", NAME, 9)
+        there.fetch("directory", 0, NAME, 9)
     here.publish(NAME, b"")
     here.drop(NAME)
     here.drop(NAME)
@@ -105,11 +118,13 @@ def test_a_file_is_fetched_once(tmp_path):
     assert (tmp_path / "new").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("name", ["../secret", "0" * 32, f"{'0' * 32}-0/..", f"{'G' * 32}-0", "", f"{'0' * 32}-0\n"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "0" * 32, f"{'0' * 32}-0-0/..", f"{'G' * 32}-0-0", "", f"{'0' * 32}-0-0\n"]
+)
 def test_nothing_but_parcels_is_touched(tmp_path, name):
     (tmp_path / "secret").write_text("x")
     transport = DirectoryTransport(tmp_path / "new")
-    for call in (lambda: transport.fetch("directory", name, 9), lambda: transport.drop(name)):
+    for call in (lambda: transport.fetch("directory", 0, name, 9), lambda: transport.drop(name)):
         with pytest.raises(ParcelError, match="not the name of a parcel"):
             call()
     with pytest.raises(ParcelError):
@@ -147,10 +162,10 @@ def test_what_was_announced_is_waited_for(tmp_path, port, comes):
         later = threading.Timer(0.2, lambda one=one: one.publish(NAME, b"late") if comes else one.drop(NAME))
         later.start()
         if comes:
-            assert other.fetch(source, NAME, 10) == b"late"
+            assert other.fetch(source, 0, NAME, 10) == b"late"
         else:
             with pytest.raises(ParcelError, match="not there"):
-                other.fetch(source, NAME, 10)
+                other.fetch(source, 0, NAME, 10)
         later.join()
     holder.close()
 
@@ -188,23 +203,23 @@ def test_a_parcel_over_tcp_is_forgotten_when_it_has_arrived(holder):
     parcel = os.urandom(5_000_000)
     holder.publish(NAME, parcel)
     holder.publish(OTHER, b"another")
-    assert fetcher(holder).fetch(holder.address, NAME, len(parcel)) == parcel
+    assert fetcher(holder).fetch(holder.address, 0, NAME, len(parcel)) == parcel
     eventually(lambda: len(holder.shelf) == 1)
     with pytest.raises(ParcelError, match="not there"):
-        fetcher(holder).fetch(holder.address, NAME, len(parcel))
+        fetcher(holder).fetch(holder.address, 0, NAME, len(parcel))
     with pytest.raises(ParcelError, match="it has 7 bytes, more than 6"):
-        fetcher(holder).fetch(holder.address, OTHER, 6)
-    assert fetcher(holder).fetch(holder.address, OTHER, 7) == b"another"  # it was kept
+        fetcher(holder).fetch(holder.address, 0, OTHER, 6)
+    assert fetcher(holder).fetch(holder.address, 0, OTHER, 7) == b"another"  # it was kept
 
 
 def test_many_at_once(holder):
-    names = [f"{number:032x}-0" for number in range(40)]
+    names = [f"{number:032x}-0-0" for number in range(40)]
     for name in names:
         holder.publish(name, name.encode() * 1000)
     got = {}
     threads = [
         threading.Thread(
-            target=lambda name=name: got.update({name: fetcher(holder).fetch(holder.address, name, 10**6)})
+            target=lambda name=name: got.update({name: fetcher(holder).fetch(holder.address, 0, name, 10**6)})
         )
         for name in names
     ]
@@ -219,7 +234,7 @@ def test_whoever_does_not_know_the_key_gets_nothing_and_is_believed_nothing(hold
     holder.publish(NAME, b"secret")
     monkeypatch.setenv(SECRET, "another key, also long enough")
     with pytest.raises((ParcelError, OSError)):
-        fetcher(holder).fetch(holder.address, NAME, 100)
+        fetcher(holder).fetch(holder.address, 0, NAME, 100)
     assert len(holder.shelf) == 1
     monkeypatch.setenv(SECRET, "too short")
     with pytest.raises(ConfigurationError, match="16 characters or more"):
@@ -247,7 +262,7 @@ def test_a_peer_that_pretends_and_one_that_breaks_off(port):
             thread.start()
             address = f"127.0.0.1:{server.getsockname()[1]}"
             with pytest.raises((ParcelError, OSError)):
-                TcpTransport(None, [address], patience=1).fetch(address, NAME, 100)
+                TcpTransport(None, [address], patience=1).fetch(address, 0, NAME, 100)
             thread.join()
 
 
@@ -258,7 +273,7 @@ def test_a_damaged_parcel_is_noticed(holder, monkeypatch):
         socket.socket, "sendall", lambda self, data: sendall(self, b"0123X56789" if data == b"0123456789" else data)
     )
     with pytest.raises(ParcelError, match="damaged on its way"):
-        fetcher(holder).fetch(holder.address, NAME, 100)
+        fetcher(holder).fetch(holder.address, 0, NAME, 100)
     assert len(holder.shelf) == 1
 
 
@@ -316,7 +331,7 @@ def test_a_recorded_conversation_is_worth_nothing(holder):
 
 def test_addresses_and_peers(holder, port):
     with pytest.raises(ParcelError, match="not among the peers of this instance: none"):
-        TcpTransport(None, []).fetch(holder.address, NAME, 10)
+        TcpTransport(None, []).fetch(holder.address, 0, NAME, 10)
     with pytest.raises(ConfigurationError, match="cannot listen"):
         TcpTransport(holder.address, [])
     assert parse_address("[::1]:80") == ("::1", 80)
@@ -324,7 +339,7 @@ def test_addresses_and_peers(holder, port):
         with pytest.raises(ConfigurationError, match="not an address"):
             parse_address(text)
     with pytest.raises(OSError, match=r".*"):  # nobody listens at the port of rank 7
-        fetcher(holder, offset=7).fetch(holder.address, NAME, 10)
+        fetcher(holder).fetch(holder.address, 7, NAME, 10)
 
 
 def test_the_shelf_forgets():

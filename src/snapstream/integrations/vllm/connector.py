@@ -34,7 +34,7 @@ from vllm.v1.request import RequestStatus
 
 from snapstream.compression.layout import Layout, lay_out
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import Label, ParcelError, pack, unpack
+from snapstream.integrations.vllm.parcel import Label, ParcelError, Share, heads_of, pack, shares_for, unpack
 from snapstream.integrations.vllm.settings import TRANSFER_KEY, active_budget, arriving_tokens, granted_budget
 from snapstream.integrations.vllm.tcp import TcpTransport, parse_address
 from snapstream.integrations.vllm.transports import KEEP, LIMIT, DirectoryTransport, Transport, number_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 FETCHES = 4
 """Caches that a worker fetches at the same time."""
-_SETTINGS = {"directory", "address", "peers", "keep", "limit"}
+_SETTINGS = {"directory", "address", "peers", "keep", "limit", "ranks"}
 
 logger = logging.getLogger("vllm.snapstream")
 
@@ -58,6 +58,7 @@ class Arrival:
         request_id: Whose.
         key: Its name, but for the rank.
         source: Where it is.
+        ranks: Tensor-parallel ranks of the instance that sends it.
         layout: Its layout.
         blocks: Block ids of the manager that it goes to.
     """
@@ -65,6 +66,7 @@ class Arrival:
     request_id: str
     key: str
     source: str
+    ranks: int
     layout: Layout
     blocks: list[int]
 
@@ -128,6 +130,7 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id,
                 params["key"],
                 params["source"],
+                params["ranks"],
                 lay_out(params["length"], budget),
                 list(blocks.get_block_ids()[0]),
             )
@@ -165,6 +168,8 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
             "do_remote_decode": False,
             "key": key,
             "source": self.settings.source,
+            "ranks": self._vllm_config.parallel_config.tensor_parallel_size,
+            "for_ranks": self.settings.ranks,
             "length": request.num_prompt_tokens,
         }
 
@@ -223,6 +228,7 @@ class TransferSettings:
         peers: Addresses that caches may be fetched from.
         keep: Seconds after which a cache that nobody fetches is forgotten.
         limit: GiB that a rank keeps on the host.
+        ranks: Tensor-parallel ranks of decode instances.
     """
 
     directory: Path | None
@@ -230,6 +236,7 @@ class TransferSettings:
     peers: tuple[str, ...]
     keep: float
     limit: float
+    ranks: int
 
     @property
     def source(self) -> str:
@@ -276,17 +283,18 @@ def transfer_settings(vllm_config: Any) -> TransferSettings:
         peers=tuple(peers),
         keep=number_of(given, "keep", KEEP),
         limit=number_of(given, "limit", LIMIT),
+        ranks=int(number_of(given, "ranks", vllm_config.parallel_config.tensor_parallel_size)),
     )
 
 
-def check_transfer(params: Any, tokens: int, settings: TransferSettings, role: Any) -> str | None:
+def check_transfer(params: Any, tokens: int, settings: TransferSettings, config: Any) -> str | None:
     """Why a request cannot be served here, or ``None``.
 
     Args:
         params: Its sampling parameters.
         tokens: Of its prompt.
         settings: Of this instance.
-        role: vLLM's ``KVTransferConfig``.
+        config: vLLM's configuration.
     """
     transfer = (params.extra_args or {}).get(TRANSFER_KEY)
     if transfer is None:
@@ -294,6 +302,8 @@ def check_transfer(params: Any, tokens: int, settings: TransferSettings, role: A
     if not isinstance(transfer, dict):
         return f"{TRANSFER_KEY} must be an object"
     leaves, comes = (bool(transfer.get(name)) for name in ("do_remote_decode", "do_remote_prefill"))
+    role, own_ranks = config.kv_transfer_config, config.parallel_config.tensor_parallel_size
+    ranks, for_ranks = transfer.get("ranks"), transfer.get("for_ranks")
     length, key, source = (transfer.get(name) for name in ("length", "key", "source"))
     allowed = settings.peers if settings.directory is None else ("directory",)
     is_key = isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) is not None
@@ -307,6 +317,12 @@ def check_transfer(params: Any, tokens: int, settings: TransferSettings, role: A
             f"length is {length!r}, but the prompt has {tokens} tokens; it must be what was read, and one token",
         ),
         (comes and not is_key, "key is none that a prefill instance gives out"),
+        (comes and not (type(ranks) is int and 0 < ranks < 10_000), f"ranks is {ranks!r}; it must be a number of them"),
+        (
+            comes and for_ranks != own_ranks,
+            f"the cache was cut for {for_ranks} tensor-parallel ranks, and this instance has {own_ranks}; set ranks in "
+            "kv_connector_extra_config of the prefill instance",
+        ),
         (comes and source not in allowed, f"source is {source!r}; this instance fetches from: {', '.join(allowed)}"),
         (comes and params.prompt_logprobs is not None, "prompt_logprobs of a prompt that another instance has read"),
         (
@@ -345,6 +361,13 @@ class _Worker:
         self._collected: dict[str, dict[int, tuple[Tensor, Tensor | None]]] = {}
         self._fetching: dict[str, tuple[Arrival, Future[list[tuple[Tensor, Tensor | None]]]]] = {}
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="snapstream-fetch")
+        self._heads = compressors[0].heads_total
+        self._departing = [
+            (receiver, share)
+            for receiver in range(settings.ranks)
+            for share in shares_for(self._heads, self.ranks, settings.ranks, receiver)
+            if share.sender == self.rank
+        ]
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="snapstream-send")
         for number, compressor in enumerate(compressors):
             compressor.hand_out = functools.partial(self._collect, number)
@@ -354,7 +377,8 @@ class _Worker:
         for arrival in tasks.arrivals:
             self._fetching[arrival.request_id] = arrival, self._threads.submit(self._fetch, arrival)
         for key in tasks.dropped:
-            self.transport.drop(self._name(key))
+            for receiver, share in self._departing:
+                self.transport.drop(_name(key, share.sender, receiver))
         self.transport.sweep()
 
     def publish(self, tasks: Tasks) -> None:
@@ -369,8 +393,10 @@ class _Worker:
             host = to_host([part for number in sorted(layers) for part in layers[number] if part is not None])
             parts = iter(host)
             pairs = [(next(parts), None if layers[n][1] is None else next(parts)) for n in sorted(layers)]
-            self.transport.announce(self._name(key))
-            self._sender.submit(self._send, self._name(key), self._label(layout), pairs)
+            for receiver, share in self._departing:
+                name = _name(key, self.rank, receiver)
+                self.transport.announce(name)
+                self._sender.submit(self._send, name, self._label(layout, share), self._cut(pairs, share))
 
     def store_arrived(self) -> tuple[set[str], set[str]]:
         """Store what has come since the last step; returns requests whose caches are there, and that failed."""
@@ -404,8 +430,21 @@ class _Worker:
         self._collected.setdefault(request_id, {})[number] = keys.contiguous(), values
 
     def _fetch(self, arrival: Arrival) -> list[tuple[Tensor, Tensor | None]]:
-        label = self._label(arrival.layout)
-        return unpack(self.transport.fetch(arrival.source, self._name(arrival.key), label.most_bytes()), label)
+        parts = []
+        for share in shares_for(self._heads, arrival.ranks, self.ranks, self.rank):
+            label, name = self._label(arrival.layout, share), _name(arrival.key, share.sender, self.rank)
+            parts.append(unpack(self.transport.fetch(arrival.source, share.sender, name, label.most_bytes()), label))
+        joined = []
+        for of_layer in zip(*parts, strict=True):
+            values = [value for _, value in of_layer if value is not None]
+            joined.append((torch.cat([keys for keys, _ in of_layer]), torch.cat(values) if values else None))
+        return joined
+
+    def _cut(self, layers: list[tuple[Tensor, Tensor | None]], share: Share) -> list[tuple[Tensor, Tensor | None]]:
+        """Those heads of this rank's that go to another one."""
+        first = share.first - heads_of(self._heads, self.ranks, self.rank).start
+        own = slice(first, first + share.heads)
+        return [(keys[own], None if values is None else values[own]) for keys, values in layers]
 
     def _store(self, arrival: Arrival, layers: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         device = self.compressors[0].layer.kv_cache.device
@@ -415,18 +454,20 @@ class _Worker:
         for compressor, (keys, values) in zip(self.compressors, layers, strict=True):
             compressor.put(keys.to(device), None if values is None else values.to(device), slots)
 
-    def _label(self, layout: Layout) -> Label:
+    def _label(self, layout: Layout, share: Share) -> Label:
         cache, kv_cache = self.compressors[0].cache, self.compressors[0].layer.kv_cache
         assert cache is not None
+        value_size = None if cache.value_shape is None else cache.value_shape[1]
         return Label(
             layout=layout,
             model=self._model,
-            ranks=self.ranks,
-            rank=self.rank,
+            first_head=share.first,
             dtype=str(kv_cache.dtype).removeprefix("torch."),
-            key_shape=cache.key_shape,
-            value_shape=cache.value_shape,
+            key_shape=(share.heads, cache.key_shape[1]),
+            value_shape=None if value_size is None else (share.heads, value_size),
         )
 
-    def _name(self, key: str) -> str:
-        return f"{key}-{self.rank}"
+
+def _name(key: str, sender: int, receiver: int) -> str:
+    """Of what one rank sends to another."""
+    return f"{key}-{sender}-{receiver}"

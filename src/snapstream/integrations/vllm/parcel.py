@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -31,8 +31,7 @@ class Label:
     Attributes:
         layout: Layout of the cache, which follows from prompt and budget.
         model: Layers, hidden size and vocabulary.
-        ranks: Tensor-parallel ranks.
-        rank: Whose share this is.
+        first_head: First KV head of the share, among all of the model.
         dtype: Of the cache.
         key_shape: KV heads of the share, and numbers of a key.
         value_shape: The same of values; ``None`` where keys and values are one latent.
@@ -40,8 +39,7 @@ class Label:
 
     layout: Layout
     model: tuple[int, ...]
-    ranks: int
-    rank: int
+    first_head: int
     dtype: str
     key_shape: tuple[int, int]
     value_shape: tuple[int, int] | None
@@ -54,6 +52,47 @@ class Label:
     def most_bytes(self) -> int:
         """Bytes that a parcel with this label has at most."""
         return self.nbytes() + 4096 + 256 * 2 * self.model[0] + _DIGEST
+
+
+class Share(NamedTuple):
+    """KV heads that one rank of a prefill instance sends to one of a decode instance.
+
+    Attributes:
+        sender: The rank that sends them.
+        first: The first of them, among all of the model.
+        heads: How many.
+    """
+
+    sender: int
+    first: int
+    heads: int
+
+
+def heads_of(heads: int, ranks: int, rank: int) -> range:
+    """KV heads that a tensor-parallel rank holds; with more ranks than heads several hold the same one."""
+    if ranks <= heads:
+        return range(rank * heads // ranks, (rank + 1) * heads // ranks)
+    return range(rank * heads // ranks, rank * heads // ranks + 1)
+
+
+def shares_for(heads: int, senders: int, receivers: int, receiver: int) -> list[Share]:
+    """Who sends which heads to one rank; both sides compute it alike.
+
+    Args:
+        heads: KV heads of the model; 1 for latents.
+        senders: Ranks of the prefill instance.
+        receivers: Ranks of the decode instance.
+        receiver: One of them.
+    """
+    shares: list[Share] = []
+    for head in heads_of(heads, receivers, receiver):
+        holders = [rank for rank in range(senders) if head in heads_of(heads, senders, rank)]
+        sender = holders[receiver % len(holders)]  # those that hold the same take turns
+        if shares and shares[-1].sender == sender:
+            shares[-1] = shares[-1]._replace(heads=shares[-1].heads + 1)
+        else:
+            shares.append(Share(sender, head, 1))
+    return shares
 
 
 def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:

@@ -164,6 +164,6 @@ def _process_inputs(
 
         config = processor.vllm_config
         tokens = len(request.prompt_token_ids or ())
-        if obstacle := check_transfer(params, tokens, transfer_settings(config), config.kv_transfer_config):
+        if obstacle := check_transfer(params, tokens, transfer_settings(config), config):
             raise VLLMValidationError(f"a cache cannot travel: {obstacle}", parameter=TRANSFER_KEY)
     return request

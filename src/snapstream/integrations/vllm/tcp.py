@@ -51,7 +51,7 @@ class TcpTransport(Transport):
         Args:
             address: ``host:port`` where others find this side; ``None`` if nothing is published here.
             peers: Addresses that parcels may be fetched from.
-            offset: Added to all ports: the rank, as each rank has a port of its own.
+            offset: Added to the port: the rank, as each rank has a port of its own.
             keep: Seconds for which a parcel is kept.
             limit: GiB that are kept.
             patience: Seconds to wait for the other side.
@@ -60,7 +60,7 @@ class TcpTransport(Transport):
             ConfigurationError: No key, an address that is none, or one that is taken.
         """
         self._key = secret()
-        self.address, self.peers, self.offset, self.patience = address, tuple(peers), offset, patience
+        self.address, self.peers, self.patience = address, tuple(peers), patience
         self.shelf = Shelf(keep=keep, limit=limit)
         self._listener: socket.socket | None = None
         if address is not None:
@@ -94,13 +94,13 @@ class TcpTransport(Transport):
         if self._listener is not None:
             self._listener.close()
 
-    def fetch(self, source: str, name: str, most: int) -> bytes:
+    def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
         """Ask the other side for a parcel."""
         if source not in self.peers:
             raise ParcelError(f"{source!r} is not among the peers of this instance: {', '.join(self.peers) or 'none'}")
         host, port = parse_address(source)
         asked = name.encode()
-        with socket.create_connection((host, port + self.offset), timeout=self.patience) as line:
+        with socket.create_connection((host, port + rank), timeout=self.patience) as line:
             theirs, mine = _receive(line, _NONCE), os.urandom(_NONCE)
             line.sendall(mine + self._proof(b"fetch", theirs, mine, asked) + struct.pack(">H", len(asked)) + asked)
             proof, (size,) = _receive(line, _PROOF), struct.unpack(">Q", _receive(line, 8))

@@ -19,7 +19,7 @@ from typing import Any
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import ParcelError
 
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}-[0-9]{1,4}")
 KEEP, LIMIT = 120.0, 8.0
 """Seconds for which a parcel is kept, and GiB of all that are kept by one rank, unless said otherwise."""
 PATIENCE = 20.0
@@ -27,7 +27,7 @@ PATIENCE = 20.0
 
 
 class Transport(ABC):
-    """Parcels by name: 32 hexadecimal digits, a hyphen, and the rank."""
+    """Parcels by name: 32 hexadecimal digits, and the ranks that it is from and for, all with hyphens."""
 
     @abstractmethod
     def announce(self, name: str) -> None:
@@ -38,11 +38,12 @@ class Transport(ABC):
         """Keep a parcel until it is fetched, or for some time."""
 
     @abstractmethod
-    def fetch(self, source: str, name: str, most: int) -> bytes:
+    def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
         """Fetch a parcel, which is then forgotten on the other side.
 
         Args:
-            source: Of the other side, from its :attr:`address`.
+            source: Where the other side is, as it says itself.
+            rank: The one that has published it there.
             name: Of the parcel.
             most: More bytes are not accepted.
 
@@ -98,7 +99,7 @@ class DirectoryTransport(Transport):
             raise
         self._make_room()
 
-    def fetch(self, source: str, name: str, most: int) -> bytes:
+    def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
         """Read a file and remove it."""
         path, fresh = self.directory / _check_name(name), self.directory / f".{name}"
         deadline = time.monotonic() + self.patience
