@@ -34,7 +34,7 @@ from vllm.v1.request import RequestStatus
 
 from snapstream.compression.layout import Layout, lay_out
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import Label, ParcelError, Share, heads_of, pack, shares_for, unpack
+from snapstream.integrations.vllm.parcel import Label, Share, heads_of, pack, shares_for, unpack
 from snapstream.integrations.vllm.settings import TRANSFER_KEY, active_budget, arriving_tokens, granted_budget
 from snapstream.integrations.vllm.tcp import TcpTransport, parse_address
 from snapstream.integrations.vllm.transports import KEEP, LIMIT, DirectoryTransport, Transport, number_of
@@ -317,7 +317,7 @@ def check_transfer(params: Any, tokens: int, settings: TransferSettings, config:
             f"length is {length!r}, but the prompt has {tokens} tokens; it must be what was read, and one token",
         ),
         (comes and not is_key, "key is none that a prefill instance gives out"),
-        (comes and not (type(ranks) is int and 0 < ranks < 10_000), f"ranks is {ranks!r}; it must be a number of them"),
+        (comes and not (type(ranks) is int and 0 < ranks <= 1024), f"ranks is {ranks!r}; it must be a number of them"),
         (
             comes and for_ranks != own_ranks,
             f"the cache was cut for {for_ranks} tensor-parallel ranks, and this instance has {own_ranks}; set ranks in "
@@ -408,7 +408,7 @@ class _Worker:
             try:
                 self._store(arrival, future.result())
                 arrived.add(request_id)
-            except (ParcelError, OSError) as error:
+            except Exception as error:  # whatever it is, it is about this request alone
                 logger.error("SnapStream: the cache of request %s did not come: %s", request_id, error)
                 failed.add(request_id)
         return arrived, failed
