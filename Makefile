@@ -19,7 +19,7 @@ LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
 .PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
-  bench bench-gpu bench-peers bench-vllm bench-transformers bench-deepseek train clean
+  bench bench-apart bench-gpu bench-peers bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -101,6 +101,10 @@ bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 # The plugin beside stock vLLM; on a quiet machine.
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python benchmarks/vllm_plugin.py
+
+# Streams while long prompts arrive, on one instance and on two: the table of docs/vllm.md; half an hour, on a quiet machine.
+bench-apart: $(VLLM_STAMP)
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m benchmarks.vllm_apart
 
 # The cache for transformers beside kvpress: the tables of docs/transformers.md; about half an hour, on a quiet machine.
 bench-transformers: $(KVPRESS_STAMP)
