@@ -28,6 +28,7 @@ def vllm_config(**changes):
         "cache": {"cache_dtype": "auto"},
         "parallel": {
             "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "use_ubatching": False,
             "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
@@ -121,7 +122,17 @@ def test_a_plain_configuration_is_supported():
     ("changes", "message"),
     [
         ({"speculative_config": object()}, "leave --speculative-config out"),
-        ({"kv_transfer_config": object()}, "KV connector"),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
+            "the KV connector NixlConnector; only SnapStreamConnector knows compressed caches",
+        ),
+        (
+            {
+                "kv_transfer_config": SimpleNamespace(kv_connector="SnapStreamConnector"),
+                "parallel__pipeline_parallel_size": 2,
+            },
+            "set --pipeline-parallel-size to 1",
+        ),
         ({"cache__cache_dtype": "fp8"}, "--kv-cache-dtype fp8; use auto"),
         ({"model__runner_type": "pooling"}, "runner type 'pooling'"),
         ({"model__is_encoder_decoder": True}, "encoder-decoder"),
