@@ -169,8 +169,11 @@ def test_plan_of_llama_31_8b(tmp_path):
     assert plan["bytes_per_token"] == 128 * 1024
     assert plan["slots"] == 16 * 2**30
     assert plan["full_slots"] == 256 * 2**30
-    fewer = packed_values(8, 131072, 128) > 0  # by the last of so many
-    assert (plan["slots_that_fit"], plan["slots_that_fit_full"]) == (63 - fewer, 3)
+    fit = plan["slots_that_fit"]
+    assert fit in (62, 63)  # what else there is depends on the processor, and decides about the last one
+    totals = [plan_of(directory, budget=8192, slots=n, max_model_len=131072)["total"] for n in (fit, fit + 1)]
+    assert totals[0] <= 80 * 2**30 < totals[1]
+    assert plan["slots_that_fit_full"] == 3
 
 
 def packed_values(heads, length, size):
