@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from model import CONFIG
 from process import Process
+from ratios import show
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {
@@ -88,10 +89,6 @@ def make_models(directory: Path) -> None:
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)] for _ in range(count)]
-
-
-def show(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def beside(numerators: list[float], denominators: list[float]) -> list[float]:

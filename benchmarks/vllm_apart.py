@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 from benchmarks.model import CONFIG
+from benchmarks.ratios import show
 
 CONTEXT, STREAM_CONTEXT, BUDGET, ARRIVALS = 16384, 2048, 4096, 3
 PORTS = {"one": 8101, "prefill": 8102, "decode": 8103, "router": 8104}
@@ -167,10 +168,6 @@ def parcel_bytes(model: Path, logs: Path) -> dict[str, int]:
     head = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     size = head * CONFIG["num_key_value_heads"] * 2 * 2 * CONFIG["num_hidden_layers"]
     return {"sent": sent, "compressed": BUDGET * size, "full": CONTEXT * size}
-
-
-def show(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> None:

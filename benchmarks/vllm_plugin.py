@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from model import CONFIG
 from process import Process, serve
+from ratios import show
 
 SECTIONS = ("pool", "decode", "prefill")
 BUDGET = 4096
@@ -112,10 +112,6 @@ class Server:
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return time.perf_counter() - start
-
-
-def show(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def pool(model: str, rounds: int) -> dict[str, Any]:

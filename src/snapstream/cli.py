@@ -54,7 +54,6 @@ app.command()(chat)
 app.command()(plan)
 app.command("serve")(serve)
 app.command()(route)
-app.command()(route)
 app.command("eval")(evaluate)
 
 

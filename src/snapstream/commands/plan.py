@@ -75,10 +75,6 @@ def plan(
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
     if devices is not None:
-        if memory is not None:
-            raise ConfigurationError(
-                "memory is for one device; with devices, give cache-memory, for all of them together"
-            )
         _plan_devices(setup, devices, attention, cache_memory, as_json=as_json)
         return
     planned = plan_engine(setup, None if memory is None else int(memory * 2**30))
@@ -93,12 +89,7 @@ def plan(
         print(json.dumps(fields))
     else:
         kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
-        table = Table(
-            title=f"{setup.spec.architecture}, {slots} slots, up to {ours.max_model_len} tokens, {kind}",
-            title_justify="left",
-        )
-        for column in ("", f"cache of {ours.cache_entries}", f"full cache of {ours.max_model_len}", "ratio"):
-            table.add_column(column, justify="left" if not column else "right")
+        table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
         kept = ["weights", "slots", "staging", "sessions", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace"]
         for row in [*rows, "total"]:
@@ -126,6 +117,14 @@ def _check_memory(memory: float | None, cache_memory: float | None, devices: int
         raise ConfigurationError("memory is that of one device; with devices, give cache-memory, of all together")
 
 
+def _table(setup: Setup, what: str) -> Table:
+    """Numbers with the caches that were asked for, and with full ones beside them."""
+    table = Table(title=f"{setup.spec.architecture}, {what}", title_justify="left")
+    for column in ("", f"cache of {setup.budget.capacity}", f"full cache of {setup.max_model_len}", "ratio"):
+        table.add_column(column, justify="left" if not column else "right")
+    return table
+
+
 def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float | None, *, as_json: bool) -> None:
     """Print what each of several devices has to do, with the caches that were asked for and with full ones."""
     from snapstream.engine.devices import Devices
@@ -141,13 +140,8 @@ def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float 
     if as_json:
         print(json.dumps({"ours": asdict(ours), "full": asdict(full)}))
         return
-    table = Table(
-        title=f"{setup.spec.architecture}, up to {setup.max_model_len} tokens, {devices.types} on {count} devices, "
-        f"{attention} attention; of each device",
-        title_justify="left",
-    )
-    for column in ("", f"cache of {setup.budget.capacity}", f"full cache of {setup.max_model_len}", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
+    where = f"up to {setup.max_model_len} tokens, {devices.types} on {count} devices, {attention} attention"
+    table = _table(setup, f"{where}; of each device")
     many = f"{ours.sequences / full.sequences:.2f}x as many" if full.sequences else ""
     table.add_row("sequences on all", str(ours.sequences), str(full.sequences), many)
     for row, label in _DEVICE_ROWS.items():

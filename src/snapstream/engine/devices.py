@@ -8,6 +8,7 @@ sequences; latents have one head for all, so every device holds every sequence's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -99,7 +100,7 @@ class Devices:
             entries: Of each one's cache.
         """
         spec, here = self.spec, -(-sequences // self._owners)
-        replicated, split, experts = self._weights()
+        replicated, split, experts = self._weights
         chosen = 1.0
         if spec.experts is not None:  # of all, how many at least one token chooses
             chosen = 1 - (1 - spec.experts.chosen / spec.experts.count) ** sequences
@@ -139,6 +140,7 @@ class Devices:
             numbers += -(-sequences // self.count) * (spec.heads * (spec.head_dim + spec.value_size) + entry)
         return spec.layers * numbers * others // self.count * self.dtype.itemsize
 
+    @cached_property
     def _weights(self) -> tuple[int, int, int]:
         """Bytes of weights that all devices hold, that are divided, and of experts, which are divided, too."""
         model = empty_model(self.spec, self.dtype)

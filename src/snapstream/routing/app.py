@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
@@ -16,6 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from snapstream import __version__
 from snapstream.routing.relay import Refused, Relay, Reply, UpstreamError
 from snapstream.routing.settings import RouterSettings
+from snapstream.routing.stitch import event
+from snapstream.serving.clients import DisconnectedError, until_disconnect
 
 _ELSEWHERE = ("v1/models", "tokenize", "detokenize", "version")
 
@@ -55,7 +55,9 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
         if not isinstance(body, dict):
             return _error(400, "the body is no JSON object")
         try:
-            reply = await _while_connected(request, relay.answer(kind, body, request.headers))
+            reply = await until_disconnect(request.receive, lambda: relay.answer(kind, body, request.headers))
+        except DisconnectedError:
+            return _error(503, "the client has gone")
         except Refused as refusal:
             return Response(refusal.body, refusal.status, media_type="application/json")
         except UpstreamError as error:
@@ -109,22 +111,6 @@ async def _check_on(relay: Relay, seconds: float) -> None:
         await relay.check()
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Reply]) -> Reply:
-    """Do what a client waits for, as long as it does: what is given up here is given up by the instances."""
-    task = asyncio.create_task(work)
-    try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=0.5)
-            if not task.done() and await request.is_disconnected():
-                raise UpstreamError("the client has gone")
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
-
-
 async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:
     """The parts of an answer; one that breaks off says so, where it can."""
     try:
@@ -134,7 +120,7 @@ async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:
         if reply.media != "text/event-stream":
             raise
         said = {"error": {"message": f"the instance broke off: {error}", "type": "server_error", "code": 502}}
-        yield f"data: {json.dumps(said)}\n\n".encode()
+        yield event(said).encode()
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

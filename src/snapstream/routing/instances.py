@@ -55,6 +55,13 @@ class Pool:
         found = [one for one in self.instances if one.is_well and one not in tried]
         return min(found, key=lambda one: (one.busy, random.random()), default=None)
 
+    def candidates(self, attempts: int) -> Iterator[Instance]:
+        """So many different ones, each chosen when the one before has failed."""
+        tried: list[Instance] = []
+        while len(tried) < attempts and (instance := self.choose(tried)) is not None:
+            tried.append(instance)
+            yield instance
+
     @property
     def well(self) -> int:
         """How many are."""

@@ -56,14 +56,12 @@ def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
 
 def first_leg(body: dict[str, Any]) -> dict[str, Any]:
     """Read the prompt, and make one token."""
-    changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options", "priority")}
+    changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     changed |= {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
     if body.get("max_completion_tokens") is not None:
         changed["max_completion_tokens"] = 1
     if body.get("min_tokens"):
         changed["min_tokens"] = 1
-    if body.get("priority") is not None:
-        changed["priority"] = body["priority"]
     return changed
 
 

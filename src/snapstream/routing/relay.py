@@ -109,58 +109,37 @@ class Relay:
 
     async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply:
         """Let a decode instance do everything."""
-        tried: list[Instance] = []
         failure = "no decode instance is well"
-        while len(tried) < self.settings.attempts and (instance := self.decode.choose(tried)) is not None:
-            tried.append(instance)
-            stack = contextlib.AsyncExitStack()
+        for instance in self.decode.candidates(self.settings.attempts):
             try:
-                stack.enter_context(instance.serving())
-                response = await self._open(stack, f"{instance.url}/v1/{kind}", body, headers)
+                stack, response = await self._ask(instance, kind, body, headers)
                 media = response.headers.get("content-type", "application/json")
                 return Reply(response.status_code, media, await _started(stack, response.aiter_bytes()))
             except (httpx.HTTPError, UpstreamError) as error:
-                await stack.aclose()
                 failure = self._failed("decode", instance, error)
-            except BaseException:
-                await stack.aclose()
-                raise
         raise UpstreamError(failure)
 
     # -- in two -------------------------------------------------------------------------------------------------------
 
     async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply | None:
         """Let one instance read the prompt and another one decode; ``None``: this must be served whole after all."""
-        tried: list[Instance] = []
         failure = "no decode instance is well"
-        for _ in range(self.settings.attempts):
-            instance = self.decode.choose(tried)
-            if instance is None:
-                break
+        for instance in self.decode.candidates(self.settings.attempts):
             first = await self._read(kind, body, headers)
             if first is None:
                 return None
-            tried.append(instance)
             choice = first["choices"][0]
             text = choice["message"]["content"] or "" if kind == "chat/completions" else choice["text"]
             if text.endswith(LOST):
                 return None
-            stops = body.get("stop") or []
-            answer = Answer(
-                kind,
-                str(first.get("model")),
-                text,
-                first["usage"]["prompt_tokens"],
-                [stops] if isinstance(stops, str) else list(stops),
-                keeps_stop=bool(body.get("include_stop_str_in_output")),
-            )
+            answer = Answer.to(kind, body, str(first.get("model")), text, first["usage"]["prompt_tokens"])
             transfer = first.get("kv_transfer_params")
             if choice["finish_reason"] != "length" or wanted_tokens(kind, body) == 1 or not transfer:
-                return _complete(answer, body, choice["finish_reason"])
+                return _complete(answer, choice["finish_reason"])
             tokens = (first.get("prompt_token_ids") or choice.get("prompt_token_ids")) + choice["token_ids"]
             second = second_leg(kind, body, tokens, transfer, instance.longest)
             try:
-                return await self._go_on(instance, answer, second, headers, body)
+                return await self._go_on(instance, answer, second, headers)
             except Refused as refusal:  # such as a cache that this instance may not fetch: the prompt was fine before
                 logger.error("%s refused a cache: %s", instance.url, refusal.body[:500].decode(errors="replace"))
                 return None
@@ -170,14 +149,11 @@ class Relay:
 
     async def _read(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
         """Have the prompt read; ``None`` if nobody can."""
-        tried: list[Instance] = []
         asked, begun = first_leg(body), time.monotonic()
-        while len(tried) < self.settings.attempts and (instance := self.prefill.choose(tried)) is not None:
-            tried.append(instance)
+        for instance in self.prefill.candidates(self.settings.attempts):
             try:
-                async with contextlib.AsyncExitStack() as stack:
-                    stack.enter_context(instance.serving())
-                    response = await self._open(stack, f"{instance.url}/v1/{kind}", asked, headers)
+                stack, response = await self._ask(instance, kind, asked, headers)
+                async with stack:
                     found: dict[str, Any] = json.loads(await response.aread())
                 if not found["choices"][0].get("token_ids"):
                     raise UpstreamError("it does not say which tokens it made (return_token_ids)")
@@ -188,44 +164,38 @@ class Relay:
         return None
 
     async def _go_on(
-        self, instance: Instance, answer: Answer, second: dict[str, Any], headers: dict[str, str], body: dict[str, Any]
+        self, instance: Instance, answer: Answer, second: dict[str, Any], headers: dict[str, str]
     ) -> Reply:
-        stack = contextlib.AsyncExitStack()
-        try:
-            stack.enter_context(instance.serving())
-            response = await self._open(stack, f"{instance.url}/v1/completions", second, headers)
-            if not body.get("stream"):
-                async with stack:
-                    found = json.loads(await response.aread())
-                choice = found["choices"][0]
-                made = 1 + found["usage"]["completion_tokens"]
-                whole = answer.whole(choice["text"], choice["finish_reason"], made)
-                return Reply(200, "application/json", _once(json.dumps(whole).encode()))
-            wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            parts = _joined(answer, response.aiter_lines(), wants_usage=wants_usage)
-            return Reply(200, "text/event-stream", await _started(stack, parts))
-        except BaseException:
-            await stack.aclose()
-            raise
+        stack, response = await self._ask(instance, "completions", second, headers)
+        if answer.streams:
+            return Reply(200, "text/event-stream", await _started(stack, _joined(answer, response.aiter_lines())))
+        async with stack:
+            found = json.loads(await response.aread())
+        choice = found["choices"][0]
+        whole = answer.whole(choice["text"], choice["finish_reason"], 1 + found["usage"]["completion_tokens"])
+        return Reply(200, "application/json", _once(json.dumps(whole).encode()))
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
-    async def _open(
-        self, stack: contextlib.AsyncExitStack, url: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> httpx.Response:
-        """Send a request, and wait for the head of its answer.
+    async def _ask(
+        self, instance: Instance, kind: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[contextlib.AsyncExitStack, httpx.Response]:
+        """Send a request, and wait for the head of its answer; the stack ends both.
 
         Raises:
             Refused: The request is bad (4xx).
             UpstreamError: The instance could not (5xx, 429).
         """
-        response = await stack.enter_async_context(self.client.stream("POST", url, json=body, headers=headers))
-        if response.status_code >= 500 or response.status_code == 429:
-            said = (await response.aread())[:500].decode(errors="replace")
-            raise UpstreamError(f"{response.status_code}: {said}")
-        if response.status_code >= 400:
-            raise Refused(response.status_code, await response.aread())
-        return response
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(instance.serving())
+            asked = self.client.stream("POST", f"{instance.url}/v1/{kind}", json=body, headers=headers)
+            response = await stack.enter_async_context(asked)
+            if response.status_code >= 500 or response.status_code == 429:
+                said = (await response.aread())[:500].decode(errors="replace")
+                raise UpstreamError(f"{response.status_code}: {said}")
+            if response.status_code >= 400:
+                raise Refused(response.status_code, await response.aread())
+            return stack.pop_all(), response
 
     def _failed(self, does: str, instance: Instance, error: Exception) -> str:
         """Note that an instance failed; whoever breaks off is asked again before it gets more."""
@@ -239,7 +209,10 @@ class Relay:
 
 async def _started(stack: contextlib.AsyncExitStack, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The same parts, of which the first has come: until then another instance may be tried."""
-    first = await anext(parts, b"")
+    async with contextlib.AsyncExitStack() as failing:
+        failing.push_async_exit(stack)
+        first = await anext(parts, b"")
+        failing.pop_all()
 
     async def rest() -> AsyncIterator[bytes]:
         async with stack:
@@ -254,23 +227,21 @@ async def _once(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
-def _complete(answer: Answer, body: dict[str, Any], finish: str | None) -> Reply:
+def _complete(answer: Answer, finish: str | None) -> Reply:
     """An answer that is over with its first token."""
-    if not body.get("stream"):
+    if not answer.streams:
         return Reply(200, "application/json", _once(json.dumps(answer.whole("", finish, 1)).encode()))
-    said = answer.chunk(answer.first, finish, opens=True)
-    if (body.get("stream_options") or {}).get("include_usage"):
-        said += answer.usage_chunk(1)
-    return Reply(200, "text/event-stream", _once((said + event("[DONE]")).encode()))
+    said = answer.chunk(answer.first, finish, opens=True) + answer.ending(1)
+    return Reply(200, "text/event-stream", _once(said.encode()))
 
 
-async def _joined(answer: Answer, lines: AsyncIterator[str], *, wants_usage: bool) -> AsyncIterator[bytes]:
+async def _joined(answer: Answer, lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
     """The stream of the rest, with the first token before it, in the shape that was asked for.
 
     Raises:
         UpstreamError: The instance failed; before the first piece, somebody else may be asked.
     """
-    joint, opens, made = Joint(answer), True, 1
+    joint, opens, made, is_over = Joint(answer), True, 1, False
     async for line in lines:
         said = parse_event(line)
         if said is None or said == "[DONE]":
@@ -287,17 +258,11 @@ async def _joined(answer: Answer, lines: AsyncIterator[str], *, wants_usage: boo
             finish = choice.get("finish_reason")
             if finish == "error" and opens:
                 raise UpstreamError("the request ended with an error")
-            is_over = False
             for text, is_over in joint.add(choice.get("text") or "", ends=finish is not None):
                 yield answer.chunk(text, "stop" if is_over else finish, opens=opens).encode()
                 opens = False
-            if is_over:
-                if wants_usage:
-                    yield answer.usage_chunk(made).encode()
-                yield event("[DONE]").encode()
-                return
+        if is_over:
+            break
     if opens:
         raise UpstreamError("it broke off")
-    if wants_usage:
-        yield answer.usage_chunk(made).encode()
-    yield event("[DONE]").encode()
+    yield answer.ending(made).encode()

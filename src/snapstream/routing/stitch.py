@@ -24,6 +24,8 @@ class Answer:
         prompt_tokens: Tokens of the prompt.
         stops: Texts that end an answer.
         keeps_stop: Whether the text that ends it belongs to it.
+        streams: Whether it goes out piece by piece.
+        wants_usage: Whether its last piece says how much there was.
     """
 
     kind: str
@@ -32,8 +34,25 @@ class Answer:
     prompt_tokens: int
     stops: Sequence[str] = ()
     keeps_stop: bool = False
+    streams: bool = False
+    wants_usage: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def to(cls, kind: str, body: dict[str, Any], model: str, first: str, prompt_tokens: int) -> Answer:
+        """The answer to a request, as its body asks for it."""
+        stops = body.get("stop") or []
+        return cls(
+            kind,
+            model,
+            first,
+            prompt_tokens,
+            [stops] if isinstance(stops, str) else list(stops),
+            keeps_stop=bool(body.get("include_stop_str_in_output")),
+            streams=bool(body.get("stream")),
+            wants_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        )
 
     @property
     def is_chat(self) -> bool:
@@ -73,9 +92,10 @@ class Answer:
             choice["text"] = text
         return event(self._stream_frame() | {"choices": [choice]})
 
-    def usage_chunk(self, completion_tokens: int) -> str:
-        """The piece that says how much there was."""
-        return event(self._stream_frame() | {"choices": [], "usage": self._usage(completion_tokens)})
+    def ending(self, completion_tokens: int) -> str:
+        """The last pieces of a stream."""
+        usage = event(self._stream_frame() | {"choices": [], "usage": self._usage(completion_tokens)})
+        return (usage if self.wants_usage else "") + event("[DONE]")
 
     def _stream_frame(self) -> dict[str, Any]:
         return self._frame("chat.completion.chunk" if self.is_chat else "text_completion")

@@ -11,11 +11,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from snapstream.serving.call import Call
+from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.errors import ApiError
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
-from snapstream.serving.streams import DisconnectedError, EventStream, until_disconnect
+from snapstream.serving.streams import EventStream
 
 MAX_SCORES = 2**20
 """Log-probabilities of prompts that one request may ask for; each takes a hundred bytes or so until it is sent."""

@@ -10,13 +10,10 @@ import anyio
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.errors import as_api_error
 
 Emit = Callable[[dict[str, Any] | str], Awaitable[None]]
-
-
-class DisconnectedError(Exception):
-    """The client has gone."""
 
 
 class EventStream(Response):
@@ -66,38 +63,3 @@ class EventStream(Response):
             scope["state"]["log"]["disconnected"] = True
         finally:
             self._cancel()
-
-
-async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Run ``work``, but no longer than the client is there.
-
-    Raises:
-        DisconnectedError: It has gone.
-    """
-    gone = done = False
-    failure: Exception | None = None
-
-    async with anyio.create_task_group() as group:
-
-        async def watch() -> None:
-            nonlocal gone
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            gone = not done
-            group.cancel_scope.cancel()
-
-        async def run() -> None:
-            nonlocal done, failure
-            try:
-                await work()
-            except Exception as error:
-                failure = error
-            done = True
-            group.cancel_scope.cancel()
-
-        group.start_soon(watch)
-        group.start_soon(run)
-    if failure is not None:
-        raise failure
-    if gone:
-        raise DisconnectedError

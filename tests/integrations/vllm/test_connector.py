@@ -58,11 +58,9 @@ def test_other_budgets_block_sizes_and_prefix_hits(llama, prompts, tmp_path):
     some = [prompts[0], prompts[0], prompts[0] + [5, 6, 7]]
     with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path), enable_prefix_caching=True) as llm:
         departures = read(llm, some, kv_budget=64)
-        params = [travelling(59, place, kv_budget=64) for _, place in departures]
-        whole = [tokens + first for tokens, (first, _) in zip(some, departures, strict=True)]
-        got = [first + rest for (first, _), rest in zip(departures, run_by_hand(llm, whole, params), strict=True)]
-        mixed = run_by_hand(llm, [some[0] + departures[0][0]], [travelling(5, read(llm, some[:1])[0][1], kv_budget=64)])
-        assert mixed == [[]]  # the server's budget on one side, 64 on the other: no token may leave
+        got = decode(llm, some, departures, 60, kv_budget=64)
+        mixed = decode(llm, some[:1], read(llm, some[:1]), 6, kv_budget=64)
+        assert mixed == [None]  # the server's budget on one side, 64 on the other: no token may leave
         assert free_blocks(llm) == llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1
     assert got == [peer_generate(llama, tokens, CacheBudget.of(64), 60) for tokens in some]
 
@@ -91,7 +89,7 @@ def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
             victim.write_bytes(other.read_bytes())
         else:
             victim.write_text("nothing of the kind")
-        got = decode_or_fail(llm, some, departures, 60)
+        got = decode(llm, some, departures, 60)
         assert free_blocks(llm) == before
         assert not scheduler(llm).requests
     want = [peer_generate(llama, tokens, BUDGET, 60) for tokens in some]
@@ -101,13 +99,6 @@ def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
     else:  # compressed where the decode instance reads it: with the first token
         first = departures[1][0]
         assert got[1] == first + peer_generate(llama, some[1] + first, BUDGET, 59)
-
-
-def decode_or_fail(llm, prompts, departures, steps):
-    params = [travelling(steps - 1, place) for _, place in departures]
-    whole = [tokens + first for tokens, (first, _) in zip(prompts, departures, strict=True)]
-    made = run_by_hand(llm, whole, params)
-    return [first + rest if rest else None for (first, _), rest in zip(departures, made, strict=True)]
 
 
 def test_aborts_on_either_side(llama, prompts, tmp_path):
@@ -129,11 +120,8 @@ def test_aborts_on_either_side(llama, prompts, tmp_path):
         assert len(parcels(tmp_path)) == 1  # of the other
         departures = read(llm, some)
         for at in (0, 1, 5):  # while its cache is fetched, when it has come, in mid-decode
-            again = read(llm, some)
-            params = [travelling(59, place) for _, place in again]
-            whole = [tokens + first for tokens, (first, _) in zip(some, again, strict=True)]
-            made = run_by_hand(llm, whole, params, abort(at, 0))
-            assert again[1][0] + made[1] == peer_generate(llama, some[1], BUDGET, 60)
+            made = decode(llm, some, read(llm, some), 60, abort(at, 0))
+            assert made[1] == peer_generate(llama, some[1], BUDGET, 60)
             for _ in range(3):  # a cache that came too late gives its blocks back when it has come
                 llm.llm_engine.step()
             assert free_blocks(llm) == before

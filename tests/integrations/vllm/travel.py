@@ -38,8 +38,9 @@ def parcels(directory):
     return list(directory.iterdir())
 
 
-def decode(llm, prompts, departures, steps, each_step=lambda step: None):
-    params = [travelling(steps - 1, place) for _, place in departures]
+def decode(llm, prompts, departures, steps, each_step=lambda step: None, **kwargs):
+    """Tokens of every prompt, the first one included; ``None`` where the cache did not come."""
+    params = [travelling(steps - 1, place, **kwargs) for _, place in departures]
     whole = [tokens + first for tokens, (first, _) in zip(prompts, departures, strict=True)]
     made = run_by_hand(llm, whole, params, each_step)
-    return [first + rest for (first, _), rest in zip(departures, made, strict=True)]
+    return [first + rest if rest else None for (first, _), rest in zip(departures, made, strict=True)]

@@ -39,7 +39,7 @@ class LayerCompressor:
         self.sequences = sequences
         self.heads_total = heads_total
         self.cache: PagedCache | None = None
-        self.hand_out: Callable[[str, Tensor, Tensor | None], None] | None = None
+        self.hand_out: Callable[[Outgoing, Tensor, Tensor | None], None] | None = None
         self._is_checked = False
         self._windows: dict[str, list[Tensor]] = {}
         sequences.on_forget.append(self._forget)
@@ -67,10 +67,9 @@ class LayerCompressor:
                 self._copy_out(torch.cat(parts), cache, window)
             else:  # the batch's buffers are used again in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
-
         if self.hand_out is not None:
             for one in step.outgoing:
-                self.hand_out(one.request_id, *self._entries(cache, step.outgoing_blocks[one.request_id], one))
+                self.hand_out(one, *self._entries(cache, step.outgoing_blocks[one.request_id], one))
 
     def put(self, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         """Store a cache that has arrived: keys ``[N, E, D]``, values unless latent, and the slots of its entries."""
@@ -82,9 +81,7 @@ class LayerCompressor:
         assert self.cache is not None
         pages, count = self.cache.read_pages(cache, blocks), outgoing.layout.prompt.count
         keys = self.cache.keys(pages, count)
-        if self.cache.latent:
-            return keys, None
-        return keys, self.cache.values(pages, torch.arange(count, device=keys.device).expand(len(keys), -1))
+        return keys, None if self.cache.latent else self.cache.values(pages, _first(keys, count))
 
     def _check_writes(self, slot_mapping: Tensor) -> None:
         """In the first step that decodes: what was rewritten is what the layer's tokens are written by.
@@ -117,8 +114,7 @@ class LayerCompressor:
         if layout.compressed:
             values = None
             if layout.budget.policy.needs_values and not paged.latent:
-                everything = torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[0], -1)
-                values = paged.values(pages, everything)[None]
+                values = paged.values(pages, _first(keys, keys.shape[1]))[None]
             prompt = LayerPrompt(
                 queries.transpose(0, 1)[None],
                 keys[None],
@@ -130,7 +126,7 @@ class LayerCompressor:
             )
             positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
         else:
-            positions = torch.arange(layout.prompt.limit, device=keys.device).expand(keys.shape[0], -1)
+            positions = _first(keys, layout.prompt.limit)
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
         values = None if paged.latent else paged.values(pages, positions)
         paged.write(cache, kept, values, target.slots)
@@ -165,6 +161,11 @@ class LayerCompressor:
         spread[:, head] = votes[:, 0] / replicas
         total: Tensor = tensor_model_parallel_all_reduce(spread)
         return total[:, head : head + 1]
+
+
+def _first(keys: Tensor, count: int) -> Tensor:
+    """The first positions of each head of ``[N, L, D]``: ``[N, count]``."""
+    return torch.arange(count, device=keys.device).expand(len(keys), -1)
 
 
 def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor]:

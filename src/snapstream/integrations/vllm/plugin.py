@@ -38,6 +38,8 @@ from snapstream.integrations.vllm.settings import (
     request_budget,
     requested_budget,
 )
+from snapstream.integrations.vllm.tcp import secret
+from snapstream.integrations.vllm.transfer import check_transfer, transfer_settings
 
 _WRAPPED = "__snapstream__"
 _PACKAGE = "snapstream.integrations.vllm"
@@ -102,9 +104,6 @@ def _check_connector(config: Any) -> None:
     """Refuse settings of the connector that no instance could work with, before anything is loaded."""
     if obstacle := missing_hook(CONNECTOR_HOOKS):
         raise ConfigurationError(f"{CONNECTOR} cannot work here: {obstacle}")
-    from snapstream.integrations.vllm.connector import transfer_settings
-    from snapstream.integrations.vllm.tcp import secret
-
     if transfer_settings(config).directory is None:
         secret()
 
@@ -159,11 +158,9 @@ def _process_inputs(
                 "streaming input is not supported with the SnapStream plugin; send the whole prompt at once"
             )
     request = original(processor, request_id, prompt, params, *args, **kwargs)
-    if budget is not None and processor.vllm_config.kv_transfer_config is not None:
-        from snapstream.integrations.vllm.connector import check_transfer, transfer_settings
-
-        config = processor.vllm_config
-        tokens = len(request.prompt_token_ids or ())
-        if obstacle := check_transfer(params, tokens, transfer_settings(config), config):
-            raise VLLMValidationError(f"a cache cannot travel: {obstacle}", parameter=TRANSFER_KEY)
+    config = processor.vllm_config
+    is_apart = budget is not None and config.kv_transfer_config is not None
+    obstacle = check_transfer(params, len(request.prompt_token_ids or ()), config) if is_apart else None
+    if obstacle:
+        raise VLLMValidationError(f"a cache cannot travel: {obstacle}", parameter=TRANSFER_KEY)
     return request

@@ -12,9 +12,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import ParcelError
@@ -208,15 +206,3 @@ def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ParcelError(f"{name!r} is not the name of a parcel")
     return name
-
-
-def number_of(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """A positive number among the settings of the connector.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    value = settings.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**40:
-        raise ConfigurationError(f"{name} in kv_connector_extra_config is {value!r}; it must be a positive number")
-    return float(value)

@@ -1,0 +1,52 @@
+"""Work that is done for a client, no longer than it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+class DisconnectedError(Exception):
+    """The client has gone."""
+
+
+async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """Run ``work``, but no longer than the client is there; returns what it does.
+
+    Raises:
+        DisconnectedError: It has gone.
+    """
+    gone = done = False
+    failure: Exception | None = None
+    results: list[T] = []
+
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone = not done
+            group.cancel_scope.cancel()
+
+        async def run() -> None:
+            nonlocal done, failure
+            try:
+                results.append(await work())
+            except Exception as error:
+                failure = error
+            done = True
+            group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        group.start_soon(run)
+    if failure is not None:
+        raise failure
+    if gone:
+        raise DisconnectedError
+    return results[0]
