@@ -101,6 +101,7 @@ bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 # The plugin beside stock vLLM; on a quiet machine.
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python benchmarks/vllm_plugin.py
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m benchmarks.vllm_speculation
 
 # Streams while long prompts arrive, on one instance and on two: the table of docs/vllm.md; half an hour, on a quiet machine.
 bench-apart: $(VLLM_STAMP)

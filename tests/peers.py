@@ -35,11 +35,15 @@ class Oracle:
         for cache in dict.fromkeys(self.caches[layer]):
             cache.append(key.shape[1] - 1)
         for head in range(heads):
-            kept = self.caches[layer][head // group].tokens()
+            kept = self._seen(self.caches[layer][head // group], key.shape[1] - 1)
             one = {name: extra[head : head + 1] if name == "sinks" else extra for name, extra in extras.items()}
             keys, values = key[head // group, kept][None], value[head // group, kept][None]
             out.append(whole_attention(query[head : head + 1], keys, values, **one)[0, 0])
         return torch.stack(out)[None]
+
+    def _seen(self, cache, position):
+        """Positions that the token at `position` sees, which is in the cache already."""
+        return cache.tokens()
 
     def _compress(self, query, key, group):
         """One cache per KV head, or one for all."""
@@ -53,6 +57,20 @@ class Oracle:
         scores = [naive_pool(v, self.budget) for v in votes]
         caches = [naive_compress(query, key[n], self.budget, scores=s) for n, s in enumerate(scores)]
         return caches * key.shape[0] if self.latent else caches
+
+
+class SpeculatingOracle(Oracle):
+    """Tokens of one step see the cache as it was with the step's first one, and each other.
+
+    offset: How many tokens of its step are in front of the next one.
+    """
+
+    offset = 0
+
+    def _seen(self, cache, position):
+        if self.offset == 0:
+            cache.before_drafts = cache.tokens()
+        return cache.before_drafts + list(range(position - self.offset + 1, position + 1))
 
 
 def whole_attention(query, key, value, window=None, softcap=None, sinks=None):
@@ -107,3 +125,22 @@ def oracle_generate(model, tokens, budget, steps, latent=False):
         out = model(torch.tensor([made[-1:]]), past_key_values=out.past_key_values, use_cache=True)
         made.append(int(out.logits[0, -1].argmax()))
     return made
+
+
+@torch.no_grad()
+def speculate(checkpoint, tokens, budget, latent=False):
+    """A generator of lists: greedy tokens of each step. Send how many drafts of the next one are right."""
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="snapstream_oracle"
+    )
+    oracle = SpeculatingOracle(budget, latent)
+    _ORACLES["now"] = oracle
+    out = model(torch.tensor([list(tokens)]), use_cache=True)
+    right = yield [int(out.logits[0, -1].argmax())]
+    while True:
+        made = [int(out.logits[0, -1].argmax())]
+        for oracle.offset in range(right + 1):
+            _ORACLES["now"] = oracle
+            out = model(torch.tensor([made[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+            made.append(int(out.logits[0, -1].argmax()))
+        right = yield made[1:]

@@ -1,6 +1,8 @@
 """Engines of vLLM for the tests, and what one may ask them."""
 
 import contextlib
+import sys
+from unittest import mock
 
 from snapstream.config import CacheBudget
 
@@ -32,7 +34,11 @@ def vllm_engine(checkpoint, budget=None, **settings):
     if budget is not None:
         asked = budget.as_dict() if isinstance(budget, CacheBudget) else budget
         settings["additional_config"] = {"snapstream": asked}
-    llm = LLM(model=str(checkpoint), **settings)
+    # vLLM looks through all modules for its kernels, with each engine once more, and stumbles over numba, which n-gram
+    # speculation imports.
+    stumbles = "numba" in sys.modules and "vllm.triton_utils.dispatcher" in sys.modules
+    with mock.patch("vllm.triton_utils.dispatcher._rebind_kernels") if stumbles else contextlib.nullcontext():
+        llm = LLM(model=str(checkpoint), **settings)
     try:
         yield llm
     finally:

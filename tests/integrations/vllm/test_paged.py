@@ -59,6 +59,9 @@ def test_what_is_written_is_read_back(dtype, seed):
     paged.write(layer.kv_cache, keys, values, slots)
     pages = paged.read_pages(layer.kv_cache, blocks)
     assert torch.equal(paged.keys(pages, length), keys)
+    some = torch.randint(0, length, (7,))
+    for read, wanted in zip(paged.read(layer.kv_cache, slots[some]), (keys, values), strict=True):
+        assert torch.equal(read, wanted[:, some])
     positions = torch.randint(0, length, (HEADS, 9))
     for head in range(HEADS):
         assert torch.equal(paged.values(pages, positions)[head], values[head, positions[head]])
@@ -73,6 +76,9 @@ def test_latents():
     keys = torch.randn(1, 20, 40).to(torch.bfloat16)
     paged.write(cache, keys, None, torch.arange(2 * SIZE, 2 * SIZE + 20))
     assert torch.equal(paged.keys(paged.read_pages(cache, torch.tensor([2, 3])), 20), keys)
+    read, nothing = paged.read(cache, torch.tensor([2 * SIZE + 3, 2 * SIZE + 19]))
+    assert torch.equal(read, keys[:, [3, 19]])
+    assert nothing is None
 
 
 def test_a_cache_that_does_not_give_back_what_it_got_is_refused():

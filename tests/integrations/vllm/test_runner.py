@@ -107,10 +107,10 @@ def test_steps_are_reported_and_end(generation):
     cached = [("a", 1), ("b", 1), ("c", 0)]
     step = made.execute_model(output(cached=cached, scheduled=[("a", 50, 1), ("b", 10, 1), ("c", 59, 1)]))
     assert step.rows.tolist() == [0, 1]
-    assert step.used.tolist() == [32, 11]
+    assert step.placed.used.tolist() == [32, 11]
     assert [(window.request_id, window.last) for window in step.windows] == [("c", True)]
     step = made.execute_model(output(cached=[("c", 1)], finished=["a", "b"], scheduled=[("c", 60, 1)]))
-    assert step.used.tolist() == [16]  # its own budget
+    assert step.placed.used.tolist() == [16]  # its own budget
 
 
 @pytest.mark.parametrize("generation", [1, 2])

@@ -33,7 +33,7 @@ def vllm_config(**changes):
             "use_ubatching": False,
             "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
         },
-        "scheduler": {"scheduler_cls": None},
+        "scheduler": {"scheduler_cls": None, "async_scheduling": False},
     }
     whole = {"speculative_config": None, "kv_transfer_config": None}
     for name, value in changes.items():
@@ -116,12 +116,29 @@ def test_bad_per_request_budgets(asked, message):
 def test_a_plain_configuration_is_supported():
     check_supported(vllm_config(), BUDGET)
     check_supported(vllm_config(parallel__worker_cls="vllm.v1.worker.gpu_worker.Worker"), BUDGET)
+    check_supported(vllm_config(speculative_config=SimpleNamespace(method="ngram")), BUDGET)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculative_config": object()}, "leave --speculative-config out"),
+        (
+            {"speculative_config": SimpleNamespace(method="mtp")},
+            "speculative decoding by mtp; only .* are not compressed",
+        ),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, 'only "method": "ngram" needs no cache of its own'),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "scheduler__async_scheduling": True},
+            "with --async-scheduling; leave one out",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "parallel__pipeline_parallel_size": 2},
+            "speculative decoding with pipeline parallelism",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram"), "use_v2_model_runner": True},
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         (
             {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
             "the KV connector NixlConnector; only SnapStreamConnector knows compressed caches",

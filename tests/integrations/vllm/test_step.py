@@ -143,7 +143,7 @@ def test_requests_come_back_longer_and_with_their_own_budget():
     sequences.on_forget.append(forgotten.append)
     sequences.admit("r", 50, 50, {"kv_budget": 30})
     sequences.begin(["r"], np.array([50]), np.array([1]))
-    assert sequences.step.used.tolist() == [30]
+    assert sequences.step.placed.used.tolist() == [30]
     sequences.pause(["r"])
     sequences.resume("r", 7)
     sequences.begin(["r"], np.array([40]), np.array([17]))

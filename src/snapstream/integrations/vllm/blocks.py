@@ -24,44 +24,47 @@ class _Budgeted:
     """What both specs add to vLLM's: a budget, and room in each row for the compressed cache's blocks."""
 
     budget: CacheBudget | None
+    drafts: int
     block_size: int
     page_size_bytes: int
 
     @property
     def cache_blocks(self) -> int:
         """Most blocks that a sequence holds while it decodes."""
-        return blocks_for(self.budget.capacity, self.block_size) if self.budget else 0
+        return blocks_for(self.budget.capacity + self.drafts, self.block_size) if self.budget else 0
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        blocks: int = super().max_num_blocks_per_req(vllm_config, max_len)  # type: ignore[misc]
+        blocks: int = super().max_num_blocks_per_req(vllm_config, max_len + self.drafts)  # type: ignore[misc]
         return blocks + self.cache_blocks
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Most that one request holds: for one step, a prompt of full length and its compressed cache."""
         full: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
-        return full + self.cache_blocks * self.page_size_bytes
+        return full + (self.cache_blocks + blocks_for(self.drafts, self.block_size)) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
         merged = super().merge(specs)  # type: ignore[misc]
-        return replace(merged, budget=specs[0].budget)
+        return replace(merged, budget=specs[0].budget, drafts=specs[0].drafts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapStreamSpec(_Budgeted, FullAttentionSpec):
-    """Full attention with a budget per sequence."""
+    """Full attention with a budget per sequence, and room for drafts behind it."""
 
     budget: CacheBudget | None = None
+    drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapStreamMLASpec(_Budgeted, MLAAttentionSpec):
-    """Multi-head latent attention with a budget per sequence."""
+    """Multi-head latent attention with the same."""
 
     budget: CacheBudget | None = None
+    drafts: int = 0
 
 
-def budgeted(name: str, spec: Any, budget: CacheBudget) -> Any:
+def budgeted(name: str, spec: Any, budget: CacheBudget, drafts: int = 0) -> Any:
     """The spec of one layer with a budget.
 
     Raises:
@@ -74,7 +77,8 @@ def budgeted(name: str, spec: Any, budget: CacheBudget) -> Any:
             f"the SnapStream plugin cannot serve layer {name}: its cache is a {type(spec).__name__} with restrictions "
             "of its own; only plain causal attention over the whole sequence can be compressed"
         )
-    return kind(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init}, budget=budget)
+    given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+    return kind(**given, budget=budget, drafts=drafts)
 
 
 class SnapStreamBlockManager(FullAttentionManager):
@@ -102,6 +106,7 @@ class SnapStreamBlockManager(FullAttentionManager):
                 self.block_size,
                 shares=self.enable_caching,
                 arrives=arriving is not None,
+                drafts=self.kv_cache_spec.drafts,
             )
         return self.layouts[request.request_id]
 

@@ -19,6 +19,8 @@ from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.paged import PagedCache
 from snapstream.integrations.vllm.step import Outgoing, Sequences, Window
 
+_READ_THE_CACHE = {"CPU_ATTN"}
+"""Backends whose kernels were seen to find all tokens of a step in the cache, wherever there."""
 _ALIKE = ("snapstream", "sage-kv", "streaming", "full")
 """Policies that treat all layers alike; names of layers need not have a number then."""
 
@@ -43,6 +45,7 @@ class LayerCompressor:
         self._is_checked = False
         self._windows: dict[str, list[Tensor]] = {}
         sequences.on_forget.append(self._forget)
+        sequences.on_move.append(self._move)
 
     def bind(self, block_size: int, blocks: int) -> None:
         """Find out the layout of the layer's cache, once it is there."""
@@ -103,6 +106,13 @@ class LayerCompressor:
     def _forget(self, request_id: str) -> None:
         self._windows.pop(request_id, None)
 
+    def _move(self, block_size: int, sources: Tensor, targets: Tensor) -> None:
+        """Before a step, bring entries from slots ``[E]`` to others, if the layer's blocks are of that size."""
+        assert self.cache is not None
+        if self.cache.block_size == block_size:
+            keys, values = self.cache.read(self.layer.kv_cache, sources)
+            self.put(keys, values, targets)
+
     def _copy_out(self, queries: Tensor, cache: Tensor, window: Window) -> None:
         """Copy a sequence into its own blocks: of a prompt over its budget what the queries ``[W, H, D]`` choose."""
         step, paged, layout = self.sequences.step, self.cache, window.layout
@@ -110,7 +120,7 @@ class LayerCompressor:
         assert paged is not None
         target = step.targets[window.request_id]
         pages = paged.read_pages(cache, target.blocks)
-        keys = paged.keys(pages, layout.moves_at or 0)
+        keys = paged.keys(pages, layout.source_tokens)
         if layout.compressed:
             values = None
             if layout.budget.policy.needs_values and not paged.latent:
@@ -126,7 +136,7 @@ class LayerCompressor:
             )
             positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
         else:
-            positions = _first(keys, layout.prompt.limit)
+            positions = _first(keys, layout.copied_entries)
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
         values = None if paged.latent else paged.values(pages, positions)
         paged.write(cache, kept, values, target.slots)
@@ -179,7 +189,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
     from vllm.model_executor.models.utils import extract_layer_index
 
     compressors = []
-    backends: dict[type, type] = {}
+    backends: dict[Any, type] = {}
     heads_total = vllm_config.model_config.get_total_num_kv_heads()
     heads_here = max(1, heads_total // vllm_config.parallel_config.tensor_parallel_size)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
@@ -202,6 +212,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             backends[backend] = _rewriting_backend(backend, sequences)
         layer.attn_backend = backends[backend]
         compressors.append(compressor)
+    sequences.placing.at_end = not {made.get_name() for made in backends} <= _READ_THE_CACHE
     return compressors
 
 

@@ -16,6 +16,10 @@ without, it turns where it is.
 A cache that another instance has compressed arrives as it will be decoded in: there is nothing to read, to copy out or
 to share, so it has no blocks in front, and its ring turns where it is.
 
+With speculative decoding there is room for a step's drafts behind either part (see
+:mod:`~snapstream.integrations.vllm.drafts`), and ``tokens`` counts them, too: a full cache is copied out in every step
+that fills it with drafts, until it is full without.
+
 Scheduler and worker compute the same layout from the same numbers, so no message passes between them.
 """
 
@@ -39,6 +43,7 @@ class PageLayout:
         block_size: Tokens per block of the manager.
         shares: Whether prefix caching may share the sequence's blocks.
         arrives: Whether another instance has read the prompt, and sends its cache.
+        drafts: Most tokens of a step that may turn out wrong.
     """
 
     prompt: Layout
@@ -46,6 +51,7 @@ class PageLayout:
     block_size: int
     shares: bool
     arrives: bool = False
+    drafts: int = 0
 
     @property
     def compressed(self) -> bool:
@@ -62,14 +68,29 @@ class PageLayout:
         return self.prompt.limit if self.shares else None
 
     @property
+    def most_entries(self) -> int:
+        """Most entries in use while the sequence decodes: a full cache, and drafts."""
+        return self.prompt.limit + self.drafts
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens from the start of the row among which the copied entries are; meaningless if nothing is copied."""
+        return self.prompt.length if self.compressed else self.most_entries
+
+    @property
+    def copied_entries(self) -> int:
+        """Entries that are copied: of a prompt that was compressed what was chosen, else all there may be."""
+        return self.prompt.limit if self.compressed else self.most_entries
+
+    @property
     def front_blocks(self) -> int:
         """Blocks of the row in front of the copy; 0 if nothing is ever copied."""
-        return blocks_for(self.moves_at or 0, self.block_size)
+        return blocks_for(self.moves_at + self.drafts, self.block_size) if self.moves_at else 0
 
     @property
     def cache_blocks(self) -> int:
         """Most blocks that the sequence holds while it decodes, but for the step that copies."""
-        return blocks_for(self.prompt.limit, self.block_size)
+        return blocks_for(self.most_entries, self.block_size)
 
     @cached_property
     def longest(self) -> int:
@@ -85,7 +106,7 @@ class PageLayout:
         if self.has_moved(tokens):
             return self.longest
         grows_whole = self.compressed and not self.arrives
-        return blocks_for(tokens if grows_whole else min(tokens, self.prompt.limit), self.block_size)
+        return blocks_for(tokens if grows_whole else min(tokens, self.most_entries), self.block_size)
 
     def shareable(self, tokens: int) -> int:
         """How many of ``tokens`` computed tokens lie in blocks that never change and may be published."""
@@ -99,10 +120,10 @@ class PageLayout:
 
 
 def lay_out_pages(
-    length: int, budget: CacheBudget, block_size: int, *, shares: bool, arrives: bool = False
+    length: int, budget: CacheBudget, block_size: int, *, shares: bool, arrives: bool = False, drafts: int = 0
 ) -> PageLayout:
     """Plan the blocks of a sequence with ``length`` known tokens (1 or more)."""
-    return PageLayout(lay_out(length, budget), budget, block_size, shares, arrives)
+    return PageLayout(lay_out(length, budget), budget, block_size, shares, arrives, drafts)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

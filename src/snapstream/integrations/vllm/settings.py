@@ -93,6 +93,12 @@ def arriving_tokens(params: Mapping[str, Any] | None) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
+def most_drafts(vllm_config: Any) -> int:
+    """Most tokens that vLLM guesses per step and sequence; 0 without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
 def check_supported(config: Any, budget: CacheBudget) -> None:
     """Refuse a configuration of vLLM that the plugin cannot serve correctly.
 
@@ -113,7 +119,7 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             getattr(model, "get_sliding_window", lambda: None)() is not None,
             "a model with sliding-window layers; its window already bounds the cache",
         ),
-        (config.speculative_config is not None, "speculative decoding; leave --speculative-config out"),
+        *_speculative_obstacles(config),
         (
             transfer is not None and transfer.kv_connector != CONNECTOR,
             f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} knows compressed caches",
@@ -155,3 +161,26 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
     found = [text for is_met, text in obstacles if is_met]
     if found:
         raise ConfigurationError("the SnapStream plugin cannot serve this: " + "; ".join(found))
+
+
+def _speculative_obstacles(config: Any) -> list[tuple[bool, str]]:
+    """Of ``--speculative-config``."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return []
+    return [
+        (
+            speculative.method != "ngram",
+            f'speculative decoding by {speculative.method}; only "method": "ngram" needs no cache of its own, and '
+            "those of draft models, MTP and EAGLE are not compressed",
+        ),
+        (
+            config.parallel_config.pipeline_parallel_size > 1,
+            "speculative decoding with pipeline parallelism, which this vLLM's runner cannot start; leave one out",
+        ),
+        (config.scheduler_config.async_scheduling, "speculative decoding with --async-scheduling; leave one out"),
+        (
+            getattr(config, "use_v2_model_runner", False),
+            "speculative decoding with model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+    ]

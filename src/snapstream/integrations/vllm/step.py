@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from snapstream.compression.layout import LayoutTensors, layout_tensors, next_slot
+from snapstream.compression.layout import LayoutTensors, layout_tensors
 from snapstream.config import CacheBudget
+from snapstream.integrations.vllm.drafts import Drafts, Moves, Placed, place_tokens
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
 from snapstream.integrations.vllm.settings import TRANSFER_KEY, arriving_tokens, granted_budget
 from snapstream.transfers import to_device
 
 _NEVER = 2**62
+_NO_MOVES = Moves(*np.zeros((3, 0), np.int64))
 _LENGTHS_ON_HOST = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")
 _REWRITTEN = frozenset(
     {
@@ -94,36 +96,37 @@ class Target(NamedTuple):
 
 @dataclass
 class Step:
-    """One step of the batch; every array has one element per decoding row.
+    """One step of the batch.
 
     Attributes:
-        rows: Rows of the batch that decode, int64.
-        tokens: Their query tokens, indices into the batch's tokens, int64.
-        entries: Cache entry that each new token takes, int64.
-        used: Entries in use with it, int64.
-        shift: Blocks of the manager in front of the cache, int64; 0 until it has been copied out.
+        rows: Rows of the batch that decode, int64 ``[B]``.
+        placed: Where their new tokens go, and entries in use with them.
+        moves: Entries that change their places before.
+        shift: Blocks of the manager in front of each row's cache, int64 ``[B]``; 0 until it has been copied out.
         longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
         windows: Observation windows that this step computes, and caches that it copies out.
         targets: Where those are copied to; filled by :meth:`rewrite`.
         outgoing: Caches to be handed out when the layer's attention has run.
         outgoing_blocks: Block ids of those, int64; filled by :meth:`rewrite`.
         tables: Memory for rewritten block tables, by size of block; steps share it.
+        move: Brings entries in blocks of a size from slots to others, in all layers with such blocks.
         slot_mapping: What was written to in the step; ``None`` where nothing decodes.
     """
 
     rows: Tensor
-    tokens: Tensor
-    entries: Tensor
-    used: Tensor
+    placed: Placed
+    moves: Moves
     shift: Tensor
     longest_other: int
     windows: list[Window]
     targets: dict[str, Target]
     tables: dict[int, Tensor]
+    move: Callable[[int, Tensor, Tensor], None]
     outgoing: list[Outgoing] = field(default_factory=list)
     outgoing_blocks: dict[str, Tensor] = field(default_factory=dict)
     slot_mapping: Tensor | None = None
     _rewritten: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
+    _moved: set[int] = field(default_factory=set)
 
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
         """Turn vLLM's ``CommonAttentionMetadata`` into what the kernels should see.
@@ -156,18 +159,27 @@ class Step:
     def _changes(self, metadata: Any, block_size: int, parts: int) -> dict[str, Any]:
         table = metadata.block_table_tensor
         device = table.device
-        host = torch.stack([self.rows, self.tokens, self.entries, self.used, self.shift * parts])
-        rows, tokens, entries, used, shift = to_device(host, device)
+        per_row = [self.rows, torch.from_numpy(self.placed.used), self.shift * parts]
+        host = [*per_row, *(torch.from_numpy(array) for array in (*self.placed[:3], *self.moves))]
+        sent = torch.split(to_device(torch.cat(host), device), [len(one) for one in host])
+        rows, used, shift, owners, tokens, entries, movers, sources, targets = sent
 
-        width = blocks_for(int(self.used.max()), block_size)
+        longest = int(self.placed.used.max())
+        width = blocks_for(max(longest, int(self.moves.sources.max(initial=-1)) + 1), block_size)
         columns = (shift[:, None] + torch.arange(width, device=device)).clamp(max=table.shape[1] - 1)
         front = table[rows[:, None], columns]
         moved = self._table_like(table, block_size)
         if len(self.rows) < len(table):
             moved.copy_(table)  # else what lies behind the caches, which nobody reads, may be of another step
         moved[rows, :width] = front
-        block = front.gather(1, (entries // block_size)[:, None])[:, 0].to(torch.int64)
-        metadata.slot_mapping[tokens] = (block * block_size + entries % block_size).to(metadata.slot_mapping.dtype)
+
+        def slots(owner: Tensor, entry: Tensor) -> Tensor:
+            return front[owner, entry // block_size].to(torch.int64) * block_size + entry % block_size
+
+        if len(movers) and block_size not in self._moved:  # two that change places would do so twice
+            self._moved.add(block_size)
+            self.move(block_size, slots(movers, sources), slots(movers, targets))
+        metadata.slot_mapping[tokens] = slots(owners, entries).to(metadata.slot_mapping.dtype)
         self.slot_mapping = metadata.slot_mapping
 
         lengths = metadata.seq_lens.clone()
@@ -175,7 +187,7 @@ class Step:
         changes: dict[str, Any] = {
             "seq_lens": lengths,
             "block_table_tensor": moved,
-            "max_seq_len": max(self.longest_other, int(self.used.max())),
+            "max_seq_len": max(self.longest_other, longest),
         }
         return changes | self._host_copies(metadata)
 
@@ -189,15 +201,16 @@ class Step:
     def _host_copies(self, metadata: Any) -> dict[str, Any]:
         """Lengths that some releases of vLLM keep on the host too, and caches of values derived from them."""
         changes: dict[str, Any] = {}
+        used = torch.from_numpy(self.placed.used)
         for one in fields(metadata):
             value = getattr(metadata, one.name)
             if one.name in _LENGTHS_ON_HOST and value is not None:
                 value = value.clone()
-                value[self.rows] = self.used.to(value.dtype)
+                value[self.rows] = used.to(value.dtype)
                 changes[one.name] = value
             elif one.name == "_num_computed_tokens_cpu" and value is not None:
                 value = value.clone()
-                value[self.rows] = (self.used - 1).to(value.dtype)
+                value[self.rows] = (used - torch.from_numpy(self.placed.scheduled)).to(value.dtype)
                 changes[one.name] = value
             elif one.name == "_num_computed_tokens_cache":
                 changes[one.name] = None
@@ -211,14 +224,18 @@ class Sequences:
         budget: The server's budget.
         block_size: Tokens per block of the manager.
         shares: Whether prefix caching is on.
+        drafts: Most tokens of a sequence and step that may turn out wrong.
     """
 
-    def __init__(self, budget: CacheBudget, block_size: int, *, shares: bool) -> None:
+    def __init__(self, budget: CacheBudget, block_size: int, *, shares: bool, drafts: int = 0) -> None:
         self.budget = budget
         self.block_size = block_size
         self.shares = shares
+        self.drafts = drafts
         self.step: Step | None = None
         self.on_forget: list[Callable[[str], None]] = []
+        self.on_move: list[Callable[[int, Tensor, Tensor], None]] = []
+        self.placing = Drafts()
         self._tables: dict[int, Tensor] = {}
         self._prompts: dict[str, tuple[int, CacheBudget]] = {}
         self._layouts: dict[str, PageLayout] = {}
@@ -250,6 +267,7 @@ class Sequences:
         """Requests lose their blocks, so what was kept of their windows is worthless."""
         for request_id in request_ids:
             self._layouts.pop(request_id, None)
+            self.placing.forget(request_id)
             for forget in self.on_forget:
                 forget(request_id)
 
@@ -279,25 +297,32 @@ class Sequences:
         computed, scheduled = computed.astype(np.int64), scheduled.astype(np.int64)
         stops = np.cumsum(scheduled)
         starts = stops - scheduled
+        # vLLM may fill the last token of a prompt up with drafts that nobody guessed; no query of theirs may vote.
+        prompt_stops = starts + np.clip(length - computed, 0, scheduled)
         decoding = computed >= length
-        rows = torch.from_numpy(np.flatnonzero(decoding))
-        stored = np.minimum(length, limit) + computed - length
-        count, base_t, limit_t = (torch.from_numpy(array)[rows] for array in (stored, base, limit))
+        rows = np.flatnonzero(decoding)
+        stored = (np.minimum(length, limit) + computed - length)[rows]
+        moves, at_end = _NO_MOVES, self.drafts > 0 and self.placing.at_end
+        if self.drafts:
+            decoders = [(request_ids[row], layouts[row].prompt) for row in rows.tolist()]
+            moves = self.placing.moves(decoders, stored.tolist())
         self.step = Step(
-            rows=rows,
-            tokens=torch.from_numpy(starts)[rows],
-            entries=next_slot(count, base_t, limit_t),
-            used=torch.minimum(count + 1, limit_t),
+            rows=torch.from_numpy(rows),
+            placed=place_tokens(stored, base[rows], limit[rows], starts[rows], scheduled[rows], at_end=at_end),
+            moves=moves,
             shift=torch.from_numpy(np.where(computed >= moves_at, front, 0))[rows],
             longest_other=int((computed + scheduled)[~decoding].max(initial=0)),
             windows=[
-                _window(request_ids[row], layouts[row], row, int(starts[row]), int(stops[row]), int(computed[row]))
+                _window(
+                    request_ids[row], layouts[row], row, int(starts[row]), int(prompt_stops[row]), int(computed[row])
+                )
                 for row in np.flatnonzero(
                     (computed < moves_at) & (computed + scheduled > moves_at - np.where(length > limit, window, 1))
                 ).tolist()
             ],
             targets={},
             tables=self._tables,
+            move=self._move,
             outgoing=[
                 Outgoing(request_ids[row], layouts[row], row)
                 for row in np.flatnonzero((computed < length) & (computed + scheduled >= length)).tolist()
@@ -309,9 +334,13 @@ class Sequences:
         """The step is over; dummy runs between steps see none."""
         self.step = None
 
+    def _move(self, block_size: int, sources: Tensor, targets: Tensor) -> None:
+        for move in self.on_move:
+            move(block_size, sources, targets)
+
     def _lay_out(self, request_id: str, length: int, *, arrives: bool = False) -> None:
         budget = self._prompts[request_id][1]
-        layout = lay_out_pages(length, budget, self.block_size, shares=self.shares, arrives=arrives)
+        layout = lay_out_pages(length, budget, self.block_size, shares=self.shares, arrives=arrives, drafts=self.drafts)
         self._layouts[request_id] = layout
 
 
@@ -325,7 +354,7 @@ def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int
 
 def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Target:
     """Find a sequence and the place for its copy in its row of the block table."""
-    source = row[: blocks_for(layout.moves_at or 0, block_size)].to(torch.int64)
-    entry = torch.arange(layout.prompt.limit, device=row.device)
+    source = row[: blocks_for(layout.source_tokens, block_size)].to(torch.int64)
+    entry = torch.arange(layout.copied_entries, device=row.device)
     block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)
     return Target(source, block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device))

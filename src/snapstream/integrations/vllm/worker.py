@@ -13,7 +13,7 @@ from snapstream.integrations.vllm.blocks import budgeted
 from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook, unknown_field
 from snapstream.integrations.vllm.layers import LayerCompressor, adopt_layers
 from snapstream.integrations.vllm.runner import adopt_runner
-from snapstream.integrations.vllm.settings import active_budget
+from snapstream.integrations.vllm.settings import active_budget, most_drafts
 from snapstream.integrations.vllm.step import METADATA_FIELDS, Sequences
 
 if TYPE_CHECKING or not current_platform.is_cpu():
@@ -37,7 +37,8 @@ class SnapStreamWorker(Worker):
         if budget is None:
             raise ConfigurationError("the SnapStream worker was chosen, but the configuration carries no budget")
         caching = bool(self.cache_config.enable_prefix_caching)
-        self.sequences = Sequences(budget, self.cache_config.block_size, shares=caching)
+        drafts = most_drafts(self.vllm_config)
+        self.sequences = Sequences(budget, self.cache_config.block_size, shares=caching, drafts=drafts)
         adopt_runner(self.model_runner, self.sequences, is_v2=bool(self.use_v2_model_runner))
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +48,8 @@ class SnapStreamWorker(Worker):
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """What every layer needs of the cache: vLLM's specs, with the budget."""
-        return {name: budgeted(name, spec, self.sequences.budget) for name, spec in super().get_kv_cache_spec().items()}
+        budget, drafts = self.sequences.budget, self.sequences.drafts
+        return {name: budgeted(name, spec, budget, drafts) for name, spec in super().get_kv_cache_spec().items()}
 
     def determine_available_memory(self) -> int:
         """Bytes for the cache: what vLLM found free, less what compressing the longest prompt takes for a moment.
