@@ -30,7 +30,7 @@ class Life:
         self.sequences.placing.at_end = at_end
         extra = {"kv_transfer_params": {"do_remote_prefill": True, "length": length}} if arrives else None
         self.sequences.admit("r", length + arrives, length + arrives, extra)
-        self.blocks, self.memory, self.moved = [], {}, 0
+        self.blocks, self.memory, self.moved, self.published = [], {}, 0, set()
         limit, base = self.layout.prompt.limit, self.layout.prompt.base
         self.kept = [*range(base), *range(length - (limit - base), length)] if length > limit else [*range(length)]
 
@@ -62,7 +62,9 @@ class Life:
         places = [self.address(table, computed + i) for i in range(size)] if computed < self.length else [-1] * size
         old = Metadata(torch.tensor([computed + size]), computed + size, table, torch.tensor(places))
         new = step.rewrite(old, self.kernel, self.manager)
-        self.memory |= dict(zip(old.slot_mapping.tolist(), tokens, strict=True))
+        written = old.slot_mapping.tolist()
+        assert not self.published.intersection(written)
+        self.memory |= dict(zip(written, tokens, strict=True))
         assert -1 not in self.memory
         used = int(new.seq_lens[0])
         entries = [self.memory[self.address(new.block_table_tensor, entry)] for entry in range(used)]
@@ -80,6 +82,16 @@ class Life:
                 ]
                 self.memory |= dict(zip(target.slots.tolist(), copied, strict=True))
         return [entries[: used - size + 1 + i] for i in range(size)]
+
+    def settle(self, computed):
+        """So many tokens are certain: blocks in front of a copy go, and full ones are published where others share."""
+        if self.layout.has_moved(computed):
+            for block in self.blocks[: self.layout.front_blocks]:
+                for slot in range(block * self.manager, (block + 1) * self.manager):
+                    self.memory.pop(slot, None)
+        elif self.layout.shares:
+            whole = self.layout.shareable(computed) // self.manager
+            self.published = {b * self.manager + i for b in self.blocks[:whole] for i in range(self.manager)}
 
 
 def visible(layout, tokens):
@@ -114,6 +126,7 @@ def test_a_life_with_drafts(manager, kernel, budget, shares, at_end):
             seen = life.step(computed, [*range(computed, computed + size), *["wrong"] * padded])
             assert seen[:size] == [list(range(computed + i + 1)) for i in range(size)]
             computed += size
+            life.settle(computed)
 
         stored = list(life.kept)  # every token that was ever put into the cache, oldest first
         while computed < length + 90:
@@ -129,6 +142,7 @@ def test_a_life_with_drafts(manager, kernel, budget, shares, at_end):
                     assert seen[i] == [*stored, *tokens[: i + 1]]
             stored += tokens[: right + 1]
             computed += right + 1
+            life.settle(computed)
         moved += life.moved
     assert moved > 100
 

@@ -18,7 +18,7 @@ def layouts(draw):
         ring=draw(st.sampled_from(["elastic", "paper"])),
     )
     length, size = draw(st.integers(1, 200)), draw(st.sampled_from([1, 3, 16, 32]))
-    return lay_out_pages(length, budget, size, shares=draw(st.booleans()))
+    return lay_out_pages(length, budget, size, shares=draw(st.booleans()), drafts=draw(st.integers(0, 20)))
 
 
 @given(layouts())

@@ -124,9 +124,9 @@ def test_a_plain_configuration_is_supported():
     [
         (
             {"speculative_config": SimpleNamespace(method="mtp")},
-            "speculative decoding by mtp; only .* are not compressed",
+            "speculative decoding by mtp; only .* would not be compressed",
         ),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, 'only "method": "ngram" needs no cache of its own'),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, 'only "method": "ngram" is supported'),
         (
             {"speculative_config": SimpleNamespace(method="ngram"), "scheduler__async_scheduling": True},
             "with --async-scheduling; leave one out",

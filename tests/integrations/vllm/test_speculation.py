@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from snapstream.config import CacheBudget
+from snapstream.integrations.vllm.compatibility import CONNECTOR_HOOKS, missing_hook
 from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import (
     BUDGET,
@@ -44,6 +45,8 @@ class Guesser:
     def _guess(self, known):
         number = next(n for n, (tokens, _) in enumerate(self.peers) if known[: len(tokens)] == tokens)
         answer, peer = self.made[number], self.peers[number][1]
+        if len(known) - len(self.peers[number][0]) == len(answer) + 1:  # a step that nobody guessed for
+            answer += peer.send(0)
         assert known[len(self.peers[number][0]) :] == answer  # all of what was right, and nothing else, was accepted
         drafts = self.rng.randrange(K + 1)
         right = self.rng.randrange(drafts + 1)
@@ -53,20 +56,48 @@ class Guesser:
         return made[:right] + [(made[right] + 1) % 100] * (drafts - right)
 
 
-def guessed(monkeypatch, checkpoint, prompts, budget, steps, latent=False, **settings):
-    """Tokens with such guesses, the reference's, and steps."""
-    guesser, seen = Guesser(checkpoint, prompts, budget, latent), []
+class Knower:
+    """Guesses what it was told, and something wrong behind it."""
 
-    def propose(*args, **kwargs):
-        return guesser.propose(*args, **kwargs)
+    def __init__(self, prompts, answers):
+        self.whole = [tokens + answer for tokens, answer in zip(prompts, answers, strict=True)]
 
-    with vllm_engine(checkpoint, budget, speculative_config=NGRAM, **settings) as llm:
+    def propose(self, proposer, most, sampled, lengths, tokens, *args, **kwargs):
+        return [self._guess(tokens[row, : lengths[row]].tolist()) for row in range(len(sampled))]
+
+    def _guess(self, known):
+        whole = next(whole for whole in self.whole if known == whole[: len(known)])
+        return [*whole[len(known) : len(known) + K - 1], 0]
+
+
+@pytest.fixture
+def guess(monkeypatch):
+    """Lets a guesser stand in for vLLM's search, once there is an engine."""
+
+    def replace_search(guesser):
+        def propose(*args, **kwargs):
+            return guesser.propose(*args, **kwargs)
+
         monkeypatch.setattr("vllm.v1.spec_decode.ngram_proposer.NgramProposer.propose", propose)
+
+    return replace_search
+
+
+def guessed(guess, checkpoint, prompts, budget, steps, latent=False, **settings):
+    """Tokens with such guesses, the reference's, and blocks held in each step."""
+    guesser, seen = Guesser(checkpoint, prompts, budget, latent), []
+    with vllm_engine(checkpoint, budget, speculative_config=NGRAM, **settings) as llm:
+        guess(guesser)
         before = free_blocks(llm)
         got = run_by_hand(llm, prompts, sampling(steps), lambda _: seen.append(held_blocks(llm)))
         assert free_blocks(llm) == before
     assert guesser.right > steps / 2
     return got, [answer[:steps] for answer in guesser.made], seen
+
+
+def accepted(llm):
+    """Guesses that were right so far."""
+    return sum(each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens")
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared blocks", "own blocks"])
@@ -75,25 +106,25 @@ def guessed(monkeypatch, checkpoint, prompts, budget, steps, latent=False, **set
     [BUDGET, replace(BUDGET, ring="paper"), CacheBudget(sink=3, recent=40, top_k=58, window=9)],
     ids=["elastic", "paper", "no multiple of the block"],
 )
-def test_equals_a_reference_that_sees_what_drafts_see(monkeypatch, llama, budget, shares):
+def test_equals_a_reference_that_sees_what_drafts_see(guess, llama, budget, shares):
     """Whether prompts were compressed or grow into their rings, and whether their blocks are others' too."""
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    got, want, seen = guessed(monkeypatch, llama, prompts, budget, 150, enable_prefix_caching=shares)
+    got, want, seen = guessed(guess, llama, prompts, budget, 150, enable_prefix_caching=shares)
     assert got == want
     held = [blocks for step in seen[-20:] for blocks in step.values()]
     assert max(held) == -(-(budget.capacity + K) // 32)  # one block more than without speculation, at most
 
 
-def test_latent_attention(monkeypatch, deepseek):
+def test_latent_attention(guess, deepseek):
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    got, want, _ = guessed(monkeypatch, deepseek, prompts, BUDGET, 150, latent=True, **MLA)
+    got, want, _ = guessed(guess, deepseek, prompts, BUDGET, 150, latent=True, **MLA)
     assert got == want
 
 
-def test_with_room_in_the_cache_nothing_differs(monkeypatch, llama):
+def test_with_room_in_the_cache_nothing_differs(guess, llama):
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     budget = CacheBudget.of(1000)
-    got, want, _ = guessed(monkeypatch, llama, prompts, budget, 100)
+    got, want, _ = guessed(guess, llama, prompts, budget, 100)
     assert got == want == [peer_generate(llama, tokens, budget, 100) for tokens in prompts]
 
 
@@ -110,16 +141,42 @@ def test_a_small_pool_preempts_and_loses_nothing(llama):
             lambda _: preempted.append(max((r.num_preemptions for r in requests.values()), default=0)),
         )
         assert free_blocks(llm) == before
+        assert accepted(llm) > 0
     assert max(preempted) > 0
     assert got == [peer_generate(llama, tokens, budget, 200) for tokens in some]
 
 
-def test_a_prompt_as_long_as_the_model_allows(llama):
-    """Its row of blocks has room for drafts, too."""
+def test_prompts_as_long_as_the_model_allows(llama):
+    """Their rows of blocks have room for drafts, too."""
     some = [prompt(n, n) for n in (382, 383)]
     with vllm_engine(llama, BUDGET, speculative_config=NGRAM, max_model_len=384) as llm:
         got = generate(llm, some, 2)
-    assert got == [peer_generate(llama, tokens, BUDGET, 2)[: len(made)] for tokens, made in zip(some, got, strict=True)]
+    assert got == [peer_generate(llama, tokens, BUDGET, 384 - len(tokens)) for tokens in some]
+
+
+def test_guesses_beyond_the_longest_sequence(guess, llama):
+    """vLLM cuts them off."""
+    some, budget = [prompt(n, n) for n in range(370, 382)], CacheBudget.of(380)
+    want = [peer_generate(llama, tokens, budget, 384 - len(tokens)) for tokens in some]
+    with vllm_engine(llama, budget, speculative_config=NGRAM, max_model_len=384) as llm:
+        guess(Knower(some, want))
+        assert generate(llm, some, 20) == want
+        assert accepted(llm) > 20
+
+
+def test_an_answer_with_wrong_guesses_is_shared(guess, llama):
+    """What was published of it was certain: the next turn finds it in the prefix cache, and is right."""
+    first = prompt(40, 1)
+    guesser = Guesser(llama, [first], BUDGET)
+    with vllm_engine(llama, BUDGET, speculative_config=NGRAM, enable_prefix_caching=True) as llm:
+        guess(guesser)
+        (said,) = run_by_hand(llm, [first], sampling(70))
+        turn = first + said + prompt(5, 2)
+        guess(Guesser(llama, [turn], BUDGET))
+        (answer,) = llm.generate({"prompt_token_ids": turn}, sampling(40), use_tqdm=False)
+        assert answer.num_cached_tokens == 96
+    assert said == guesser.made[0][:70]
+    assert list(answer.outputs[0].token_ids)[:1] == peer_generate(llama, turn, BUDGET, 1)
 
 
 def test_the_prefix_cache_and_a_prompt_that_is_all_in_it(llama):
@@ -135,17 +192,19 @@ def test_the_prefix_cache_and_a_prompt_that_is_all_in_it(llama):
         assert generate(llm, some, 2) == wanted
 
 
-def test_caches_that_travel(llama, tmp_path):
-    """A decode instance that speculates: its first step has the only token that it was sent."""
+@pytest.mark.skipif(missing_hook(CONNECTOR_HOOKS) is not None, reason="this vLLM's connectors cannot do it")
+def test_caches_that_travel(guess, llama, tmp_path):
+    """A decode instance that speculates over caches that arrive compressed."""
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    budget = CacheBudget.of(1000)
-    want = [peer_generate(llama, tokens, budget, 40) for tokens in prompts]
-    with vllm_engine(
-        llama, budget, speculative_config=NGRAM, kv_transfer_config=transfer(tmp_path), enable_prefix_caching=False
-    ) as llm:
+    guesser = Guesser(llama, prompts, BUDGET)
+    settings = {"kv_transfer_config": transfer(tmp_path), "enable_prefix_caching": False}
+    with vllm_engine(llama, BUDGET, speculative_config=NGRAM, **settings) as llm:
+        departures = read(llm, prompts)
+        guess(guesser)
         before = free_blocks(llm)
-        assert decode(llm, prompts, read(llm, prompts), 40) == want
+        assert decode(llm, prompts, departures, 90) == [answer[:90] for answer in guesser.made]
         assert free_blocks(llm) == before
+        assert accepted(llm) > 90
 
 
 def test_two_ranks(llama):

@@ -11,9 +11,10 @@ The certain token enters the ring at once. So without drafts every token sees wh
 an entry that it would have found overwritten, the second one two of them, and so on. As long as the cache has room,
 tokens stand where they belong, and nothing differs.
 
-Some kernels take a step's tokens from the batch, and from the cache what is in front of as many entries at its end. For
-these the certain token must stand before the drafts, so while the ring turns it takes the ring's last entry. What was
-there waits where the oldest entry was, which has to go anyway, and the two change places before the next step.
+Some kernels take the tokens of a step from the batch, and from the cache all but as many entries at its end. For these
+the certain token must stand before the drafts, so while the ring turns it takes the ring's last entry. What was there
+waits where the oldest entry was, which has to go anyway, and the two change places before the next step. That is done
+without drafts, too: beside sequences that have some, such kernels may take a single token for a short prompt.
 """
 
 from __future__ import annotations

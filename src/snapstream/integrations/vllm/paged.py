@@ -53,9 +53,6 @@ class PagedCache:
             self.key_shape = (layer.num_kv_heads, layer.head_size)
             self.value_shape = (layer.num_kv_heads, getattr(layer, "head_size_v", layer.head_size))
         self._keys, self._values = self._locate()
-        page = layer.kv_cache.shape[1:]
-        self._key_places = torch.unravel_index(self._keys, page)
-        self._value_places = None if self._values is None else torch.unravel_index(self._values, page)
 
     def read_pages(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Copy blocks out, as they are: ``[blocks, elements per block]``."""
@@ -82,10 +79,10 @@ class PagedCache:
         """
         block, within = (slots // self.block_size)[:, None, None], slots % self.block_size
 
-        def entries(places: tuple[Tensor, ...]) -> Tensor:
-            return cache[(block, *(place[within] for place in places))].transpose(0, 1)
+        def entries(offsets: Tensor) -> Tensor:
+            return cache[(block, *torch.unravel_index(offsets[within], cache.shape[1:]))].transpose(0, 1)
 
-        return entries(self._key_places), None if self._value_places is None else entries(self._value_places)
+        return entries(self._keys), None if self._values is None else entries(self._values)
 
     def write(self, cache: Tensor, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
         """Store entries through the backend's own function.

@@ -17,8 +17,8 @@ A cache that another instance has compressed arrives as it will be decoded in: t
 to share, so it has no blocks in front, and its ring turns where it is.
 
 With speculative decoding there is room for a step's drafts behind either part (see
-:mod:`~snapstream.integrations.vllm.drafts`), and ``tokens`` counts them, too: a full cache is copied out in every step
-that fills it with drafts, until it is full without.
+:mod:`~snapstream.integrations.vllm.drafts`). A cache that fits is copied out in every step whose tokens, drafts
+included, reach its limit; the copy counts once as many tokens are certain.
 
 Scheduler and worker compute the same layout from the same numbers, so no message passes between them.
 """
@@ -98,7 +98,7 @@ class PageLayout:
         return self.front_blocks + self.cache_blocks
 
     def has_moved(self, tokens: int) -> bool:
-        """Whether the copy is made by the time ``tokens`` tokens have been computed."""
+        """Whether the copy is made by the time ``tokens`` tokens have been computed; it counts if they are certain."""
         return self.moves_at is not None and tokens >= self.moves_at
 
     def blocks(self, tokens: int) -> int:

@@ -171,8 +171,8 @@ def _speculative_obstacles(config: Any) -> list[tuple[bool, str]]:
     return [
         (
             speculative.method != "ngram",
-            f'speculative decoding by {speculative.method}; only "method": "ngram" needs no cache of its own, and '
-            "those of draft models, MTP and EAGLE are not compressed",
+            f'speculative decoding by {speculative.method}; only "method": "ngram" is supported, because caches of '
+            "draft models, MTP and EAGLE would not be compressed",
         ),
         (
             config.parallel_config.pipeline_parallel_size > 1,

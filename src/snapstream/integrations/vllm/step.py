@@ -85,7 +85,7 @@ class Target(NamedTuple):
 
     Attributes:
         blocks: Block ids of what is copied from, int64 ``[blocks]``.
-        slots: Slot of every kept entry, int64 ``[limit]``.
+        slots: Slot of every entry of the copy, int64 ``[copied_entries]`` of the layout.
         layout: The layout, as tensors of shape ``[1]``.
     """
 
