@@ -98,12 +98,12 @@ test-vllm-tp16: $(VLLM_STAMP)
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
 
-# The plugin beside stock vLLM; on a quiet machine.
+# The plugin beside stock vLLM, and n-gram speculation; half an hour, on a quiet machine.
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python benchmarks/vllm_plugin.py
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m benchmarks.vllm_speculation
 
-# Streams while long prompts arrive, on one instance and on two: the table of docs/vllm.md; half an hour, on a quiet machine.
+# Streams while long prompts arrive, on one instance and on two: the table of docs/vllm.md; half an hour or more, on a quiet machine.
 bench-apart: $(VLLM_STAMP)
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m benchmarks.vllm_apart
 
