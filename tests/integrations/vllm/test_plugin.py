@@ -50,14 +50,21 @@ def test_a_budget_names_our_worker_and_scheduler_and_keeps_other_settings(llama,
             {
                 "additional_config": {"snapstream": 128},
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+                "pipeline_parallel_size": 2,
             },
-            "leave --speculative-config out",
+            "speculative decoding with pipeline parallelism",
         ),
     ],
 )
 def test_what_cannot_work_stops_the_server_at_start(llama, settings, message):
     with pytest.raises(ConfigurationError, match=message):
         engine_config(llama, **settings)
+
+
+def test_a_drafter_with_a_cache_of_its_own_is_refused(llama):
+    drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
+    with pytest.raises(ConfigurationError, match='speculative decoding by draft_model; only "method": "ngram"'):
+        engine_config(llama, additional_config={"snapstream": 128}, speculative_config=drafter)
 
 
 def test_a_sliding_window_is_refused(tmp_path):
