@@ -11,6 +11,16 @@ from pathlib import Path
 from typing import Any
 
 
+def vllm_in_one_process(gigabytes: int) -> dict[str, str]:
+    """Variables for a vLLM whose engine can be driven step by step, with so much memory for caches by default."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(gigabytes)),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 class Process:
     """This end: starts the other one and asks it things.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from model import CONFIG
-from process import Process, serve
+from process import Process, serve, vllm_in_one_process
 from ratios import show
 
 SECTIONS = ("pool", "decode", "prefill")
@@ -36,13 +35,7 @@ class Engine(Process):
     """vLLM in a process of its own."""
 
     def __init__(self, name: str, model: str, budget: int | None, **settings: Any) -> None:
-        environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "3"),
-            "HF_HUB_OFFLINE": "1",
-            "SNAPSTREAM_BUDGET": "" if budget is None else str(budget),
-        }
+        environment = vllm_in_one_process(3) | {"SNAPSTREAM_BUDGET": "" if budget is None else str(budget)}
         super().__init__(
             name, [sys.executable, __file__, "--serve", json.dumps({"model": model, **settings})], environment
         )

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.process import Process, serve
+from benchmarks.process import Process, serve, vllm_in_one_process
 from benchmarks.ratios import show
 
 PROMPT, TOKENS, SEQUENCES = 1000, 500, 8
@@ -64,13 +62,7 @@ class Server:
 def engine(model: str, budget: int, *, guesses: bool) -> Process:
     settings: dict[str, Any] = {"model": model, "max_model_len": 2048, "max_num_seqs": SEQUENCES}
     settings["speculative_config"] = GUESSES if guesses else None
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
-        "HF_HUB_OFFLINE": "1",
-        "SNAPSTREAM_BUDGET": str(budget),
-    }
+    environment = vllm_in_one_process(2) | {"SNAPSTREAM_BUDGET": str(budget)}
     name = "with speculation" if guesses else "without"
     return Process(name, [sys.executable, "-m", __spec__.name, "--serve", json.dumps(settings)], environment)
 
@@ -119,13 +111,12 @@ def compare(model: str, texts: dict[str, list[list[int]]], rounds: int) -> None:
                 one.ask("answer", prompts)
             runs = [[one.ask("answer", prompts) for one in engines] for _ in range(rounds)]
             plain, ours = runs[-1]
-            alike = sum(a == b for a, b in zip(plain["answers"], ours["answers"], strict=True))
             same = [
                 next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), TOKENS)
                 for a, b in zip(plain["answers"], ours["answers"], strict=True)
             ]
             faster = [a["seconds"] / b["seconds"] for a, b in runs]
-            steps = statistics.median(b["steps"] for _, b in runs)
+            steps, alike = statistics.median(b["steps"] for _, b in runs), same.count(TOKENS)
             until = "" if alike == len(same) else f", others until token {min(same)} or later"
             print(f"| {text} | {name} | {steps:.2f} | {show(faster)}x | {alike} of {len(same)}{until} |", flush=True)
         for one in engines:
@@ -149,8 +140,7 @@ def main() -> None:
     )
     compare(str(TASK_MODEL), task_prompts(), arguments.rounds)
     with tempfile.TemporaryDirectory() as directory:
-        texts = random_model(str(Path(directory)))
-        compare(directory, texts, arguments.rounds)
+        compare(directory, random_model(directory), arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,13 @@ AttentionInterface.register("snapstream_oracle", _attention)
 
 def peer_generate(checkpoint, tokens, budget, steps, latent=False):
     """Greedy tokens of transformers' own model, its attention restricted to what the oracle keeps."""
-    model = AutoModelForCausalLM.from_pretrained(
+    return oracle_generate(_load(checkpoint), tokens, budget, steps, latent)
+
+
+def _load(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="snapstream_oracle"
     )
-    return oracle_generate(model, tokens, budget, steps, latent)
 
 
 @torch.no_grad()
@@ -130,10 +133,7 @@ def oracle_generate(model, tokens, budget, steps, latent=False):
 @torch.no_grad()
 def speculate(checkpoint, tokens, budget, latent=False):
     """A generator of lists: greedy tokens of each step. Send how many drafts of the next one are right."""
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="snapstream_oracle"
-    )
-    oracle = SpeculatingOracle(budget, latent)
+    model, oracle = _load(checkpoint), SpeculatingOracle(budget, latent)
     _ORACLES["now"] = oracle
     out = model(torch.tensor([list(tokens)]), use_cache=True)
     right = yield [int(out.logits[0, -1].argmax())]

@@ -65,6 +65,11 @@ def scheduler(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def counted(llm, name):
+    """One of vLLM's counters, over all engines."""
+    return sum(each.value for each in llm.get_metrics() if each.name == f"vllm:{name}")
+
+
 def free_blocks(llm):
     return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
 

@@ -35,7 +35,7 @@ def run_offline(
 
 
 def main():
-    from tests.integrations.vllm.engines import generate, vllm_engine
+    from tests.integrations.vllm.engines import counted, generate, vllm_engine
     from tests.integrations.vllm.travel import decode, read, transfer
 
     task = json.loads(sys.argv[1])
@@ -50,8 +50,7 @@ def main():
             tokens = read(llm, prompts)
         else:
             tokens = decode(llm, prompts, departures or read(llm, prompts), steps)
-        preempted = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
-        print("TOKENS", json.dumps([tokens, preempted]), flush=True)
+        print("TOKENS", json.dumps([tokens, counted(llm, "num_preemptions")]), flush=True)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def test_a_life_with_drafts(manager, kernel, budget, shares, at_end):
 def test_a_sequence_that_loses_its_blocks_forgets_its_drafts():
     budget = BUDGETS[0]
     sequences = Sequences(budget, 16, shares=False, drafts=DRAFTS)
+    sequences.placing.at_end = True
     sequences.admit("r", 60, 60, None)
     sequences.begin(["r"], np.array([60]), np.array([4]))
     sequences.begin(["r"], np.array([62]), np.array([4]))

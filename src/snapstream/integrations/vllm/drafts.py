@@ -23,9 +23,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from snapstream.compression.layout import Layout, entry_of
+from snapstream.compression.layout import Layout, entry_of, next_slot
 
 Integers = NDArray[np.int64]
 
@@ -73,12 +74,12 @@ def place_tokens(
         limit: End of each ring ``[B]``.
         first: Each one's first new token, an index into the batch's tokens ``[B]``.
         scheduled: New tokens of each one ``[B]``, 1 or more.
-        at_end: Whether the certain token stands before the drafts; else it takes its slot (equation 4 of the paper).
+        at_end: Whether the certain token stands before the drafts; else it takes its slot.
     """
     owners = np.repeat(np.arange(len(count)), scheduled)
     number = np.arange(len(owners)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
     start = np.minimum(count, limit - 1)
-    slot = start if at_end else np.where(count < limit, count, base + (count - base) % np.maximum(limit - base, 1))
+    slot = start if at_end else next_slot(*map(torch.from_numpy, (count, base, limit))).numpy()
     entries = np.where(number == 0, slot[owners], start[owners] + number)
     return Placed(owners, first[owners] + number, entries, start + scheduled, scheduled)
 
@@ -87,11 +88,11 @@ class Drafts:
     """Remembers where the tokens of each sequence's last step stand.
 
     Attributes:
-        at_end: Whether the certain token of a step stands before its drafts.
+        at_end: Whether the certain token of a step stands before its drafts. Whoever knows the kernels sets it.
     """
 
     def __init__(self) -> None:
-        self.at_end = True
+        self.at_end = False
         self._counts: dict[str, int] = {}
 
     def moves(self, sequences: Iterable[tuple[str, Layout]], counts: Iterable[int]) -> Moves:

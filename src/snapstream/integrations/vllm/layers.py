@@ -212,7 +212,8 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             backends[backend] = _rewriting_backend(backend, sequences)
         layer.attn_backend = backends[backend]
         compressors.append(compressor)
-    sequences.placing.at_end = not {made.get_name() for made in backends} <= _READ_THE_CACHE
+    read_the_batch = {backend.get_name() for backend in backends} - _READ_THE_CACHE
+    sequences.placing.at_end = sequences.drafts > 0 and bool(read_the_batch)
     return compressors
 
 

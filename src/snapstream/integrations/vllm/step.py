@@ -302,7 +302,7 @@ class Sequences:
         decoding = computed >= length
         rows = np.flatnonzero(decoding)
         stored = (np.minimum(length, limit) + computed - length)[rows]
-        moves, at_end = _NO_MOVES, self.drafts > 0 and self.placing.at_end
+        at_end, moves = self.placing.at_end, _NO_MOVES
         if self.drafts:
             decoders = [(request_ids[row], layouts[row].prompt) for row in rows.tolist()]
             moves = self.placing.moves(decoders, stored.tolist())
