@@ -76,7 +76,7 @@ def test_cors(llm):
 
 def test_every_answer_has_a_name(server, caplog):
     with caplog.at_level(logging.INFO, "snapstream.access"):
-        reply = post(server, prompt="w5", max_tokens=2, headers={"X-Request-Id": "my-request.1"})
+        reply = post(server, prompt="w5", max_tokens=2, ignore_eos=True, headers={"X-Request-Id": "my-request.1"})
         assert reply.headers["x-request-id"] == "my-request.1"
         assert reply.json()["id"] == "cmpl-my-request.1"
         made = post(server, prompt="w5", max_tokens=-1, headers={"X-Request-Id": "no good!"})
