@@ -13,7 +13,7 @@ from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import PlainProgram, Take
+from snapstream.kernels.operations import Advance, Commit, PlainProgram, Take, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kern
 EXACT = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 CPU = torch.device("cpu")
 BUDGET = CacheBudget(sink=4, recent=600, top_k=500, window=8)
+DRAFTED = (2, 0, 1, 1)
+"""Guesses that slots have, where not all have as many as there is room for."""
 INSTRUCTIONS = range(len(kernels.INSTRUCTIONS)) if kernels.available() else ()
 
 
@@ -36,8 +38,11 @@ def load(checkpoint, dtype):
     return load_model(checkpoint, load_spec(checkpoint), dtype, CPU)
 
 
-def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None):
-    """Slots in the middle of sequences of different lengths, one of them free; caches are random."""
+def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None):
+    """Slots in the middle of sequences of different lengths, one of them free; caches are random.
+
+    Where it is said how many guesses slots have, what comes of them is verified.
+    """
     spec, generator = model.spec, torch.Generator().manual_seed(seed)
     dtype = dtype or model.embedding.weight.dtype
     layouts = [lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)]
@@ -61,19 +66,23 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None):
         active=column((True, True, False, True)),
         forced=torch.full((slots, steps), -1),
         taken=torch.zeros((steps, slots), dtype=torch.int64),
+        drafted=None if drafted is None else column(drafted),
+        accepted=None if drafted is None else torch.zeros(slots, dtype=torch.int64),
     )
-    operations = [*model.operations()]
-    if tokens == 1:
-        operations.append(Take(Part("logits", spec.vocab_size, dtype=torch.float32)))
+    operations, logits = [*model.operations()], Part("logits", spec.vocab_size, dtype=torch.float32)
+    if drafted is not None:
+        operations += [Verify(logits), Commit(), Advance()]
+    elif tokens == 1:
+        operations.append(Take(logits))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending = caches(tokens) if tokens > 1 else []
     return operations, Machine(buffers, state, caches(BUDGET.capacity), pending)
 
 
-def agree(got, want, active, tolerance):
-    """Buffers of active rows, caches and state; relative to the size of what is in them."""
-    tokens = got.slots.tokens
-    rows = active.repeat_interleave(tokens)
+def agree(got, want, tolerance):
+    """Buffers of the rows there are, caches and state; relative to the size of what is in them."""
+    there = want.slots.used()
+    rows = there.flatten()
     for name, buffer in want.buffers.items():
         mine = got.buffers[name]
         if name == "ends":
@@ -86,26 +95,27 @@ def agree(got, want, active, tolerance):
             mine[used].double() / scale, buffer[used].double() / scale, rtol=4 * tolerance, atol=4 * tolerance, msg=name
         )
     for mine, theirs in zip((*got.caches, *got.pending), (*want.caches, *want.pending), strict=True):
-        for a, b in zip(mine.tensors, theirs.tensors, strict=True):
+        for pair in zip(mine.tensors, theirs.tensors, strict=True):
+            a, b = (each.transpose(1, 2)[there] for each in pair) if theirs in want.pending else pair
             torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
     for a, b in zip(vars(got.slots).values(), vars(want.slots).values(), strict=True):
-        assert torch.equal(a, b)
+        assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, None), (3, DRAFTED)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens):
+def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
     """One after the other, each from what plain torch has made of those before."""
     model = load(checkpoint, dtype)
     for instructions in INSTRUCTIONS if dtype == torch.bfloat16 else (0,):
-        operations, plain = machine(model, tokens=tokens)
+        operations, plain = machine(model, tokens=tokens, drafted=drafted)
         mine = copy.deepcopy(plain)
         loop, twin = CpuProgram(operations, mine, instructions=instructions), PlainProgram(operations, plain)
         for index in range(len(operations)):
             loop.run(1, index, index + 1)
             twin.run(1, index, index + 1)
-            agree(mine, plain, plain.slots.active, EXACT[dtype])
+            agree(mine, plain, EXACT[dtype])
             for name, buffer in plain.buffers.items():
                 mine.buffers[name].copy_(buffer)
             for ours, theirs in zip((*mine.caches, *mine.pending), (*plain.caches, *plain.pending), strict=True):
@@ -132,7 +142,7 @@ def test_a_step_equals_float64(checkpoint):
 
 def state_of(m):
     tensors = [m.buffers["logits"], *vars(m.slots).values(), *(t for c in m.caches for t in c.tensors)]
-    return [tensor.clone() for tensor in tensors]
+    return [tensor.clone() for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,7 +185,7 @@ def test_a_slot_depends_on_itself_alone(checkpoint, dtype):
     free = ~m.slots.active
     for got, was in zip((m.slots, *m.caches), (start.slots, *start.caches), strict=True):
         tensors = zip(*((vars(x).values() if isinstance(x, Slots) else x.tensors) for x in (got, was)), strict=True)
-        assert all(torch.equal(a[free], b[free]) for a, b in tensors if len(a) == len(free))
+        assert all(torch.equal(a[free], b[free]) for a, b in tensors if a is not None and len(a) == len(free))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,6 +207,53 @@ def test_several_tokens_equal_one_after_the_other(checkpoint, dtype):
         single.slots.token[:, 0] = many.slots.token[:, t]
         loop.run(1)
         assert torch.equal(many.buffers["logits"].view(len(rows), T, -1)[rows, t], single.buffers["logits"][rows])
+
+
+def look_ahead(operations, single, steps):
+    """The tokens that come next in each slot, ``[steps, B]``; nothing is changed."""
+    ahead = copy.deepcopy(single)
+    CpuProgram(operations, ahead).run(steps)
+    return ahead.slots.taken[:steps]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_verified_tokens_equal_one_after_the_other(checkpoint, dtype):
+    """To the bit, in every round, however many of the guesses are right; in rings that turn in a step, too."""
+    model, T = load(checkpoint, dtype), 4
+    operations, many = machine(model, tokens=T, seed=5, drafted=(0, 0, 0, 0))
+    single_operations, single = machine(model, seed=5)
+    single.caches = copy.deepcopy(many.caches)
+    for slots in (many.slots, single.slots):
+        slots.limit[2] = slots.base[2] + 2  # shorter than what a step may take
+        slots.active[2], slots.active[0] = True, False
+        slots.forced[1, :3] = torch.tensor([7, 9, 11])
+    many.slots.token[:, 0] = single.slots.token[:, 0]
+    verify, loop = CpuProgram(operations, many), CpuProgram(single_operations, single)
+    generator, counts = torch.Generator().manual_seed(0), []
+    for _ in range(12):
+        coming = look_ahead(single_operations, single, T - 1).T
+        wrong = torch.rand(coming.shape, generator=generator) < 0.3
+        many.slots.token[:, 1:] = torch.where(wrong, (coming + 1) % 96, coming)
+        many.slots.drafted.copy_(torch.randint(0, T, (4,), generator=generator))
+        verify.run()
+        accepted, active = many.slots.accepted, single.slots.active.clone()
+        there = torch.arange(T - 1) < many.slots.drafted[:, None]
+        right = (~wrong & there).long().cumprod(1).sum(1) + 1
+        assert torch.equal(accepted[active], right[active])
+        for t in range(T):
+            single.slots.active.copy_(active & (t < accepted))
+            loop.run()
+            now = single.slots.active
+            assert torch.equal(many.slots.taken[t, now], single.slots.taken[0, now])
+        single.slots.active.copy_(active)
+        counts += accepted[active].tolist()
+        for name in ("position", "count", "forced"):
+            assert torch.equal(getattr(many.slots, name), getattr(single.slots, name)), name
+        assert torch.equal(many.slots.token[active, 0], single.slots.token[active, 0])
+        for ours, theirs in zip(many.caches, single.caches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
+    assert set(counts) == {1, 2, 3, 4}
 
 
 @torch.inference_mode()

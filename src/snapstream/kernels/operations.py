@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import plain
-from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.parts import Machine, Part, Slots
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Sort(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        idle = ~m.slots.active.repeat_interleave(m.slots.tokens)[:, None]
+        idle = ~m.slots.used().reshape(-1, 1)
         chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, self.count)  # behind all others
         order = chosen.flatten().argsort(stable=True)
         self.target.of(m.buffers)[:, 0] = self.source.of(m.buffers)[order // chosen.shape[1], 0]
@@ -283,7 +283,7 @@ class Combine(Operation):
 
     def run(self, m: Machine) -> None:
         """See :class:`Operation`."""
-        idle = ~m.slots.active.repeat_interleave(m.slots.tokens)[:, None]
+        idle = ~m.slots.used().reshape(-1, 1)
         chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, torch.iinfo(torch.int64).max)
         place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
         rows, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
@@ -308,6 +308,68 @@ class Take(Operation):
         slots.token[:, 0] = torch.where(active, tokens, slots.token[:, 0])
         slots.count.add_(active.long())
         slots.position.add_(active.long())
+
+
+def accept(slots: Slots, tokens: Tensor) -> None:
+    """Note what was taken after each token, and which guesses it shows to be right.
+
+    Args:
+        slots: Their ``taken`` and ``accepted`` are written.
+        tokens: What the model takes after each token, int64 ``[B, T]``; those after a wrong guess mean nothing.
+    """
+    right = (slots.token[:, 1:] == tokens[:, :-1]) & slots.used()[:, 1:]
+    assert slots.accepted is not None
+    slots.accepted.copy_(torch.where(slots.active, 1 + right.long().cumprod(1).sum(1), slots.accepted))
+    taken, places = slots.taken[: slots.tokens], torch.arange(slots.tokens, device=tokens.device)
+    taken.copy_(torch.where(slots.active & (places[:, None] < slots.accepted), tokens.T, taken))
+
+
+@dataclass(frozen=True)
+class Verify(Operation):
+    """Take the most likely token after each token, or the one it must take; see :func:`accept`."""
+
+    logits: Part
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots = m.slots
+        likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1).view_as(slots.token)
+        forced = slots.forced[:, : slots.tokens]
+        accept(slots, torch.where(forced >= 0, forced, likeliest))
+
+
+@dataclass(frozen=True)
+class Commit(Operation):
+    """Put the pending entries of tokens that were accepted into the caches of all layers."""
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots, entries = m.slots, m.slots.entries()
+        assert slots.accepted is not None
+        for cache, pending in zip(m.caches, m.pending, strict=True):
+            for t in range(slots.tokens):
+                key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
+                certain = slots.active & (t < slots.accepted)
+                cache.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), certain)
+
+
+@dataclass(frozen=True)
+class Advance(Operation):
+    """Go on behind the tokens that were accepted: the last one that was taken is read next."""
+
+    def run(self, m: Machine) -> None:
+        """See :class:`Operation`."""
+        slots = m.slots
+        assert slots.accepted is not None
+        accepted = torch.where(slots.active, slots.accepted, 0)
+        last = slots.taken.gather(0, (accepted - 1).clamp(min=0)[None])[0]
+        slots.token[:, 0] = torch.where(slots.active, last, slots.token[:, 0])
+        most = slots.forced.shape[1]
+        coming = torch.arange(most, device=accepted.device) + accepted[:, None]
+        left = slots.forced.gather(1, coming.clamp(max=most - 1))
+        slots.forced.copy_(torch.where(coming < most, left, -1))
+        slots.count.add_(accepted)
+        slots.position.add_(accepted)
 
 
 @dataclass

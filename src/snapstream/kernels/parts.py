@@ -56,7 +56,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Slots:
-    """State of the slots, which operations read, and :class:`Take` writes.
+    """State of the slots, which operations read, and those that take tokens write.
+
+    With several tokens per slot the first is certain, and those after it are guesses of what comes next.
 
     Attributes:
         token: Tokens to read, int64 ``[B, T]``.
@@ -67,6 +69,8 @@ class Slots:
         active: Slots that take part, bool ``[B]``; the others are left alone.
         forced: Tokens that must be taken next, -1 for none, int64 ``[B, steps]``.
         taken: Tokens that were taken, int64 ``[steps, B]``.
+        drafted: How many guesses each slot has, int64 ``[B]``; ``None``: as many as there is room for.
+        accepted: How many of the tokens taken are certain, int64 ``[B]``; ``None`` where nothing is verified.
     """
 
     token: Tensor
@@ -77,6 +81,8 @@ class Slots:
     active: Tensor
     forced: Tensor
     taken: Tensor
+    drafted: Tensor | None = None
+    accepted: Tensor | None = None
 
     @classmethod
     def that_see(cls, valid: Tensor, entries: int) -> Slots:
@@ -103,6 +109,12 @@ class Slots:
         """Tokens of a slot (``T``)."""
         return self.token.shape[1]
 
+    def used(self) -> Tensor:
+        """Which tokens there are, bool ``[B, T]``."""
+        places = torch.arange(self.tokens, device=self.active.device)
+        there = self.active[:, None].expand_as(self.token)
+        return there if self.drafted is None else there & (places <= self.drafted[:, None])
+
     def positions(self) -> Tensor:
         """True positions of all rows, int64 ``[B * T]``."""
         return self._of_rows(self.position)
@@ -112,9 +124,9 @@ class Slots:
         return next_slot(self._of_rows(self.count), *self._expanded(self.base, self.limit)).view_as(self.token)
 
     def valid(self) -> Tensor:
-        """Entries that each token sees, its own included, int64 ``[B, T]``; 0 in a slot that takes no part."""
+        """Entries that each token sees, its own included, int64 ``[B, T]``; 0 where there is no token."""
         seen = torch.minimum(self._of_rows(self.count) + 1, *self._expanded(self.limit)).view_as(self.token)
-        return torch.where(self.active[:, None], seen, 0)
+        return torch.where(self.used(), seen, 0)
 
     def _of_rows(self, first: Tensor) -> Tensor:
         return (first[:, None] + torch.arange(self.tokens, device=first.device)).flatten()

@@ -128,6 +128,7 @@ def run_engine(directory: str) -> tuple[int, int]:
     from tests.checkpoints import prompt
 
     settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3, "sessions": 1}
+    settings |= {"speculative": "lookup"}
     llm = make_engine(directory, budget=CacheBudget(4, 16, 28, window=8), **settings)
     ready = len(compiled)
     rng = random.Random(0)

@@ -46,8 +46,10 @@ class _Program(ctypes.Structure):
         ("caches", ctypes.POINTER(_Cache)),
         *((name, ctypes.c_int64) for name in ("type", "instructions", "slots", "tokens")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "entries", "size", "most_steps")),
-        *((name, ctypes.c_void_p) for name in ("token", "position", "base", "cached", "limit")),
-        *((name, ctypes.c_void_p) for name in ("active", "forced", "taken")),
+        *((name, ctypes.c_void_p) for name in ("token", "position")),
+        ("token_row", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("base", "cached", "limit", "active", "forced", "taken")),
+        *((name, ctypes.c_void_p) for name in ("drafted", "accepted")),
     )
 
 
@@ -127,12 +129,15 @@ class CpuProgram:
             most_steps=self._steps,
             token=_address(slots.token),
             position=_address(slots.position),
+            token_row=slots.token.stride(0),
             base=_address(slots.base),
             cached=_address(slots.count),
             limit=_address(slots.limit),
             active=_address(slots.active),
             forced=_address(slots.forced),
             taken=_address(slots.taken),
+            drafted=_address(slots.drafted),
+            accepted=_address(slots.accepted),
         )
         self._threads = 0
         self._scratch = torch.empty(0)
@@ -185,7 +190,7 @@ class CpuProgram:
 
 _KINDS = (
     *("embed", "angles", "norm", "product", "gated", "heads", "rotate", "store", "attend", "choose", "sort"),
-    *("expert gated", "expert", "combine", "take", "gate"),
+    *("expert gated", "expert", "combine", "take", "gate", "verify", "commit", "advance"),
 )
 _Encoded = tuple[
     str, tuple[Part | None, Part | None, Part | None], Tensor | None, Tensor | None, tuple[int, ...], float
@@ -271,6 +276,21 @@ def _(o: ops.Combine, machine: Machine) -> _Encoded:
 @_encode.register
 def _(o: ops.Take, machine: Machine) -> _Encoded:
     return "take", (o.logits, None, None), None, None, (), 0.0
+
+
+@_encode.register
+def _(o: ops.Verify, machine: Machine) -> _Encoded:
+    return "verify", (o.logits, None, None), None, None, (), 0.0
+
+
+@_encode.register
+def _(o: ops.Commit, machine: Machine) -> _Encoded:
+    return "commit", (None, None, None), None, None, (len(machine.caches),), 0.0
+
+
+@_encode.register
+def _(o: ops.Advance, machine: Machine) -> _Encoded:
+    return "advance", (None, None, None), None, None, (), 0.0
 
 
 def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None = None, **fields: Any) -> None:

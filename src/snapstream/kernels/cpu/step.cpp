@@ -57,7 +57,14 @@ class Launch : public Work {
       case ROTATE: return each_row(begin, end, [&](int64_t row) { r.rotate(o, row); });
       case GATE: return each_row(begin, end, [&](int64_t row) { r.gate_row(o, row); });
       case STORE: return each_row(begin, end, [&](int64_t row) { r.store_entry(o, row); });
-      case TAKE: return each_row(begin, end, [&](int64_t row) { r.take(o, row); });
+      case TAKE: return each_slot(begin, end, [&](int64_t slot) { r.take(o, slot); });
+      case VERIFY: return each_slot(begin, end, [&](int64_t slot) { r.verify(o, slot); });
+      case ADVANCE: return each_slot(begin, end, [&](int64_t slot) { r.advance(slot); });
+      case COMMIT: {
+        const int64_t slots = s.slot_count();
+        for (int64_t i = begin; i < end; ++i) r.commit(s.active[i % slots], s.p.caches[i / slots]);
+        return;
+      }
       case PRODUCT: return products.product(o, begin, end, thread);
       case GATED_PRODUCT: return products.gated_product(o, begin, end, thread);
       case HEAD_PRODUCT: return products.head_product(o, begin, end, thread);
@@ -80,6 +87,10 @@ class Launch : public Work {
       case HEAD_PRODUCT: return o.source.heads;
       case ATTEND: return attention.plan();
       case SORT: return experts.plan_sorting(o);
+      case TAKE:
+      case VERIFY:
+      case ADVANCE: return s.slot_count();
+      case COMMIT: return s.slot_count() * o.number[0];
       case EXPERT_GATED_PRODUCT:
       case EXPERT_PRODUCT: return experts.plan_experts(o) * units_of(o.target.size);
       default: return s.row_count();
@@ -89,6 +100,11 @@ class Launch : public Work {
   template <typename Function>
   void each_row(int64_t begin, int64_t end, const Function& function) {
     for (int64_t i = begin; i < end; ++i) function(s.rows[i]);
+  }
+
+  template <typename Function>
+  void each_slot(int64_t begin, int64_t end, const Function& function) {
+    for (int64_t i = begin; i < end; ++i) function(s.active[i]);
   }
 
   Step s;

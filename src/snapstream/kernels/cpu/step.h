@@ -30,6 +30,9 @@ enum Kind : int64_t {
   COMBINE,
   TAKE,
   GATE,
+  VERIFY,
+  COMMIT,
+  ADVANCE,
 };
 
 struct Operation {
@@ -54,11 +57,14 @@ struct Program {
   int64_t slots, tokens;                 // tokens per slot
   int64_t kv_heads, entries, size;       // of the caches
   int64_t most_steps;                    // of a launch
-  int64_t *token, *position;             // [slots, tokens], [slots]
+  int64_t *token, *position;             // [slots, tokens] with slots token_row numbers apart, [slots]
+  int64_t token_row;
   int64_t *base, *cached, *limit;        // [slots], see snapstream/compression/layout.py
   const bool* active;                    // [slots]
   int64_t* forced;                       // [slots, most_steps]: tokens that must be taken next, -1 for none
   int64_t* taken;                        // [most_steps, slots]: tokens that were taken
+  const int64_t* drafted;                // [slots]: guesses behind each first token; null: as many as there is room for
+  int64_t* accepted;                     // [slots]: how many of the tokens taken are certain
 };
 
 // Memory for temporaries: of how many bytes, and where they begin.
@@ -83,15 +89,20 @@ class Scratch {
 // Where a launch is: which rows there are, where each token goes, and what it sees.
 struct Step {
   explicit Step(const Program& program) : p(program), place(program.slots * program.tokens), seen(place.size()) {
-    rows.reserve(place.size());
+    rows.reserve(place.size()), active.reserve(program.slots);
   }
 
-  // Begins with the next token of each slot.
+  int64_t tokens_of(int64_t slot) const {
+    return p.drafted == nullptr ? p.tokens : std::min(p.drafted[slot] + 1, p.tokens);
+  }
+
+  // Begins with the next tokens of each slot.
   void begin() {
-    rows.clear();
+    rows.clear(), active.clear();
     for (int64_t slot = 0; slot < p.slots; ++slot) {
       if (p.active != nullptr && !p.active[slot]) continue;
-      for (int64_t t = 0; t < p.tokens; ++t) {
+      active.push_back(slot);
+      for (int64_t t = 0; t < tokens_of(slot); ++t) {
         const int64_t row = slot * p.tokens + t;
         rows.push_back(row);
         if (p.cached == nullptr) continue;
@@ -103,10 +114,12 @@ struct Step {
   }
 
   int64_t row_count() const { return static_cast<int64_t>(rows.size()); }
+  int64_t slot_count() const { return static_cast<int64_t>(active.size()); }
 
   const Program& p;
   int64_t number = 0;                // of the step in its launch
-  std::vector<int64_t> rows;         // of active slots
+  std::vector<int64_t> active;       // slots that take part
+  std::vector<int64_t> rows;         // theirs, of the tokens that there are
   std::vector<int64_t> place, seen;  // of each row: its entry in the cache, and how many entries it attends to
 };
 

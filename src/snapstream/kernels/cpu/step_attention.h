@@ -40,8 +40,8 @@ class AttentionOperations {
   // Only splits that hold valid entries become units, so short sequences and free slots cost nothing.
   int64_t plan() {
     spans.clear();
-    for (size_t i = 0; i < s.rows.size(); i += s.p.tokens) {
-      const int64_t slot = s.rows[i] / s.p.tokens, valid = s.seen[s.rows[i + s.p.tokens - 1]];
+    for (const int64_t slot : s.active) {
+      const int64_t valid = s.seen[slot * s.p.tokens + s.tokens_of(slot) - 1];
       const int64_t used = (valid + SPLIT - 1) / SPLIT;
       for (int64_t head = 0; head < s.p.kv_heads; ++head) {
         waiting[slot * s.p.kv_heads + head].store(used, std::memory_order_relaxed);
@@ -55,13 +55,12 @@ class AttentionOperations {
     const int64_t group = o.source.heads / s.p.kv_heads, width = state_size(o.target.size);
     for (int64_t i = begin; i < end; ++i) {
       const auto [slot, head, split] = spans[i];
-      for (int64_t t = 0; t < s.p.tokens; ++t) {
-        const int64_t row = slot * s.p.tokens + t;
+      const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
+      for (int64_t row = first; row < end_of_rows; ++row)
         if (split * SPLIT < s.seen[row]) attend_span(o, row, head, split, thread);
-      }
       // Whoever has the last part of a head puts all together, in an order that does not depend on who that is.
       if (waiting[slot * s.p.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-      for (int64_t row = slot * s.p.tokens; row < (slot + 1) * s.p.tokens; ++row) {
+      for (int64_t row = first; row < end_of_rows; ++row) {
         for (int64_t g = 0; g < group; ++g)
           merge_states(state_of(o, row, head, 0) + g * width, (s.seen[row] + SPLIT - 1) / SPLIT, group * width,
                        o.target.size, at<T>(o.target, row, head * group + g));

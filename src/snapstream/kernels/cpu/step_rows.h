@@ -37,7 +37,8 @@ class RowOperations {
 
   void embed(const Operation& o, int64_t row) {
     const T* table = static_cast<const T*>(o.weight);
-    std::copy_n(table + s.p.token[row] * o.target.size, o.target.size, at<T>(o.target, row));
+    const int64_t token = s.p.token[row / s.p.tokens * s.p.token_row + row % s.p.tokens];
+    std::copy_n(table + token * o.target.size, o.target.size, at<T>(o.target, row));
   }
 
   // Cosines, then sines, as the model's type has them.
@@ -116,29 +117,67 @@ class RowOperations {
     }
   }
 
-  // The most likely token, the first one if several are equal; or the one that has to be taken.
-  void take(const Operation& o, int64_t row) {
-    const float* logits = at<float>(o.source, row);
-    const int64_t slot = row;  // one token per slot
-    int64_t* forced = s.p.forced + slot * s.p.most_steps;
-    int64_t best = forced[0];
-    if (best < 0) {
-      vec highest = vec{} - std::numeric_limits<float>::infinity();
-      int64_t i = 0;
-      for (; i + LANES <= o.source.size; i += LANES) highest = larger(highest, load(logits + i));
-      float top = highest[0];
-      for (int lane = 1; lane < LANES; ++lane) top = std::max(top, highest[lane]);
-      for (; i < o.source.size; ++i) top = std::max(top, logits[i]);
-      best = std::find(logits, logits + o.source.size, top) - logits;
-      if (best == o.source.size) best = 0;  // nothing but NaN
+  // One token per slot.
+  void take(const Operation& o, int64_t slot) {
+    const int64_t token = token_after(o, slot, 0);
+    s.p.taken[s.number * s.p.slots + slot] = token;
+    go_on(slot, token, 1);
+  }
+
+  // What is taken after each token of a slot, and how many of its guesses that shows to be right.
+  void verify(const Operation& o, int64_t slot) {
+    const int64_t* guesses = s.p.token + slot * s.p.token_row + 1;
+    int64_t t = 0;
+    for (;; ++t) {
+      const int64_t token = token_after(o, slot, t);
+      s.p.taken[t * s.p.slots + slot] = token;
+      if (t + 1 == s.tokens_of(slot) || guesses[t] != token) break;
     }
-    std::copy(forced + 1, forced + s.p.most_steps, forced);
-    forced[s.p.most_steps - 1] = -1;
-    s.p.taken[s.number * s.p.slots + slot] = best;
-    s.p.token[slot] = best, ++s.p.position[slot], ++s.p.cached[slot];
+    s.p.accepted[slot] = t + 1;
+  }
+
+  // The pending entries of tokens that were accepted, in order: a short ring may turn in between.
+  void commit(int64_t slot, const Cache& cache) {
+    const int64_t D = s.p.size;
+    for (int64_t head = slot * s.p.kv_heads; head < (slot + 1) * s.p.kv_heads; ++head) {
+      for (int64_t t = 0; t < s.p.accepted[slot]; ++t) {
+        const int64_t from = (head * s.p.tokens + t) * D;
+        const int64_t to = (head * s.p.entries + s.place[slot * s.p.tokens + t]) * D;
+        std::copy_n(static_cast<const T*>(cache.pending_keys) + from, D, static_cast<T*>(cache.keys) + to);
+        if (cache.values != cache.keys)
+          std::copy_n(static_cast<const T*>(cache.pending_values) + from, D, static_cast<T*>(cache.values) + to);
+      }
+    }
+  }
+
+  void advance(int64_t slot) {
+    const int64_t count = s.p.accepted[slot];
+    go_on(slot, s.p.taken[(count - 1) * s.p.slots + slot], count);
   }
 
  private:
+  // The most likely token after the t-th of a slot, the first one if several are equal; or the one that has to be taken.
+  int64_t token_after(const Operation& o, int64_t slot, int64_t t) {
+    const int64_t forced = s.p.forced[slot * s.p.most_steps + t];
+    if (forced >= 0) return forced;
+    const float* logits = at<float>(o.source, slot * s.p.tokens + t);
+    vec highest = vec{} - std::numeric_limits<float>::infinity();
+    int64_t i = 0;
+    for (; i + LANES <= o.source.size; i += LANES) highest = larger(highest, load(logits + i));
+    float top = highest[0];
+    for (int lane = 1; lane < LANES; ++lane) top = std::max(top, highest[lane]);
+    for (; i < o.source.size; ++i) top = std::max(top, logits[i]);
+    const int64_t best = std::find(logits, logits + o.source.size, top) - logits;
+    return best == o.source.size ? 0 : best;  // nothing but NaN
+  }
+
+  // Goes on behind `count` tokens of which `token` is the last.
+  void go_on(int64_t slot, int64_t token, int64_t count) {
+    int64_t* forced = s.p.forced + slot * s.p.most_steps;
+    std::fill(std::copy(forced + count, forced + s.p.most_steps, forced), forced + s.p.most_steps, -1);
+    s.p.token[slot * s.p.token_row] = token, s.p.position[slot] += count, s.p.cached[slot] += count;
+  }
+
   Step& s;
 };
 
