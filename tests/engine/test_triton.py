@@ -9,6 +9,7 @@ from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make
+from tests.engine.test_speculation import drafting
 
 pytest.importorskip("triton")
 DEVICE = choose_device("auto").type
@@ -54,6 +55,23 @@ def test_tokens_of_the_cpu(tmp_path, family):
             saved, tokens = last.saved, [*tokens, *last.token_ids]
         answers.append(tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+def test_verified_tokens_of_the_cpu(tmp_path, family):
+    """With guesses that are mostly right, in a ring that turns; greedy and sampled."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    settings = {"dtype": "bfloat16" if DEVICE == "cuda" and "deepseek" in family else "float32", "max_model_len": 200}
+    prompts, budget = [prompt(n, seed=n) for n in (20, 60)], CacheBudget(2, 9, 7, window=8, kernel=5)
+    params = [greedy(16), greedy(12, temperature=0.8, top_p=0.9, seed=4)]
+    cpu = make(tmp_path, budget, device="cpu", attention="auto", **settings).generate(prompts, params)
+    answers = {tuple(tokens): out.token_ids for tokens, out in zip(prompts, cpu, strict=True)}
+    for each in (params, params[:1]):
+        llm = drafting(tmp_path, answers, budget, share=0.8, device=DEVICE, attention="triton", **settings)
+        outputs = llm.generate(prompts[: len(each)], each)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in cpu[: len(each)]]
+        assert sum(o.accepted for o in outputs) > 3
 
 
 def test_nothing_but_kernels_is_asked(tmp_path, monkeypatch):

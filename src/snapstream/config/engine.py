@@ -9,6 +9,11 @@ from snapstream.config.checks import require_integer
 from snapstream.config.policy import ALL, WINDOW
 from snapstream.errors import ConfigurationError
 
+SPECULATIVE = ("off", "lookup")
+"""Who may guess tokens."""
+MOST_GUESSES = 15
+"""Guesses that a step may verify."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -20,6 +25,9 @@ class EngineConfig:
         slots: Sequences decoded at a time.
         prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
         decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
+        speculative: Who guesses tokens that the model then verifies several at a time: ``off``, or ``lookup``, which
+            finds them in the prompt and the output so far. The output is the same; see docs/speculation.md.
+        speculative_tokens: Most guesses per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
@@ -37,6 +45,8 @@ class EngineConfig:
     slots: int = 4
     prefill_chunk: int = 512
     decode_steps: int = 4
+    speculative: str = "off"
+    speculative_tokens: int = 7
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
@@ -46,13 +56,18 @@ class EngineConfig:
     max_logprobs: int = 20
     memory_fraction: float = 0.9
 
+    @property
+    def guesses(self) -> int:
+        """Most guesses per sequence and step."""
+        return 0 if self.speculative == "off" else self.speculative_tokens
+
     def __post_init__(self) -> None:
         """Check every field that needs no model.
 
         Raises:
             ConfigurationError: A value that is not allowed.
         """
-        for name in ("slots", "prefill_chunk", "decode_steps", "max_logprobs"):
+        for name in ("slots", "prefill_chunk", "decode_steps", "speculative_tokens", "max_logprobs"):
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
@@ -70,6 +85,12 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
                 )
+        if self.speculative not in SPECULATIVE:
+            raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
+        if self.speculative_tokens > MOST_GUESSES:
+            raise ConfigurationError(
+                f"engine: speculative_tokens is {self.speculative_tokens}; it must be {MOST_GUESSES} or less"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
         if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:

@@ -7,6 +7,7 @@ without waiting for the host. Elsewhere the modules of the model run.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +21,10 @@ from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.engine.verification import Parts, Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Operation, Take
+from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
@@ -46,6 +48,7 @@ class Decode:
         capacity: int,
         slots: int,
         steps: int,
+        guesses: int,
         max_logprobs: int,
         eager: bool,
     ) -> None:
@@ -59,25 +62,33 @@ class Decode:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
         self.layers = self._caches(capacity, weight.dtype, device)
-        self.token, self.position = column(), column()
+        # The next token of each slot, and guesses of those after it.
+        self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
+        self.token, self.position = self.tokens[:, 0], column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.drafted, self.accepted = column(), column()
         # Tokens that the next steps of a launch must take, the next one first; -1 where the model is free.
-        self.forced = torch.full((slots, steps), -1, dtype=torch.int64, device=device)
+        most = max(steps, guesses + 1)
+        self.forced = torch.full((slots, most), -1, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, spec.vocab_size, device=device)
-        # What a launch of the loop has taken.
-        self.taken = torch.zeros((steps, slots), dtype=torch.int64, device=device)
+        # What a launch of the loop has taken, or one that verifies guesses.
+        self.taken = torch.zeros((most, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
         operations = list(model.operations())
         self.loop = self._loop_of([*operations, Take(Part("logits", spec.vocab_size, dtype=torch.float32))])
         self._kernels = self._kernels_of(operations)
         self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
         self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
+        sizes = most_tokens(guesses, device) if guesses else ()
+        self.verifications = {tokens: self._verification(operations, tokens, eager=eager) for tokens in sizes}
 
     def warm_up(self, pool: Any = None) -> None:
         """Run and capture the graphs; all slots are free before and after."""
-        for graph in (self.greedy_step, self.sampled_step):
-            graph.warm_up(pool)
+        for step in (self.greedy_step, self.sampled_step):
+            step.warm_up(pool)
+        for verification in self.verifications.values():
+            verification.warm_up(pool)
 
     @torch.inference_mode()
     def start(
@@ -175,14 +186,41 @@ class Decode:
         Returns:
             Per step, tensors that are the caller's. With ``greedy`` only the tokens mean something.
         """
-        for slot, tokens in (forced or {}).items():
-            self.forced[slot, : len(tokens)] = to_device(tokens, self.token.device)
+        self._force(forced)
         if self.loop is not None and greedy:
             self.loop.run(steps)
             return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
         if greedy:
             return [self._only_tokens(self.greedy_step().clone()) for _ in range(steps)]
         return [Sampled(*(tensor.clone() for tensor in self.sampled_step())) for _ in range(steps)]
+
+    def verify(
+        self, guesses: dict[int, Sequence[int]], *, greedy: bool, forced: dict[int, Sequence[int]] | None = None
+    ) -> tuple[list[Sampled], Tensor]:
+        """Read the next token of every active slot with guesses of those after it, and keep what is right.
+
+        Args:
+            guesses: By slot; at most the number given at construction, and one slot at least has some.
+            greedy: See :meth:`launch`.
+            forced: Tokens that a slot must take, at most one more than it has guesses.
+
+        Returns:
+            Per place the tokens taken, as :meth:`launch` returns them, and how many of them are certain, int64 ``[B]``.
+        """
+        most = max(map(len, guesses.values()))
+        verification = self.verifications[min(size for size in self.verifications if size > most)]
+        # One copy for all: how many guesses each slot has, and which.
+        rows = [[len(mine), *mine] for mine in (guesses.get(slot, ()) for slot in range(self.slots))]
+        given = to_device([row + [0] * (most + 1 - len(row)) for row in rows], self.token.device)
+        self.drafted.copy_(given[:, 0])
+        self.tokens[:, 1 : most + 1].copy_(given[:, 1:])
+        self._force(forced)
+        step = verification.sampled() if not greedy else [self._only_tokens(each) for each in verification.greedy()]
+        return step, self.accepted.clone()
+
+    def _force(self, forced: dict[int, Sequence[int]] | None) -> None:
+        for slot, tokens in (forced or {}).items():
+            self.forced[slot, : len(tokens)] = to_device(tokens, self.token.device)
 
     def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """The slots' memory, all zero."""
@@ -209,17 +247,47 @@ class Decode:
         """The operations by kernels for CUDA, where there are any."""
         if not isinstance(self.backend, TritonAttention):
             return None
+        return self._triton(operations, self._machine(operations))
+
+    def _triton(self, operations: Sequence[Operation], machine: Machine) -> Callable[[], None]:
         from snapstream.kernels.triton.program import TritonProgram
 
+        assert isinstance(self.backend, TritonAttention)
         keys, spec = self.layers[0].keys, self.model.spec
         query = torch.Size((1, spec.heads, spec.head_dim))
         splits = self.backend.splits(self.slots, query, keys.shape[1:], keys.dtype)
-        return TritonProgram(operations, self._machine(operations), splits=splits).run
+        return TritonProgram(operations, machine, splits=splits).run
 
-    def _machine(self, operations: Sequence[Operation]) -> Machine:
+    def _verification(self, operations: Sequence[Operation], tokens: int, *, eager: bool) -> Verification:
+        """Steps that read up to so many tokens per slot, by the same kernels as those that read one."""
+        logits = Part("logits", self.model.spec.vocab_size, dtype=torch.float32)
+        every = [*operations, Verify(logits), Commit(), Advance()]
+        machine, reading = self._machine(every, tokens), len(operations)
+        if self._kernels is not None:
+            read, verify, settle = (
+                self._triton(part, machine) for part in (operations, every[reading : reading + 1], every[reading + 1 :])
+            )
+
+            def greedy() -> None:
+                read()
+                verify()
+                settle()
+
+            parts = Parts(read, settle, greedy)
+        else:
+            program = (PlainProgram if self.loop is None else CpuProgram)(every, machine)
+            parts = Parts(
+                read=functools.partial(program.run, last=reading),
+                settle=functools.partial(program.run, first=reading + 1),
+                greedy=program.run,
+            )
+        return Verification(parts, machine, self.sampling, captured=not eager and self._kernels is not None)
+
+    def _machine(self, operations: Sequence[Operation], tokens: int = 1) -> Machine:
         """What a list of operations works on: this object's slots, and buffers for what is between."""
+        entry, dtype, device = self.model.spec.entry, self.layers[0].keys.dtype, self.token.device
         slots = Slots(
-            token=self.token[:, None],
+            token=self.tokens[:, :tokens],
             position=self.position,
             base=self.base,
             count=self.count,
@@ -227,11 +295,14 @@ class Decode:
             active=self.active,
             forced=self.forced,
             taken=self.taken,
+            drafted=self.drafted if tokens > 1 else None,
+            accepted=self.accepted if tokens > 1 else None,
         )
         parts = (part for each in operations for part in each.parts())
-        dtype, device = self.layers[0].keys.dtype, self.token.device
-        buffers = allocate_buffers(parts, self.slots, dtype, {"logits": self.logits}, device)
-        return Machine(buffers, slots, self.layers, pending=[])
+        given = {"logits": self.logits} if tokens == 1 else {}
+        buffers = allocate_buffers(parts, self.slots * tokens, dtype, given, device)
+        pending = [entry.empty(self.slots, tokens, dtype=dtype, device=device) for _ in self.layers if tokens > 1]
+        return Machine(buffers, slots, self.layers, pending)
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""

@@ -6,7 +6,9 @@ It decides nothing about who comes when, and it keeps nothing of a request that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from snapstream.compression import lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
+from snapstream.engine.drafters import Drafter, PromptLookup
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
+from snapstream.engine.pace import StepCost
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.request import Phase, Request
@@ -28,6 +32,8 @@ from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
 
+logger = logging.getLogger(__name__)
+
 
 class Executor:
     """A model with its staging cache and its slots.
@@ -37,11 +43,14 @@ class Executor:
         decode: Holds the slots.
         reading: The prompt that is being read.
         readers: Who it is read for, with where it goes.
+        drafter: Who guesses tokens, if anybody does.
     """
 
     def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
+        self._guesses, self._cost = config.guesses, StepCost()
+        self.drafter: Drafter | None = PromptLookup() if config.speculative == "lookup" else None
         self.prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
         self.decode = Decode(
             model,
@@ -49,6 +58,7 @@ class Executor:
             capacity=setup.budget.capacity,
             slots=config.slots,
             steps=config.decode_steps,
+            guesses=config.guesses,
             max_logprobs=config.max_logprobs,
             eager=eager,
         )
@@ -196,27 +206,42 @@ class Executor:
         return token
 
     def launch(self, going: Sequence[Request]) -> list[tuple[Request, Exception]]:
-        """Decode a few tokens for requests that have not ended.
+        """Decode a few tokens for requests that have not ended: one after the other, or, with guesses, at once.
 
         Returns:
             Whose own work failed, such as making text of tokens, and how.
         """
         greedy = all(request.params.plain_greedy for request in going)
-        # No more steps than the request that needs most can use.
-        steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
+        guesses = self._guess(going)
+        began = time.perf_counter()
         with current_device(self.device):
-            results = self.decode.launch(steps, greedy=greedy, forced=_next_forced(going, steps))
+            if guesses:
+                forced = _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
+                results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
+            else:
+                # No more steps than the request that needs most can use.
+                steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
+                forced = _next_forced(going, {request.slot: steps for request in going})
+                results = self.decode.launch(steps, greedy=greedy, forced=forced)
+                certain = torch.full((self.decode.slots,), steps)
             # One copy for all steps of a launch, one for each kind of detail.
             kinds = zip(*(step[: 1 if greedy else None] for step in results), strict=True)
-            stacked = to_host([torch.stack(kind) for kind in kinds])
-        tokens = stacked[0].tolist()
+            *stacked, certain = to_host([*(torch.stack(kind) for kind in kinds), certain])
+        tokens, counts = stacked[0].tolist(), certain.tolist()
+        seconds = time.perf_counter() - began
+        if guesses:
+            self._cost.saw_guesses(len(going), sum(map(len, guesses.values())), seconds)
+        else:
+            self._cost.saw_plain(len(going), seconds / len(tokens))
         details = None if greedy else [Sampled(*step) for step in zip(*stacked, strict=True)]
         failed: list[tuple[Request, Exception]] = []
         for request in going:
             slot, wanted = request.slot, request.params.logprobs
             assert slot is not None
+            if guesses:
+                request.pace.saw(len(guesses[slot]), counts[slot] - 1)
             try:
-                for index in range(steps):
+                for index in range(counts[slot]):
                     if request.finish_reason is not None:
                         break  # what was decoded past a stop is thrown away
                     report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
@@ -224,6 +249,31 @@ class Executor:
             except Exception as error:
                 failed.append((request, error))
         return failed
+
+    def _guess(self, going: Sequence[Request]) -> dict[int, Sequence[int]]:
+        """Guesses of what comes after each request's last token, by slot; empty if nobody has any."""
+        if self.drafter is None:
+            return {}
+        try:
+            made = self.drafter.guess(going, [self._most_guesses(request) for request in going])
+        except Exception:  # answers do not need guesses
+            logger.exception("guessing tokens failed; decoding goes on without")
+            self.drafter = None
+            return {}
+        guesses: dict[int, Sequence[int]] = {}
+        for request, tokens in zip(going, made, strict=True):
+            assert request.slot is not None
+            # What comes after an end is not guessed either.
+            end = next((at for at, token in enumerate(tokens, 1) if token in request.text.stop_ids), len(tokens))
+            guesses[request.slot] = tokens[:end]
+        return guesses if any(guesses.values()) else {}
+
+    def _most_guesses(self, request: Request) -> int:
+        """Guesses that a request has use for; none that may be stored behind the end of its output, see save()."""
+        most = request.pace.most(self._guesses, self._cost.share)
+        if request.params.stop:  # which may be anywhere
+            most = min(most, self.steps - 1)
+        return min(most, request.max_tokens - len(request.tokens) - 1)
 
     def save(self, request: Request) -> CompressedSequence:
         """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
@@ -271,10 +321,10 @@ def _shortened(one: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
     return TokenLogprobs(one.token_id, one.logprob, dict(list(one.top.items())[:most]))
 
 
-def _next_forced(requests: Sequence[Request], steps: int) -> dict[int, Sequence[int]]:
-    """Forced tokens of the next steps, by slot."""
-    coming = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps] for r in requests if r.slot is not None}
-    return {slot: tokens for slot, tokens in coming.items() if tokens}
+def _next_forced(requests: Sequence[Request], steps: Mapping[int | None, int]) -> dict[int, Sequence[int]]:
+    """Forced tokens by slot, of the next steps that each has."""
+    coming = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps[r.slot]] for r in requests}
+    return {slot: tokens for slot, tokens in coming.items() if slot is not None and tokens}
 
 
 def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:

@@ -15,6 +15,7 @@ from snapstream.config import MIN_CAPACITY, WINDOW
 from snapstream.config.policy import ALL, rows_of_queries
 from snapstream.engine.prefill import SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
+from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
 from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import parameter_bytes
@@ -209,7 +210,8 @@ def _plan(
         # there all the time: those of attention and those of what follows it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
         + slots * 2 * row_numbers(spec, item) * item
-        + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries),
+        + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
+        + _verifying(setup, slots, entries),
         slot_count=slots,
         cache_entries=entries,
         max_model_len=length,
@@ -217,6 +219,14 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
+
+
+def _verifying(setup: Setup, slots: int, entries: int) -> int:
+    """What steps that verify guesses hold: pending entries, logits, and buffers, for each kind of step there is."""
+    spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
+    rows = slots * sum(most_tokens(guesses, setup.device)) if guesses else 0
+    per_row = spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + 2 * row_numbers(spec, item) * item
+    return rows * per_row + setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
 
 
 def row_numbers(spec: ModelSpec, item: int) -> int:

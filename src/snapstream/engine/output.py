@@ -126,6 +126,8 @@ class RequestOutput:
         request_id: Given or made by :meth:`~snapstream.engine.engine.Engine.add_request`.
         new_text: What was added to :attr:`text` since the last output.
         token_count: Generated tokens.
+        drafted: Guesses of its tokens that were verified, with speculative decoding.
+        accepted: Those that were right.
         finished: Whether this is the last output.
         finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort`` or ``error``.
         error: What went wrong, with ``finish_reason="error"``.
@@ -139,6 +141,8 @@ class RequestOutput:
     request_id: str
     new_text: str
     token_count: int
+    drafted: int
+    accepted: int
     finished: bool
     finish_reason: FinishReason | None
     error: str | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget, SamplingParams
 from snapstream.engine.output import FinishReason, KeptTokens, TokenLogprobs
+from snapstream.engine.pace import Pace
 from snapstream.engine.text import OutputText
 
 
@@ -47,6 +48,7 @@ class Request:
         prompt_logprobs: Of the prompt's tokens, if asked for.
         kept: Which tokens were kept, if asked for.
         shares: How much of each part of the prompt was kept.
+        pace: What came of guesses of its tokens.
         finish_reason: Why it ended, once it has.
         error: What went wrong.
     """
@@ -69,6 +71,7 @@ class Request:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     kept: KeptTokens | None = None
     shares: tuple[float, ...] = ()
+    pace: Pace = field(default_factory=Pace)
     finish_reason: FinishReason | None = None
     error: str | None = None
 
