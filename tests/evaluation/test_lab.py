@@ -346,6 +346,18 @@ def test_only_lengths_that_all_caches_have_are_compared():
     )
 
 
+def test_guesses_are_told_by_task_and_cache():
+    from dataclasses import replace
+
+    made = [record("needle", 200, "full", "", seed, True) for seed in range(4)]
+    assert "Guesses" not in render_markdown({"model": "m"}, Results(made))
+    made += [record("needle", 200, "snapstream", "50", seed, True) for seed in range(4)]
+    made = [replace(one, drafted=1000 * one.seed, accepted=250 * one.seed) for one in made]
+    text = render_markdown({"model": "m"}, Results([*made, record("kv", 200, "full", "", 0, True)]))
+    assert "| needle | 25 of 6,000 | 25 of 6,000 |" in text
+    assert "| kv |  |  |" in text
+
+
 def test_one_question_at_several_sizes_is_one_question():
     made = [
         record("needle", 400, label, size, seed, right=label == "truncated" or seed % 2 == 0)

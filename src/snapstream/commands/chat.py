@@ -20,6 +20,8 @@ from snapstream.commands.options import (
     Model,
     ModelArgument,
     Policy,
+    Speculative,
+    SpeculativeTokens,
     chosen_model,
     eager,
     longest_of,
@@ -52,6 +54,8 @@ def chat(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    speculative: Speculative = "off",
+    speculative_tokens: SpeculativeTokens = 7,
     compiled: Compiled = None,
 ) -> None:
     """Talk to a model in the terminal; the line you type in says what the cache holds. Ctrl-C stops an answer."""
@@ -65,6 +69,8 @@ def chat(
         dtype=dtype,
         device=device,
         enforce_eager=eager(compiled, device),
+        speculative=speculative,
+        speculative_tokens=speculative_tokens,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     say_what_a_shipped_model_is(name)

@@ -12,7 +12,18 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from snapstream.assets import TASK_MODEL
-from snapstream.commands.options import ENGINE, Chunk, Compiled, Device, Dtype, chosen_model, eager, messages
+from snapstream.commands.options import (
+    ENGINE,
+    Chunk,
+    Compiled,
+    Device,
+    Dtype,
+    Speculative,
+    SpeculativeTokens,
+    chosen_model,
+    eager,
+    messages,
+)
 from snapstream.config import EngineConfig, policy_names
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
@@ -95,6 +106,8 @@ def evaluate(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    speculative: Speculative = "off",
+    speculative_tokens: SpeculativeTokens = 7,
     compiled: Compiled = None,
     telemetry: Annotated[
         bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
@@ -154,6 +167,8 @@ def evaluate(
         dtype=dtype,
         device=device,
         enforce_eager=eager(compiled, device),
+        speculative=speculative,
+        speculative_tokens=speculative_tokens,
     )
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,8 @@ from snapstream.commands.options import (
     MaxLength,
     NamedModel,
     Policy,
+    Speculative,
+    SpeculativeTokens,
     chosen_model,
     eager,
     max_length,
@@ -58,6 +60,8 @@ def generate(
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    speculative: Speculative = "off",
+    speculative_tokens: SpeculativeTokens = 7,
     compiled: Compiled = None,
     as_json: Json = False,
 ) -> None:
@@ -78,6 +82,8 @@ def generate(
         dtype=dtype,
         device=device,
         enforce_eager=eager(compiled, device),
+        speculative=speculative,
+        speculative_tokens=speculative_tokens,
     )
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM

@@ -56,6 +56,15 @@ Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=MODEL)
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
+Speculative = Annotated[
+    str,
+    typer.Option(
+        help="Guess tokens and verify several at a time, for the same output sooner where guesses are right: off, or "
+        "lookup, which finds them in the prompt and the output so far.",
+        rich_help_panel=ENGINE,
+    ),
+]
+SpeculativeTokens = Annotated[int, typer.Option(help="Most guesses per sequence and step.", rich_help_panel=ENGINE)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Compiled = Annotated[
     bool | None,

@@ -19,6 +19,8 @@ from snapstream.commands.options import (
     Model,
     ModelArgument,
     Policy,
+    Speculative,
+    SpeculativeTokens,
     chosen_model,
     longest_of,
     max_length,
@@ -45,6 +47,8 @@ def plan(
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda or cuda:N; need not be there. Graphs on CUDA hold what they work with.")
     ] = "auto",
+    speculative: Speculative = "off",
+    speculative_tokens: SpeculativeTokens = 7,
     memory: Annotated[
         float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
     ] = None,
@@ -70,7 +74,14 @@ def plan(
     _check_memory(memory, cache_memory, devices)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     config = EngineConfig(
-        max_model_len=length, slots=slots, sessions=sessions, prefill_chunk=prefill_chunk, dtype=dtype, device=device
+        max_model_len=length,
+        slots=slots,
+        sessions=sessions,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        speculative=speculative,
+        speculative_tokens=speculative_tokens,
     )
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)

@@ -27,6 +27,8 @@ from snapstream.commands.options import (
     Model,
     ModelArgument,
     Policy,
+    Speculative,
+    SpeculativeTokens,
     chosen_model,
     eager,
     longest_of,
@@ -55,6 +57,8 @@ def serve(
     max_model_len: MaxLength = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    speculative: Speculative = "off",
+    speculative_tokens: SpeculativeTokens = 7,
     budget: Budget = None,
     policy: Policy = "snapstream",
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.", rich_help_panel=CACHE)] = 8,
@@ -150,6 +154,8 @@ def serve(
         device=device,
         enforce_eager=eager(compiled, device),
         memory_fraction=memory_fraction,
+        speculative=speculative,
+        speculative_tokens=speculative_tokens,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     template = _read_template(chat_template)

@@ -73,6 +73,7 @@ class EngineHost:
         """Model, a fingerprint of its weights, and how it is run."""
         import torch
 
+        config = self.llm.engine.config
         return {
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
@@ -81,7 +82,7 @@ class EngineHost:
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,
             "chat": self.prompts.chat,
-        }
+        } | ({} if config.speculative == "off" else {"speculative": config.speculative, "guesses": config.guesses})
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
         """Answer jobs; equal prompts that follow each other are read once."""
@@ -123,6 +124,8 @@ class EngineHost:
             settings=budget.as_dict() | {"capacity": budget.capacity},
             mass=None if use.kept is None else tuple(round(mass, 5) for mass in use.kept.mass),
             kept=None if use.kept is None else _binned(use.kept, use.prompt_tokens),
+            drafted=output.drafted,
+            accepted=output.accepted,
         )
 
 

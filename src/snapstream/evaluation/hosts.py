@@ -44,6 +44,8 @@ class Answer:
         settings: The cache budget in full, or ``None`` where the host does not tell.
         mass: Kept share of the observation window's attention, per layer, if known.
         kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head, if known.
+        drafted: Guesses of tokens that were verified, with speculative decoding.
+        accepted: Those that were right.
     """
 
     text: str
@@ -53,6 +55,8 @@ class Answer:
     settings: dict[str, Any] | None = None
     mass: tuple[float, ...] | None = None
     kept: list[list[list[float]]] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Host(Protocol):

@@ -138,4 +138,6 @@ def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
         finish_reason=answer.finish_reason,
         mass=None if answer.mass is None else list(answer.mass),
         kept=answer.kept if pictured else None,
+        drafted=answer.drafted,
+        accepted=answer.accepted,
     )

@@ -23,6 +23,9 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
     swept = swept_rows(results)
     if swept:
         lines += ["", "## Settings", "", SWEPT_NOTE, "", *as_lines(swept)]
+    guesses = guess_rows(results)
+    if guesses:
+        lines += ["", "## Guesses that were right", "", GUESS_NOTE, "", *as_lines(guesses)]
     mass = mass_rows(results)
     if mass:
         lines += ["", "## Attention kept", "", MASS_NOTE, "", *as_lines(mass)]
@@ -36,6 +39,11 @@ SWEPT_NOTE = (
 MASS_NOTE = (
     "Percent of the attention of the prompt's last tokens that went to tokens which were kept, mean over layers, "
     "heads, tasks and samples."
+)
+
+GUESS_NOTE = (
+    "Percent of the guesses of speculative decoding that were right, and how many there were, over all lengths, sizes "
+    "and samples. They change how fast an answer comes, not what it is."
 )
 
 
@@ -117,6 +125,20 @@ def swept_rows(results: Results) -> list[list[str]]:
             gap = "" if label == first else f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
             table.append([label.partition(" ")[2], kind, str(count), share, gap])
     return table
+
+
+def guess_rows(results: Results) -> list[list[str]]:
+    """Guesses by task and cache, of tasks that the model cannot do too; empty if there were none."""
+    table = [["task", *results.labels]]
+    for task in results.tasks:
+        row = [task]
+        for label in results.labels:
+            records = [record for record in results.records if (record.task, record.label) == (task, label)]
+            drafted = sum(record.drafted for record in records)
+            accepted = sum(record.accepted for record in records)
+            row.append(f"{100 * accepted / drafted:.0f} of {drafted:,}" if drafted else "")
+        table.append(row)
+    return table if any(cell for row in table[1:] for cell in row[1:]) else []
 
 
 def mass_rows(results: Results) -> list[list[str]]:

@@ -47,6 +47,8 @@ class Record:
         finish_reason: Why writing ended.
         mass: Kept share of attention, per layer, if known.
         kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head; for one seed only.
+        drafted: Guesses of tokens that were verified, with speculative decoding.
+        accepted: Those that were right.
     """
 
     task: str
@@ -68,6 +70,8 @@ class Record:
     finish_reason: str
     mass: list[float] | None = None
     kept: list[list[list[float]]] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def right(self) -> bool:

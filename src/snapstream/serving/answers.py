@@ -21,6 +21,13 @@ class PromptDetails(BaseModel):
     cached_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
 
 
+class CompletionDetails(BaseModel):
+    """More about the tokens of the answers: what speculative decoding guessed."""
+
+    accepted_prediction_tokens: int = Field(description="Guesses that were right.")
+    rejected_prediction_tokens: int = Field(description="Guesses that were wrong; they are not in the answer.")
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
@@ -28,6 +35,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class SessionUse(BaseModel):

@@ -227,15 +227,24 @@ class Call:
     def _session(self) -> dict[str, Any]:
         return {} if self.turn is None else {"session": self.turn.report()}
 
-    def _completion_tokens(self) -> int:
+    def _outputs(self) -> list[RequestOutput]:
         assert self.batch is not None
-        return sum(one.output.token_count for one in self.batch.generations if one.output is not None)
+        return [one.output for one in self.batch.generations if one.output is not None]
+
+    def _completion_tokens(self) -> int:
+        return sum(output.token_count for output in self._outputs())
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = self.log["prompt_tokens"], self._completion_tokens()
+        accepted = sum(output.accepted for output in self._outputs())
+        rejected = sum(output.drafted for output in self._outputs()) - accepted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": 0 if self.turn is None else self.turn.reused},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
         }

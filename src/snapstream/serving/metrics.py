@@ -65,6 +65,8 @@ class ServerMetrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences, those of earlier turns included.")
         self._reused_tokens = counter("reused_tokens", "Prompt tokens that a session spared reading again.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._drafted = counter("drafted_tokens", "Tokens that speculative decoding guessed.")
+        self._accepted = counter("accepted_tokens", "Guessed tokens that were right.")
         self._compressed = counter("prompts_compressed", "Prompts that were compressed.")
         self._kept = counter("tokens_kept", "Prompt tokens kept in caches.")
         self._dropped = counter("tokens_dropped", "Prompt tokens left out of compressed caches.")
@@ -117,6 +119,8 @@ class ServerMetrics:
             return
         made = output.token_count
         self._generation_tokens.inc(made)
+        self._drafted.inc(output.drafted)
+        self._accepted.inc(output.accepted)
         if made > 1:
             self._per_token.observe((generation.ended - generation.first_token) / (made - 1))
 

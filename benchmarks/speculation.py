@@ -1,0 +1,218 @@
+"""Speculative decoding inside fixed caches: what a step of several tokens costs, and what guesses give.
+
+Everything that is compared runs in turn, round after round, in one process, and is reported as a ratio with its spread.
+A model with random weights copies nothing, so its texts are forced: the model works as for any other token, and the
+text decides which guesses are right. Prints Markdown.
+
+    python benchmarks/speculation.py                  # about half an hour on 2 cores
+    python benchmarks/speculation.py --only step      # or: texts, acceptance, shipped
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+
+from engine import interleaved, make_checkpoint, set_position
+from limits import as_the_command_does
+from ratios import show
+from snapstream import LLM, CacheBudget, SamplingParams
+from snapstream.assets import TASK_MODEL
+from snapstream.cache import CompressedSequence
+from snapstream.engine.drafters import Drafter, PromptLookup
+from snapstream.engine.pace import Pace
+from snapstream.evaluation.tasks import TASKS, make_sample
+
+SECTIONS = ("step", "texts", "acceptance", "shipped")
+CONTEXT, BUDGET, TOKENS = 16384, 4096, 256
+BATCHES = (1, 4)
+MOST = 7
+
+
+class Known(Drafter):
+    """Guesses what will come, right with a probability."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.random = share, random.Random(0)
+
+    def guess(self, requests, most):
+        made = []
+        for request, many in zip(requests, most, strict=True):
+            coming = request.params.forced[len(request.tokens) :][:many]
+            made.append([token if self.random.random() < self.share else (token + 1) % 4096 for token in coming])
+        return made
+
+
+def make_engine(checkpoint: str, batch: int, guesses: int = MOST) -> LLM:
+    return LLM(
+        checkpoint,
+        budget=CacheBudget.of(BUDGET),
+        max_model_len=CONTEXT + 2 * TOKENS,
+        slots=batch,
+        sessions=batch,
+        speculative="lookup",
+        speculative_tokens=guesses,
+        report_plan=lambda _: None,
+    )
+
+
+def read_once(llm: LLM, tokens: Sequence[int]) -> CompressedSequence:
+    """The compressed prompt, which every round decodes from."""
+    name = llm.engine.add_request(tokens, SamplingParams(max_tokens=0), keep=True)
+    while True:
+        for output in llm.engine.step():
+            if output.request_id == name and output.finished:
+                assert output.saved is not None
+                return output.saved
+
+
+def decode(llm: LLM, drafter: Drafter | None, pasts: Sequence[CompressedSequence], params: Sequence[SamplingParams]):
+    """Outputs, and the seconds from the first token on."""
+    engine = llm.engine
+    engine.executor.drafter = drafter
+    names = [engine.add_request([], one, past=past) for past, one in zip(pasts, params, strict=True)]
+    outputs = {}
+    while len(outputs) < len(names):
+        outputs |= {output.request_id: output for output in engine.step()}
+    start = time.perf_counter()
+    while engine.busy:
+        outputs |= {output.request_id: output for output in engine.step()}
+    return [outputs[name] for name in names], time.perf_counter() - start
+
+
+def bench_step(checkpoint: str, rounds: int) -> None:
+    print(f"\n## A step of several tokens, beside a step of one (cache of {BUDGET}, position {CONTEXT})\n")
+    print("| batch | 2 tokens | 4 tokens | 8 tokens |\n|---|---|---|---|", flush=True)
+    for batch in BATCHES:
+        llm = make_engine(checkpoint, batch)
+        slots = llm.engine.executor.decode
+
+        def verify(guesses: int, batch: int = batch, slots=slots) -> None:
+            set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
+            for _ in range(8):
+                slots.verify({slot: [1] * guesses for slot in range(batch)}, greedy=True)
+
+        def single(slots=slots) -> None:
+            set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
+            for _ in range(8):
+                slots.launch(1, greedy=True)
+
+        functions: dict[str, Callable[[], object]] = {"1": single}
+        functions |= {str(n + 1): lambda n=n, verify=verify: verify(n) for n in (1, 3, 7)}
+        times = interleaved(functions, rounds, warm_up=0.5)
+        cells = (show([a / b for a, b in zip(times[n], times["1"], strict=True)], 2) for n in ("2", "4", "8"))
+        print(f"| {batch} | " + " | ".join(f"{cell}x" for cell in cells) + " |", flush=True)
+
+
+def compare(llm: LLM, drafters: dict[str, Drafter], pasts, params, rounds: int) -> dict[str, tuple[list[float], float]]:
+    """Per drafter, how many times the tokens per second of none, and the share of guesses that were right."""
+    speed: dict[str, list[float]] = {name: [] for name in drafters}
+    share = {}
+    for _ in range(rounds):
+        plain, seconds = decode(llm, None, pasts, params)
+        for name, drafter in drafters.items():
+            outputs, mine = decode(llm, drafter, pasts, params)
+            assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+            speed[name].append(seconds / mine)
+            drafted = sum(one.drafted for one in outputs)
+            share[name] = sum(one.accepted for one in outputs) / drafted if drafted else float("nan")
+    return {name: (speed[name], share[name]) for name in drafters}
+
+
+def bench_texts(checkpoint: str, rounds: int) -> None:
+    print(f"\n## Prompt lookup: tokens per second beside decoding without (prompts of {CONTEXT}, cache of {BUDGET})\n")
+    print("| batch | text | tokens per second | guesses that were right |\n|---|---|---|---|", flush=True)
+    rng = random.Random(0)
+    for batch in BATCHES:
+        llm = make_engine(checkpoint, batch)
+        prompts = [[rng.randrange(2, 4096) for _ in range(CONTEXT)] for _ in range(batch)]
+        pasts = [read_once(llm, tokens) for tokens in prompts]
+        copies, mixed = [], []
+        for tokens in prompts:
+            text: list[int] = []
+            while len(text) < TOKENS:  # half of it passages of the prompt, half of it something new
+                at = rng.randrange(CONTEXT - 64)
+                text += [*tokens[at : at + 32], *(rng.randrange(2, 4096) for _ in range(32))]
+            mixed.append(text[:TOKENS])
+            at = rng.randrange(CONTEXT - TOKENS)
+            copies.append(tokens[at : at + TOKENS])
+        fresh = [[rng.randrange(2, 4096) for _ in range(TOKENS)] for _ in range(batch)]
+        for name, texts in (("a copy of the prompt", copies), ("half of it a copy", mixed), ("random", fresh)):
+            params = [SamplingParams(max_tokens=TOKENS, forced=tuple(text), ignore_eos=True) for text in texts]
+            speed, share = compare(llm, {"lookup": PromptLookup()}, pasts, params, rounds)["lookup"]
+            right = "none made" if share != share else f"{100 * share:.0f} %"
+            print(f"| {batch} | {name} | {show(speed, 2)}x | {right} |", flush=True)
+
+
+def bench_acceptance(checkpoint: str, rounds: int) -> None:
+    print("\n## Tokens per second beside decoding without, by the share of guesses that are right\n")
+    print("The paper multiplies its throughput by 2.4 for guesses that are right in 80 %.\n")
+    shares = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    print("| batch | guesses | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |")
+    print("|---|---|" + "---|" * len(shares), flush=True)
+    rng = random.Random(1)
+    for batch in BATCHES:
+        llm = make_engine(checkpoint, batch)
+        prompts = [[rng.randrange(2, 4096) for _ in range(CONTEXT)] for _ in range(batch)]
+        pasts = [read_once(llm, tokens) for tokens in prompts]
+        params = [
+            SamplingParams(max_tokens=TOKENS, forced=tuple(rng.randrange(4096) for _ in range(TOKENS)), ignore_eos=True)
+            for _ in range(batch)
+        ]
+        for name in (2, 3, f"as many as pay, up to {MOST}"):
+            always = mock.patch.object(Pace, "most", lambda pace, limit, cost, name=name: min(limit, name))
+            with always if isinstance(name, int) else mock.MagicMock():
+                found = compare(llm, {str(share): Known(share) for share in shares}, pasts, params, rounds)
+            cells = (f"{show(found[str(share)][0], 2)}x" for share in shares)
+            print(f"| {batch} | {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def bench_shipped(rounds: int) -> None:
+    print("\n## The shipped model on the lab's tasks, prompts of 2048, cache of a quarter\n")
+    print("| task | tokens per second | guesses that were right |\n|---|---|---|", flush=True)
+    llm = LLM(str(TASK_MODEL), budget=512, max_model_len=2560, slots=1, sessions=1, speculative="lookup",
+              report_plan=lambda _: None)  # fmt: skip
+    tokenizer = llm.tokenizer
+    for name in ("needle", "multiquery", "kv", "qa", "tracking", "long-decode"):
+        samples = [make_sample(TASKS[name], 2048, s, lambda text: len(tokenizer.encode(text))) for s in range(6)]
+        pasts = [read_once(llm, tokenizer.encode(sample.prompt + sample.lead)) for sample in samples]
+        speeds, shares = [], []
+        for past in pasts:
+            params = [SamplingParams(max_tokens=128, ignore_eos=True)]
+            speed, share = compare(llm, {"lookup": PromptLookup()}, [past], params, rounds)["lookup"]
+            speeds += speed
+            shares.append(share)
+        known = [share for share in shares if share == share]
+        right = f"{100 * sum(known) / len(known):.0f} %" if known else "none made"
+        print(f"| {name} | {show(speeds, 2)}x | {right} |", flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print the tables that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    with tempfile.TemporaryDirectory() as checkpoint:
+        make_checkpoint(checkpoint)
+        if "step" in wanted:
+            bench_step(checkpoint, 2 * options.rounds)
+        if "texts" in wanted:
+            bench_texts(checkpoint, options.rounds)
+        if "acceptance" in wanted:
+            bench_acceptance(checkpoint, options.rounds)
+    if "shipped" in wanted:
+        bench_shipped(options.rounds)
+
+
+if __name__ == "__main__":
+    as_the_command_does()
+    main()
