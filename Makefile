@@ -19,7 +19,7 @@ LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
 .PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
-  bench bench-apart bench-gpu bench-peers bench-vllm bench-transformers bench-deepseek train clean
+  bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -120,6 +120,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/reading.py $(if $(AGAINST),--against $(AGAINST))
+
+# Speculative decoding: the tables of docs/speculation.md; about half an hour, on a quiet machine.
+bench-speculative: $(STAMP)
+	$(BIN)/python benchmarks/speculation.py
 
 # On a GPU, with weights of the shape of Llama-3.1-8B made in place: docs/gpu.md. Parts: ONLY=decode,table5
 bench-gpu: $(STAMP)

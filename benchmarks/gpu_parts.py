@@ -215,7 +215,7 @@ class Bench:
         setup = self._setup(self.scale.cache, length, slots)
         plan = plan_engine(setup).ours
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        executor = Executor(setup, self.model, padded=plan.padded_len)
+        executor = Executor(setup, self.model, None, padded=plan.padded_len)
         counts = lay_out(length - 1, setup.budget).count
         prompt = [index % 90 for index in range(length - 1)]
         self._read(executor.prefill, prompt, executor.decode.slot(0, counts), self.spec)

@@ -97,11 +97,13 @@ def bench_step(checkpoint: str, rounds: int) -> None:
             set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
             for _ in range(8):
                 slots.verify({slot: [1] * guesses for slot in range(batch)}, greedy=True)
+            slots.position.tolist()  # waits for a device
 
         def single(slots=slots) -> None:
             set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
             for _ in range(8):
                 slots.launch(1, greedy=True)
+            slots.position.tolist()
 
         functions: dict[str, Callable[[], object]] = {"1": single}
         functions |= {str(n + 1): lambda n=n, verify=verify: verify(n) for n in (1, 3, 7)}

@@ -30,7 +30,8 @@ class Oracle(Drafter):
     def guess(self, requests, most):
         made = []
         for request, many in zip(requests, most, strict=True):
-            coming = self.answers[tuple(request.all_tokens)][len(request.tokens) :][: self.random.randint(0, many)]
+            coming = self.answers.get(tuple(request.all_tokens), ())[len(request.tokens) :]
+            coming = coming[: self.random.randint(0, many)]
             wrong = [self.random.random() >= self.share for _ in coming]
             made.append([(token + 1) % 96 if miss else token for token, miss in zip(coming, wrong, strict=True)])
         return made

@@ -15,6 +15,7 @@ from snapstream.commands.options import (
     Chunk,
     Compiled,
     Device,
+    DraftModel,
     Dtype,
     MaxLength,
     Model,
@@ -56,6 +57,7 @@ def chat(
     device: Device = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
+    draft_model: DraftModel = None,
     compiled: Compiled = None,
 ) -> None:
     """Talk to a model in the terminal; the line you type in says what the cache holds. Ctrl-C stops an answer."""
@@ -71,6 +73,7 @@ def chat(
         enforce_eager=eager(compiled, device),
         speculative=speculative,
         speculative_tokens=speculative_tokens,
+        draft_model=draft_model,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     say_what_a_shipped_model_is(name)

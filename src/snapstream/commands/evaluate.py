@@ -17,6 +17,7 @@ from snapstream.commands.options import (
     Chunk,
     Compiled,
     Device,
+    DraftModel,
     Dtype,
     Speculative,
     SpeculativeTokens,
@@ -108,6 +109,7 @@ def evaluate(
     device: Device = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
+    draft_model: DraftModel = None,
     compiled: Compiled = None,
     telemetry: Annotated[
         bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
@@ -169,6 +171,7 @@ def evaluate(
         enforce_eager=eager(compiled, device),
         speculative=speculative,
         speculative_tokens=speculative_tokens,
+        draft_model=draft_model,
     )
     try:
         output.mkdir(parents=True, exist_ok=True)

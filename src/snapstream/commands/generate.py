@@ -16,6 +16,7 @@ from snapstream.commands.options import (
     Chunk,
     Compiled,
     Device,
+    DraftModel,
     Dtype,
     Json,
     MaxLength,
@@ -62,6 +63,7 @@ def generate(
     device: Device = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
+    draft_model: DraftModel = None,
     compiled: Compiled = None,
     as_json: Json = False,
 ) -> None:
@@ -84,6 +86,7 @@ def generate(
         enforce_eager=eager(compiled, device),
         speculative=speculative,
         speculative_tokens=speculative_tokens,
+        draft_model=draft_model,
     )
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM

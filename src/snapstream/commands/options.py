@@ -59,10 +59,14 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_hel
 Speculative = Annotated[
     str,
     typer.Option(
-        help="Guess tokens and verify several at a time, for the same output sooner where guesses are right: off, or "
-        "lookup, which finds them in the prompt and the output so far.",
+        help="Guess tokens and verify several at a time, for the same output sooner where guesses are right: off, "
+        "lookup (finds them in the prompt and the output so far), or draft-model.",
         rich_help_panel=ENGINE,
     ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="A small model of the same tokenizer, for --speculative draft-model.", rich_help_panel=ENGINE),
 ]
 SpeculativeTokens = Annotated[int, typer.Option(help="Most guesses per sequence and step.", rich_help_panel=ENGINE)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

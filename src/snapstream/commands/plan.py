@@ -13,6 +13,7 @@ from rich.table import Table
 from snapstream.commands.options import (
     Budget,
     Chunk,
+    DraftModel,
     Dtype,
     Json,
     MaxLength,
@@ -49,6 +50,7 @@ def plan(
     ] = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
+    draft_model: DraftModel = None,
     memory: Annotated[
         float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
     ] = None,
@@ -82,6 +84,7 @@ def plan(
         device=device,
         speculative=speculative,
         speculative_tokens=speculative_tokens,
+        draft_model=draft_model,
     )
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
@@ -101,11 +104,11 @@ def plan(
     else:
         kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
-        kept = ["weights", "slots", "staging", "sessions", "metadata"]
+        kept = ["weights", "slots", "staging", "sessions", "drafter", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace"]
         for row in [*rows, "total"]:
             mine, theirs = getattr(ours, row), getattr(full, row)
-            if mine or row != "sessions":
+            if mine or row not in ("sessions", "drafter"):
                 ratio = "" if mine == theirs else f"{theirs / mine:.2f}x less"
                 table.add_row(_ROWS[row], gigabytes(mine), gigabytes(theirs), ratio)
         fitting = []
@@ -179,6 +182,7 @@ _ROWS = {
     "slots": "caches of all slots",
     "staging": "staging of a prompt",
     "sessions": "sessions",
+    "drafter": "small model that drafts",
     "metadata": "metadata",
     "steady": "= steady state",
     "workspace": "workspace (prefill)",

@@ -22,6 +22,7 @@ from snapstream.commands.options import (
     Chunk,
     Compiled,
     Device,
+    DraftModel,
     Dtype,
     MaxLength,
     Model,
@@ -59,6 +60,7 @@ def serve(
     device: Device = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
+    draft_model: DraftModel = None,
     budget: Budget = None,
     policy: Policy = "snapstream",
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.", rich_help_panel=CACHE)] = 8,
@@ -156,6 +158,7 @@ def serve(
         memory_fraction=memory_fraction,
         speculative=speculative,
         speculative_tokens=speculative_tokens,
+        draft_model=draft_model,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     template = _read_template(chat_template)

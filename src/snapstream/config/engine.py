@@ -9,7 +9,7 @@ from snapstream.config.checks import require_integer
 from snapstream.config.policy import ALL, WINDOW
 from snapstream.errors import ConfigurationError
 
-SPECULATIVE = ("off", "lookup")
+SPECULATIVE = ("off", "lookup", "draft-model")
 """Who may guess tokens."""
 MOST_GUESSES = 15
 """Guesses that a step may verify."""
@@ -25,8 +25,10 @@ class EngineConfig:
         slots: Sequences decoded at a time.
         prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
         decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
-        speculative: Who guesses tokens that the model then verifies several at a time: ``off``, or ``lookup``, which
-            finds them in the prompt and the output so far. The output is the same; see docs/speculation.md.
+        speculative: Who guesses tokens that the model then verifies several at a time: ``off``; ``lookup``, which finds
+            them in the prompt and the output so far; or ``draft-model``, a small model of the same tokenizer. The
+            output is the same; see docs/speculation.md.
+        draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
         speculative_tokens: Most guesses per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -46,6 +48,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     decode_steps: int = 4
     speculative: str = "off"
+    draft_model: str | None = None
     speculative_tokens: int = 7
     dtype: str = "auto"
     device: str = "auto"
@@ -87,6 +90,11 @@ class EngineConfig:
                 )
         if self.speculative not in SPECULATIVE:
             raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
+        if (self.speculative == "draft-model") != (self.draft_model is not None):
+            raise ConfigurationError(
+                f"engine: speculative is {self.speculative!r} and draft_model is {self.draft_model!r}; give a "
+                "draft_model with speculative='draft-model', and nowhere else"
+            )
         if self.speculative_tokens > MOST_GUESSES:
             raise ConfigurationError(
                 f"engine: speculative_tokens is {self.speculative_tokens}; it must be {MOST_GUESSES} or less"

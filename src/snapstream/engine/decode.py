@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ class Decode:
         capacity: int,
         slots: int,
         steps: int,
-        guesses: int,
         max_logprobs: int,
         eager: bool,
+        guesses: int = 0,
     ) -> None:
         spec = model.spec
         weight = model.embedding.weight
@@ -207,16 +207,43 @@ class Decode:
         Returns:
             Per place the tokens taken, as :meth:`launch` returns them, and how many of them are certain, int64 ``[B]``.
         """
+        verification = self._put_guesses(guesses)
+        self._force(forced)
+        step = verification.sampled() if not greedy else [self._only_tokens(each) for each in verification.greedy()]
+        return step, self.accepted.clone()
+
+    @torch.inference_mode()
+    def read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> Tensor:
+        """Read tokens in slots that are not active, which are followed from outside.
+
+        Args:
+            tokens: By slot, one or more, at most as many as a step of guesses takes.
+            certain: Store them; if not, the next call begins where this one has.
+
+        Returns:
+            The most likely token after the last one of each, int64 ``[B]``; elsewhere it means nothing.
+        """
+        given, device = [tokens.get(slot, (0,)) for slot in range(self.slots)], self.token.device
+        self.active.copy_(to_device([slot in tokens for slot in range(self.slots)], device, torch.bool))
+        self.token.copy_(to_device([each[0] for each in given], device))
+        following = {slot: each[1:] for slot, each in tokens.items()}
+        step = self._put_guesses(following)
+        self._force(following)
+        taken = step.greedy() if certain else step.look()
+        self.active.fill_(False)
+        if not certain:
+            self.forced.fill_(-1)
+        return taken.gather(0, to_device([[len(each) - 1 for each in given]], device))[0]
+
+    def _put_guesses(self, guesses: dict[int, Sequence[int]]) -> Verification:
+        """Hand out guesses by slot; returns the kind of step that is large enough for them."""
         most = max(map(len, guesses.values()))
-        verification = self.verifications[min(size for size in self.verifications if size > most)]
         # One copy for all: how many guesses each slot has, and which.
         rows = [[len(mine), *mine] for mine in (guesses.get(slot, ()) for slot in range(self.slots))]
         given = to_device([row + [0] * (most + 1 - len(row)) for row in rows], self.token.device)
         self.drafted.copy_(given[:, 0])
         self.tokens[:, 1 : most + 1].copy_(given[:, 1:])
-        self._force(forced)
-        step = verification.sampled() if not greedy else [self._only_tokens(each) for each in verification.greedy()]
-        return step, self.accepted.clone()
+        return self.verifications[min(size for size in self.verifications if size > most)]
 
     def _force(self, forced: dict[int, Sequence[int]] | None) -> None:
         for slot, tokens in (forced or {}).items():
@@ -268,17 +295,21 @@ class Decode:
                 self._triton(part, machine) for part in (operations, every[reading : reading + 1], every[reading + 1 :])
             )
 
-            def greedy() -> None:
+            def look() -> None:
                 read()
                 verify()
+
+            def greedy() -> None:
+                look()
                 settle()
 
-            parts = Parts(read, settle, greedy)
+            parts = Parts(read, settle, look, greedy)
         else:
             program = (PlainProgram if self.loop is None else CpuProgram)(every, machine)
             parts = Parts(
                 read=functools.partial(program.run, last=reading),
                 settle=functools.partial(program.run, first=reading + 1),
+                look=functools.partial(program.run, last=reading + 1),
                 greedy=program.run,
             )
         return Verification(parts, machine, self.sampling, captured=not eager and self._kernels is not None)

@@ -13,6 +13,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
 from snapstream.engine.change import Change
+from snapstream.engine.drafters import make_drafter
 from snapstream.engine.executor import Executor
 from snapstream.engine.files import SequenceFiles
 from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
@@ -84,7 +85,8 @@ class Engine:
         if self.device.type == "cpu":
             cpu_kernels.available()  # products of the model look for them
         loaded = load_model(checkpoint, spec, self.dtype, self.device)
-        self.executor = Executor(setup, loaded, padded=self.plan.padded_len)
+        drafter = make_drafter(setup, self.tokenizer)
+        self.executor = Executor(setup, loaded, drafter, padded=self.plan.padded_len)
         # What prompts that were read for several requests at once may take until these have a slot: what is left over.
         self._spare = self.plan.slots if plan.available is None else max(0, plan.available - self.plan.total)
         self.scheduler = Scheduler(config.slots)

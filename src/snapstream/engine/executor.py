@@ -6,9 +6,10 @@ It decides nothing about who comes when, and it keeps nothing of a request that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from snapstream.compression import lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
-from snapstream.engine.drafters import Drafter, PromptLookup
+from snapstream.engine.drafters import Drafter
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.pace import StepCost
@@ -46,11 +47,11 @@ class Executor:
         drafter: Who guesses tokens, if anybody does.
     """
 
-    def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
+    def __init__(self, setup: Setup, model: DecoderModel, drafter: Drafter | None, *, padded: int) -> None:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
         self._guesses, self._cost = config.guesses, StepCost()
-        self.drafter: Drafter | None = PromptLookup() if config.speculative == "lookup" else None
+        self.drafter = drafter
         self.prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
         self.decode = Decode(
             model,
@@ -68,7 +69,10 @@ class Executor:
         if not eager:
             with current_device(self.device):
                 self._rehearse(setup.budget, setup.max_model_len, setup.queries)
-                self.decode.warm_up(graph_pool(self.device))
+                pool = graph_pool(self.device)
+                self.decode.warm_up(pool)
+                if drafter is not None:
+                    drafter.warm_up(pool)
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
         """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
@@ -212,8 +216,10 @@ class Executor:
             Whose own work failed, such as making text of tokens, and how.
         """
         greedy = all(request.params.plain_greedy for request in going)
-        guesses = self._guess(going)
+        if self.drafter is not None:
+            self._attempt_to_draft(lambda drafter: drafter.prepare(going))
         began = time.perf_counter()
+        guesses = self._guess(going)
         with current_device(self.device):
             if guesses:
                 forced = _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
@@ -254,24 +260,31 @@ class Executor:
         """Guesses of what comes after each request's last token, by slot; empty if nobody has any."""
         if self.drafter is None:
             return {}
-        try:
-            made = self.drafter.guess(going, [self._most_guesses(request) for request in going])
-        except Exception:  # answers do not need guesses
-            logger.exception("guessing tokens failed; decoding goes on without")
-            self.drafter = None
-            return {}
+        wanted = [self._most_guesses(request) for request in going]
+        made = self._attempt_to_draft(lambda drafter: drafter.guess(going, wanted)) or [()] * len(going)
         guesses: dict[int, Sequence[int]] = {}
+        vocabulary = self.spec.vocab_size
         for request, tokens in zip(going, made, strict=True):
             assert request.slot is not None
             # What comes after an end is not guessed either.
             end = next((at for at, token in enumerate(tokens, 1) if token in request.text.stop_ids), len(tokens))
-            guesses[request.slot] = tokens[:end]
+            guesses[request.slot] = [*itertools.takewhile(lambda token: 0 <= token < vocabulary, tokens[:end])]
         return guesses if any(guesses.values()) else {}
 
+    def _attempt_to_draft(self, work: Callable[[Drafter], list[Sequence[int]] | None]) -> list[Sequence[int]] | None:
+        """Have the drafter do something; if it fails, go on without: answers do not need guesses."""
+        assert self.drafter is not None
+        try:
+            return work(self.drafter)
+        except Exception:
+            logger.exception("guessing tokens failed; decoding goes on without")
+            self.drafter = None
+            return None
+
     def _most_guesses(self, request: Request) -> int:
-        """Guesses that a request has use for; none that may be stored behind the end of its output, see save()."""
-        most = request.pace.most(self._guesses, self._cost.share)
-        if request.params.stop:  # which may be anywhere
+        """Guesses that a request has use for; none that may be stored farther behind its end than save() expects."""
+        most = request.pace.most(self._guesses, self._cost)
+        if request.keep and request.params.stop:  # which may be anywhere
             most = min(most, self.steps - 1)
         return min(most, request.max_tokens - len(request.tokens) - 1)
 
@@ -302,6 +315,8 @@ class Executor:
     def clear(self) -> None:
         """Forget what is being read, and free all slots."""
         self.stop_reading()
+        if self.drafter is not None:
+            self.drafter.reset()
         for slot in range(self.decode.slots):
             self.decode.release(slot)
 

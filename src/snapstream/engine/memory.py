@@ -37,6 +37,7 @@ class MemoryPlan:
             multiplies them, the hidden states of all tokens, and the queries of the last ones.
         workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
+        drafter: All of the small model that guesses tokens.
         metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
         slot_count: Slots.
         cache_entries: Entries per slot.
@@ -52,6 +53,7 @@ class MemoryPlan:
     staging: int
     workspace: int
     sessions: int
+    drafter: int
     metadata: int
     slot_count: int
     cache_entries: int
@@ -63,7 +65,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Peak, while a prompt is read."""
-        return self.weights + self.slots + self.staging + self.workspace + self.sessions + self.metadata
+        kept = self.weights + self.slots + self.staging + self.sessions + self.drafter + self.metadata
+        return kept + self.workspace
 
     @property
     def steady(self) -> int:
@@ -106,6 +109,7 @@ class EnginePlan:
             + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
+            + (f"drafter {gigabytes(plan.drafter)}, " if plan.drafter else "")
             + f"metadata {gigabytes(plan.metadata)}; peak {gigabytes(plan.total)}"
             + (f" (full: {gigabytes(full.total)})" if compared else "")
         )
@@ -206,6 +210,7 @@ def _plan(
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
+        drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
         # there all the time: those of attention and those of what follows it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
@@ -219,6 +224,13 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
+
+
+def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:
+    """What the small model takes, beside as many slots of as many entries."""
+    length = min(length, setup.max_model_len)
+    weights = parameter_bytes(setup.spec, setup.dtype)
+    return _plan(setup, weights, slots=slots, entries=min(entries, length), length=length).total
 
 
 def _verifying(setup: Setup, slots: int, entries: int) -> int:

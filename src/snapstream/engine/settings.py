@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Setup:
         max_model_len: Longest sequence.
         budget: Cache of one slot.
         backend: Attention.
+        drafter: The small model that guesses tokens, if there is one.
         eager: Decode steps are not captured as graphs, and nothing is rehearsed; always so on a CPU, where prompts
             are large products and decoding is a native loop.
     """
@@ -42,6 +43,7 @@ class Setup:
     budget: CacheBudget
     backend: AttentionBackend
     eager: bool
+    drafter: Setup | None = None
 
     @property
     def queries(self) -> int:
@@ -71,16 +73,27 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     device = choose_device(config.device, must_exist=must_exist)
     dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
+    chosen = choose_budget(budget, max_model_len)
     return Setup(
         spec=spec,
         config=config,
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
-        budget=choose_budget(budget, max_model_len),
+        budget=chosen,
         backend=choose_backend(config.attention, device, dtype, spec.head_dim, spec.value_size),
         eager=config.enforce_eager or device.type == "cpu" or not _can_be_captured(spec, device),
+        drafter=_set_up_drafter(config, chosen, max_model_len, must_exist=must_exist),
     )
+
+
+def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: int, *, must_exist: bool) -> Setup | None:
+    """The small model's setup: as many slots of as many entries, and sequences as long as it can take."""
+    if config.draft_model is None:
+        return None
+    longest = min(max_model_len, load_spec(resolve_config(config.draft_model)).max_position)
+    own = replace(config, draft_model=None, speculative="lookup", max_model_len=longest, sessions=0)
+    return set_up(config.draft_model, budget, own, must_exist=must_exist)
 
 
 def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:

@@ -30,11 +30,13 @@ class Parts:
     Attributes:
         read: Reads all tokens; leaves logits.
         settle: Keeps what was accepted, and goes on behind it.
-        greedy: Reads, takes the most likely tokens, and settles.
+        look: Reads, and takes the most likely tokens.
+        greedy: All of it.
     """
 
     read: Run
     settle: Run
+    look: Run
     greedy: Run
 
 
@@ -54,16 +56,22 @@ class Verification:
         self._parts, self._machine, self._sampling = parts, machine, sampling
         self._stops_early = device.type == "cpu"
         self._greedy_step = StaticGraph(parts.greedy, device, captured=captured)
+        self._look_step = StaticGraph(parts.look, device, captured=captured)
         self._sampled_step = StaticGraph(self._draw, device, captured=captured)
 
     def warm_up(self, pool: object = None) -> None:
         """Run and capture the graphs; all slots are free before and after."""
-        for graph in (self._greedy_step, self._sampled_step):
+        for graph in (self._greedy_step, self._look_step, self._sampled_step):
             graph.warm_up(pool)
 
     def greedy(self) -> Tensor:
         """Take the most likely tokens; returns them, ``[T, B]``, and they are the caller's."""
         self._greedy_step()
+        return self._machine.slots.taken[: self._machine.slots.tokens].clone()
+
+    def look(self) -> Tensor:
+        """The same, but nothing is stored, and the next step begins where this one has."""
+        self._look_step()
         return self._machine.slots.taken[: self._machine.slots.tokens].clone()
 
     def sampled(self) -> list[Sampled]:

@@ -35,8 +35,10 @@ class Life:
         self.kept = [*range(base), *range(length - (limit - base), length)] if length > limit else [*range(length)]
 
     def allocate(self, tokens):
-        missing = self.layout.blocks(tokens) - len(self.blocks)
-        self.blocks += self.rng.sample([b for b in range(1, 9999) if b not in self.blocks], max(missing, 0))
+        while len(self.blocks) < self.layout.blocks(tokens):
+            block = self.rng.randrange(1, 9999)
+            if block not in self.blocks:
+                self.blocks.append(block)
 
     def table(self):
         parts = self.manager // self.kernel

@@ -8,7 +8,7 @@ import torch
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
 from snapstream.models.weights import load_model, load_spec
-from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
+from tests.checkpoints import LATENT, save_checkpoint
 from tests.kernels.test_program import DRAFTED, EXACT, agree, machine
 from tests.kernels.triton.devices import DEVICE
 
@@ -16,7 +16,10 @@ pytest.importorskip("triton")
 from snapstream.kernels.triton.program import TritonProgram
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Those that differ in what a step is made of; the interpreter is slow.
+@pytest.fixture(
+    scope="module", params=["llama-biases", "qwen2", "qwen3", "deepseek-v3", "deepseek-v3-halves", "deepseek-v2-lite"]
+)
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
@@ -47,7 +50,7 @@ def runs_here(checkpoint, dtype):
     return DEVICE.type == "cpu" or dtype == torch.bfloat16 or "deepseek" not in str(checkpoint)
 
 
-@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, None), (3, DRAFTED)])
+@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):

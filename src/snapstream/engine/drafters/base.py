@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from snapstream.engine.request import Request
 
 
-class Drafter(ABC):
+class Drafter:
     """Guesses the next tokens of requests.
 
     Whatever it says, the output stays the same: guesses are verified by the model. It keeps nothing of a request that
     has ended.
     """
 
-    @abstractmethod
+    def warm_up(self, pool: object = None) -> None:
+        """Run and capture graphs, if there are any; ``pool`` as for :meth:`StaticGraph.warm_up`."""
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Work that comes before guessing, such as reading a prompt; a chunk of it at most.
+
+        Args:
+            requests: All that are decoded now; what is known of others can be forgotten.
+        """
+
+    def reset(self) -> None:
+        """Forget all requests, whatever state an error has left things in."""
+
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
         """Guess what comes after the last token of each request.
 
@@ -26,3 +37,4 @@ class Drafter(ABC):
         Returns:
             Tokens of each, at most so many; none where nothing is known.
         """
+        raise NotImplementedError

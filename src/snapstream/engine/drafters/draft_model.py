@@ -1,0 +1,159 @@
+"""A small model of the same tokenizer decodes a few tokens ahead, in caches of fixed size of its own.
+
+It reads every prompt itself, a chunk at a time beside the steps of the large model. Then, in each step, it reads the
+tokens that have become certain since, which go into its cache, and a few of its own after them, which do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import ReferenceType, ref
+
+from snapstream.compression import lay_out
+from snapstream.config import SamplingParams
+from snapstream.engine.decode import Decode
+from snapstream.engine.drafters.base import Drafter
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading
+from snapstream.engine.request import Request
+from snapstream.engine.sampler import SamplingState
+from snapstream.engine.settings import Setup
+from snapstream.kernels.triton import current_device
+from snapstream.models import DecoderModel
+from snapstream.transfers import to_device, to_host
+
+
+@dataclass
+class _Follower:
+    """Where the small model is with one request.
+
+    Attributes:
+        request: Whose.
+        reading: Its prompt, until that has been read.
+        stored: Generated tokens that are in the cache.
+    """
+
+    request: ReferenceType[Request]
+    reading: Reading | None
+    stored: int = 0
+
+
+class DraftModel(Drafter):
+    """Guesses what a small model would say, in slots of the same numbers as the large model's."""
+
+    def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
+        """Allocate its caches.
+
+        Args:
+            setup: Of the small model.
+            model: The small model.
+            padded: Tokens of its staging cache.
+        """
+        config = setup.config
+        self._setup, self._spec, self._device = setup, setup.spec, setup.device
+        self._prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
+        self._decode = Decode(
+            model,
+            setup.backend,
+            capacity=setup.budget.capacity,
+            slots=config.slots,
+            steps=1,
+            guesses=config.guesses,
+            max_logprobs=1,
+            eager=setup.eager,
+        )
+        self._sampling = SamplingState(1, setup.spec.vocab_size, 1, setup.device)
+        self._sampling.assign(0, SamplingParams(), 0, to_device([], setup.device))
+        self._followers: dict[int, _Follower] = {}
+
+    def warm_up(self, pool: object = None) -> None:
+        """Run and capture its graphs."""
+        self._decode.warm_up(pool)
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Read on in the prompts of requests: one chunk through all layers."""
+        self._follow(requests)
+        for slot, follower in self._followers.items():
+            reading = follower.reading
+            if reading is None:
+                continue
+            with current_device(self._device):
+                for _ in range(self._spec.layers):
+                    self._prefill.advance(reading)
+                    if reading.finished or reading.failed:
+                        break
+            if reading.failed:
+                error = reading.targets[0].error
+                assert error is not None
+                raise error
+            if reading.finished:
+                layout = reading.targets[0].layout
+                self._decode.start(slot, layout, len(reading.tokens), 0, self._sampling, active=False)
+                follower.reading = None
+            return
+
+    def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
+        """See :class:`Drafter`."""
+        wanted: dict[int, tuple[Request, int]] = {}
+        for request, many in zip(requests, most, strict=True):
+            slot = request.slot
+            if many and slot is not None and self._follows(slot, request):
+                wanted[slot] = request, many
+        with current_device(self._device):
+            first = self._catch_up({slot: request for slot, (request, _) in wanted.items()})
+            made = {slot: [first[slot]] for slot in wanted}
+            while going := {slot: made[slot] for slot, (_, many) in wanted.items() if len(made[slot]) < many}:
+                for slot, token in self._read(going, certain=False).items():
+                    made[slot].append(token)
+        return [() if request.slot is None else made.get(request.slot, ()) for request in requests]
+
+    def reset(self) -> None:
+        """See :class:`Drafter`."""
+        for slot in list(self._followers):
+            self._leave(slot)
+
+    def _follow(self, requests: Sequence[Request]) -> None:
+        """Begin with requests that are new, and leave those that have gone."""
+        here = {request.slot: request for request in requests}
+        for left, follower in list(self._followers.items()):
+            if follower.request() is not here.get(left):
+                self._leave(left)
+        for request in requests:
+            slot, longest = request.slot, request.before + len(request.prompt) + request.max_tokens
+            if slot is None or slot in self._followers or longest > self._setup.max_model_len:
+                continue
+            tokens = request.all_tokens
+            if max(tokens) >= self._spec.vocab_size:
+                continue
+            reading = Reading(self._spec, tokens)
+            entries = lay_out(len(tokens), self._setup.budget).count
+            reading.add(self._setup.budget, self._decode.slot(slot, entries))
+            self._followers[slot] = _Follower(ref(request), reading)
+
+    def _follows(self, slot: int, request: Request) -> bool:
+        """Whether a request's prompt has been read."""
+        follower = self._followers.get(slot)
+        return follower is not None and follower.request() is request and follower.reading is None
+
+    def _leave(self, slot: int) -> None:
+        self._decode.release(slot)
+        del self._followers[slot]
+
+    def _catch_up(self, requests: dict[int, Request]) -> dict[int, int]:
+        """Store what has become certain; returns the most likely token after it, by slot."""
+        likeliest: dict[int, int] = {}
+        most = self._setup.config.guesses + 1
+        while True:
+            coming = {slot: request.tokens[self._followers[slot].stored :][:most] for slot, request in requests.items()}
+            coming = {slot: tokens for slot, tokens in coming.items() if tokens}
+            if not coming:
+                return likeliest
+            likeliest |= self._read(coming, certain=True)
+            for slot, tokens in coming.items():
+                self._followers[slot].stored += len(tokens)
+
+    def _read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> dict[int, int]:
+        """See :meth:`Decode.read`."""
+        last = self._decode.read(tokens, certain=certain)
+        return dict(zip(tokens, (int(each) for each in to_host([last])[0][list(tokens)]), strict=True))
