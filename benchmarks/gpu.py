@@ -1,4 +1,4 @@
-"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, steps by position, memory.
+"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, steps by position, guesses, memory.
 
 It needs torch, triton, transformers and safetensors, and neither a checkpoint nor a network: weights of the shape of
 Llama-3.1-8B are made in place. From a bare checkout::
@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "position", "memory")
+PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "position", "speculation", "memory")
 
 
 def main() -> int:
@@ -140,6 +140,15 @@ def _position(rows: list[Any]) -> list[str]:
     return lines + [f"| {r['position']} | {_spread(r['compressed'])} | {_spread(r['full'])} |" for r in rows]
 
 
+def _speculation(rows: list[Any]) -> list[str]:
+    lines = ["| slots | a step, ms | of 2 tokens | of 4 | of 8 |", "|---|---|---|---|---|"]
+    for row in rows:
+        one, *more = row["step_seconds"].values()
+        ratios = (f"{each['median'] / one['median']:.2f}x" for each in more)
+        lines.append(f"| {row['slots']} | {_spread(one)} | {' | '.join(ratios)} |")
+    return lines
+
+
 def _memory(rows: list[Any]) -> list[str]:
     lines = ["| tokens | slots | plan, GiB | peak, GiB | peak / plan |", "|---|---|---|---|---|"]
     for row in rows:
@@ -155,6 +164,7 @@ _TABLES = {
     "table4": _table4,
     "prefill": _prefill,
     "position": _position,
+    "speculation": _speculation,
     "memory": _memory,
 }
 

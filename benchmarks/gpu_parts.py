@@ -25,6 +25,7 @@ from snapstream.models.decoder import DecoderModel
 from snapstream.models.spec import ModelSpec
 
 Row = dict[str, Any]
+GUESSES = (1, 3, 7)
 
 
 class Bench:
@@ -205,6 +206,18 @@ class Bench:
             compressed, full = self._step(C, 1, C, position), self._step(position, 1, position)
             yield {"position": position, "compressed": compressed, "full": full}
 
+    def speculation(self) -> Iterator[Row]:
+        """A step that verifies guesses, beside one without; see docs/speculation.md."""
+        C = self.scale.cache
+        for slots in self.scale.batches[:3]:
+            decode = self._decode(C, slots, C, guesses=max(GUESSES))
+            seconds = {"1": self.clock(lambda decode=decode: decode.launch(1, greedy=True))}
+            for guesses in GUESSES:
+                given = {slot: [1] * guesses for slot in range(slots)}
+                step = self.clock(lambda decode=decode, given=given: decode.verify(given, greedy=True))
+                seconds[str(guesses + 1)] = step
+            yield {"slots": slots, "entries": C, "step_seconds": seconds}
+
     def memory(self) -> Iterator[Row]:
         """Torch's peak of memory beside the plan, while the longest prompt is read and slots decode."""
         length, slots = self.scale.lengths[-1], self.scale.batches[-1]
@@ -244,17 +257,22 @@ class Bench:
 
     def _step(self, entries: int, slots: int, valid: int, position: int | None = None) -> dict[str, float]:
         """Seconds of a step of all slots, whose caches are random and hold so many entries."""
+        decode = self._decode(entries, slots, valid, position)
+        launch = self.clock(lambda: decode.launch(self.scale.steps, greedy=True))
+        return {name: seconds / self.scale.steps for name, seconds in launch.items()}
+
+    def _decode(self, entries: int, slots: int, valid: int, position: int | None = None, guesses: int = 0) -> Decode:
+        """Slots in the middle of sequences, ready to decode."""
         _clean_up()
         setup = self._setup(entries, entries, slots)
-        sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1}
+        sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1, "guesses": guesses}
         decode = Decode(self.model, setup.backend, eager=setup.eager, **sizes)
         for layer in decode.layers:
             for tensor in layer.tensors:
                 tensor.normal_()
         decode.warm_up(graph_pool(self.device))
         self._fill(decode, valid, valid if position is None else position)
-        launch = self.clock(lambda: decode.launch(self.scale.steps, greedy=True))
-        return {name: seconds / self.scale.steps for name, seconds in launch.items()}
+        return decode
 
     def _fill(self, decode: Decode, valid: int, position: int) -> None:
         """Let all slots hold so many entries and go on from a position."""

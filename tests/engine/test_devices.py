@@ -136,3 +136,23 @@ def test_prompts_that_are_scored_and_conversations(llm, copies):
         assert last.error is None
         saved = last.saved
         assert all(tensor.device == META for each in saved.layers for tensor in each.tensors)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("copies", ["triton"], indirect=True)
+def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, family, copies):
+    """The host is told once what was taken, and how much of it is certain."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    options = {"device": "cpu", "dtype": "bfloat16", "speculative": "lookup", "speculative_tokens": 5}
+    llm = make(tmp_path, max_model_len=200, slots=3, **options)
+    decode = llm.engine.executor.decode
+    assert list(decode.verifications) == [2, 4, 6]
+    for greedy in (True, False):
+        with NoNumbers():
+            taken, certain = decode.verify({0: [5], 2: [6, 7, 8]}, greedy=greedy, forced={2: [6, 7]})
+        assert [each.tokens.shape for each in taken] == [(3,)] * 4
+        assert certain.shape == (3,)
+        with NoNumbers():
+            assert decode.read({1: [5, 6]}, certain=greedy).shape == (3,)
+    assert copies == []

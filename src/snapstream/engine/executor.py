@@ -222,18 +222,19 @@ class Executor:
         guesses = self._guess(going)
         with current_device(self.device):
             if guesses:
-                forced = _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
+                steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
             else:
                 # No more steps than the request that needs most can use.
                 steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
                 forced = _next_forced(going, {request.slot: steps for request in going})
-                results = self.decode.launch(steps, greedy=greedy, forced=forced)
-                certain = torch.full((self.decode.slots,), steps)
+                results, certain = self.decode.launch(steps, greedy=greedy, forced=forced), None
             # One copy for all steps of a launch, one for each kind of detail.
             kinds = zip(*(step[: 1 if greedy else None] for step in results), strict=True)
-            *stacked, certain = to_host([*(torch.stack(kind) for kind in kinds), certain])
-        tokens, counts = stacked[0].tolist(), certain.tolist()
+            copied = [torch.stack(kind) for kind in kinds]
+            stacked = to_host(copied if certain is None else [*copied, certain])
+        counts = [steps] * self.decode.slots if certain is None else stacked.pop().tolist()
+        tokens = stacked[0].tolist()
         seconds = time.perf_counter() - began
         if guesses:
             self._cost.saw_guesses(len(going), sum(map(len, guesses.values())), seconds)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MEMORY = 0.8
+MEMORY = 0.9
 """Weight of what is known when one thing more is seen."""
-LASTING = 0.9
+LASTING = 0.97
 """Weight of what is known of a step's cost when one more is seen."""
-UNKNOWN, SPREAD, LARGEST = 0.1, 0.1, 20.0
+UNKNOWN, SPREAD, LARGEST = 0.1, 0.5, 10.0
 """What a guess costs while nothing was measured; how alike numbers of guesses are if no line can be drawn; and the most
 that one measurement can say."""
 LONGEST_REST = 32
