@@ -132,6 +132,8 @@ def generate(
         return
     print()
     messages.print(_what_was_kept(use, full=parsed is None), highlight=False)
+    if output.drafted:
+        messages.print(f"{output.accepted} of {output.drafted} guessed tokens were right", highlight=False)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
