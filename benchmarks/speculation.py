@@ -49,7 +49,7 @@ class Known(Drafter):
         return made
 
 
-def make_engine(checkpoint: str, batch: int, guesses: int = MOST) -> LLM:
+def make_engine(checkpoint: str, batch: int) -> LLM:
     return LLM(
         checkpoint,
         budget=CacheBudget.of(BUDGET),
@@ -57,7 +57,7 @@ def make_engine(checkpoint: str, batch: int, guesses: int = MOST) -> LLM:
         slots=batch,
         sessions=batch,
         speculative="lookup",
-        speculative_tokens=guesses,
+        speculative_tokens=MOST,
         report_plan=lambda _: None,
     )
 

@@ -21,6 +21,7 @@ from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.engine.settings import Setup
 from snapstream.engine.verification import Parts, Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
@@ -80,8 +81,24 @@ class Decode:
         self._kernels = self._kernels_of(operations)
         self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
         self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
-        sizes = most_tokens(guesses, device) if guesses else ()
-        self.verifications = {tokens: self._verification(operations, tokens, eager=eager) for tokens in sizes}
+        self.verifications = {
+            tokens: self._verification(operations, tokens, eager=eager) for tokens in most_tokens(guesses, device)
+        }
+
+    @classmethod
+    def of(cls, setup: Setup, model: DecoderModel) -> Decode:
+        """The slots of an engine."""
+        config = setup.config
+        return cls(
+            model,
+            setup.backend,
+            capacity=setup.budget.capacity,
+            slots=config.slots,
+            steps=config.decode_steps,
+            guesses=config.guesses,
+            max_logprobs=config.max_logprobs,
+            eager=setup.eager,
+        )
 
     def warm_up(self, pool: Any = None) -> None:
         """Run and capture the graphs; all slots are free before and after."""
@@ -92,7 +109,14 @@ class Decode:
 
     @torch.inference_mode()
     def start(
-        self, slot: int, layout: Layout, position: int, token: int, sampling: SamplingState, *, active: bool = True
+        self,
+        slot: int,
+        layout: Layout,
+        position: int,
+        token: int,
+        sampling: SamplingState | None,
+        *,
+        active: bool = True,
     ) -> None:
         """Begin to decode a sequence whose cache is in its slot.
 
@@ -101,7 +125,7 @@ class Decode:
             layout: Of the cache.
             position: True position of the next token.
             token: That token, which the next step reads.
-            sampling: State whose row 0 is the request's.
+            sampling: State whose row 0 is the request's; ``None`` where nothing but the likeliest tokens is asked for.
             active: Whether launches decode it, or it is only to be taken out again.
         """
         # Each is filled: to put a number in by an assignment waits for a GPU.
@@ -110,7 +134,8 @@ class Decode:
         self.base[slot].fill_(layout.base)
         self.count[slot].fill_(layout.count)
         self.limit[slot].fill_(layout.limit)
-        self.sampling.copy_row(slot, sampling, 0)
+        if sampling is not None:
+            self.sampling.copy_row(slot, sampling, 0)
         self.active[slot].fill_(active)
 
     def slot(self, slot: int, entries: int) -> list[LayerCache]:

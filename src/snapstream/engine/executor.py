@@ -52,17 +52,8 @@ class Executor:
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
         self._guesses, self._cost = config.guesses, StepCost()
         self.drafter = drafter
-        self.prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
-        self.decode = Decode(
-            model,
-            setup.backend,
-            capacity=setup.budget.capacity,
-            slots=config.slots,
-            steps=config.decode_steps,
-            guesses=config.guesses,
-            max_logprobs=config.max_logprobs,
-            eager=eager,
-        )
+        self.prefill = Prefill.of(setup, model, padded=padded)
+        self.decode = Decode.of(setup, model)
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)

@@ -236,7 +236,7 @@ def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int
 def _verifying(setup: Setup, slots: int, entries: int) -> int:
     """What steps that verify guesses hold: pending entries, logits, and buffers, for each kind of step there is."""
     spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
-    rows = slots * sum(most_tokens(guesses, setup.device)) if guesses else 0
+    rows = slots * sum(most_tokens(guesses, setup.device))
     per_row = spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + 2 * row_numbers(spec, item) * item
     return rows * per_row + setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
 

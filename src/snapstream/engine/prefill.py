@@ -27,6 +27,7 @@ from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.reading import Reading, Target, count_parts
+from snapstream.engine.settings import Setup
 from snapstream.models import DecoderModel
 from snapstream.models.decoder import Block
 from snapstream.transfers import to_device, to_host
@@ -73,6 +74,12 @@ class Prefill:
         self.start = torch.zeros((), dtype=torch.int64, device=device)
         # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
         self.ahead = torch.zeros((), dtype=torch.int64, device=device)
+
+    @classmethod
+    def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
+        """What reads the prompts of an engine; ``padded`` as above."""
+        chunk = setup.config.prefill_chunk
+        return cls(model, setup.backend, queries=setup.queries, padded=padded, chunk=chunk)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:

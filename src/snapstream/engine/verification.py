@@ -97,10 +97,12 @@ class Verification:
 
 
 def most_tokens(guesses: int, device: torch.device) -> Sequence[int]:
-    """Tokens per slot of the steps there are, for up to so many guesses.
+    """Tokens per slot of the steps there are, for up to so many guesses; none for none.
 
     A CPU works on the tokens there are, so one kind of step does for all; a graph works on as many as it was made for.
     """
+    if not guesses:
+        return ()
     if device.type == "cpu":
         return (guesses + 1,)
     return (*(2**n for n in range(1, guesses.bit_length()) if 2**n <= guesses), guesses + 1)

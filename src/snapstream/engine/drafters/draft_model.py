@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
 from snapstream.compression import lay_out
-from snapstream.config import SamplingParams
 from snapstream.engine.decode import Decode
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
 from snapstream.engine.request import Request
-from snapstream.engine.sampler import SamplingState
 from snapstream.engine.settings import Setup
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
-from snapstream.transfers import to_device, to_host
+from snapstream.transfers import to_host
 
 
 @dataclass
@@ -50,21 +48,9 @@ class DraftModel(Drafter):
             model: The small model.
             padded: Tokens of its staging cache.
         """
-        config = setup.config
         self._setup, self._spec, self._device = setup, setup.spec, setup.device
-        self._prefill = Prefill(model, setup.backend, queries=setup.queries, padded=padded, chunk=config.prefill_chunk)
-        self._decode = Decode(
-            model,
-            setup.backend,
-            capacity=setup.budget.capacity,
-            slots=config.slots,
-            steps=1,
-            guesses=config.guesses,
-            max_logprobs=1,
-            eager=setup.eager,
-        )
-        self._sampling = SamplingState(1, setup.spec.vocab_size, 1, setup.device)
-        self._sampling.assign(0, SamplingParams(), 0, to_device([], setup.device))
+        self._prefill = Prefill.of(setup, model, padded=padded)
+        self._decode = Decode.of(setup, model)
         self._followers: dict[int, _Follower] = {}
 
     def warm_up(self, pool: object = None) -> None:
@@ -89,7 +75,7 @@ class DraftModel(Drafter):
                 raise error
             if reading.finished:
                 layout = reading.targets[0].layout
-                self._decode.start(slot, layout, len(reading.tokens), 0, self._sampling, active=False)
+                self._decode.start(slot, layout, len(reading.tokens), 0, None, active=False)
                 follower.reading = None
             return
 

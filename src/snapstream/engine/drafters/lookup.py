@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy
-from numpy.typing import NDArray
 
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.request import Request
-
-Tokens = NDArray[numpy.int32]
 
 SHORTEST, LONGEST = 2, 16
 """Tokens that have to be the same as the last ones, and how many are compared."""
@@ -38,7 +35,6 @@ class PromptLookup(Drafter):
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = Text(request.all_tokens)
-            text.prompt = len(text)
         text.extend(request.tokens[len(text) - text.prompt :])
         return text
 
