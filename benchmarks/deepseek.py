@@ -20,7 +20,7 @@ from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.products import grouped_linear
+from snapstream.kernels.products import grouped_linear, stock_grouped_linear
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
@@ -75,7 +75,7 @@ def bench_experts(model: DecoderModel) -> None:
             grouped_linear(x, some(), ends)
 
         def stock(some=some, ends=ends) -> None:
-            torch.ops.snapstream.grouped_linear(x, some(), ends)
+            stock_grouped_linear(x, some(), ends)
 
         def read(some=some) -> None:
             kernels.skinny_linear(x[:1], some().flatten(0, 1))
@@ -134,7 +134,7 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         budget, spec = CacheBudget.of(1024), model.spec
-        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512, eager=True)
+        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512)
         slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
         def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:

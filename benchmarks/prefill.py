@@ -132,8 +132,7 @@ class Reader:
         spec = model.spec
         backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
         queries, padded = self.budget.queries, -(-length // chunk) * chunk
-        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk, eager=True)
-        self.prefill.warm_up()
+        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk)
         self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
     def read(self, tokens: list[int]) -> None:

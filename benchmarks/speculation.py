@@ -5,7 +5,7 @@ A model with random weights copies nothing, so its texts are forced: the model w
 text decides which guesses are right. Prints Markdown.
 
     python benchmarks/speculation.py                  # about half an hour on 2 cores
-    python benchmarks/speculation.py --only step      # or: texts, acceptance, shipped
+    python benchmarks/speculation.py --only step      # or: texts, acceptance, shipped, module
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from engine import interleaved, make_checkpoint, set_position
 from limits import as_the_command_does
 from ratios import show
 from snapstream import LLM, CacheBudget, SamplingParams
-from snapstream.assets import TASK_MODEL
+from snapstream.assets import MLA_TASK_MODEL, TASK_MODEL
 from snapstream.cache import CompressedSequence
 from snapstream.engine.drafters import Drafter, PromptLookup
 from snapstream.engine.pace import Pace
 from snapstream.evaluation.tasks import TASKS, make_sample
 
-SECTIONS = ("step", "texts", "acceptance", "shipped")
+SECTIONS = ("step", "texts", "acceptance", "shipped", "module")
 CONTEXT, BUDGET, TOKENS = 16384, 4096, 256
 BATCHES = (1, 4)
 MOST = 7
@@ -176,23 +176,51 @@ def bench_acceptance(checkpoint: str, rounds: int) -> None:
 
 
 def bench_shipped(rounds: int) -> None:
-    print("\n## The shipped model on the lab's tasks, prompts of 2048, cache of a quarter\n")
-    print("| task | tokens per second | guesses that were right |\n|---|---|---|", flush=True)
-    llm = LLM(str(TASK_MODEL), budget=512, max_model_len=2560, slots=1, sessions=1, speculative="lookup",
+    print("\n## The shipped models on the lab's tasks, prompts of 2048, cache of a quarter\n")
+    print(
+        "| model | who guesses | task | tokens per second | guesses that were right |\n|---|---|---|---|---|",
+        flush=True,
+    )
+    for model, speculative in ((TASK_MODEL, "lookup"), (MLA_TASK_MODEL, "lookup"), (MLA_TASK_MODEL, "mtp")):
+        llm = LLM(str(model), budget=512, max_model_len=2560, slots=1, sessions=1, speculative=speculative,
+                  report_plan=lambda _: None)  # fmt: skip
+        encode, drafter = llm.tokenizer.encode, llm.engine.executor.drafter
+        for name in ("needle", "multiquery", "kv", "qa", "tracking", "long-decode"):
+            samples = [
+                make_sample(TASKS[name], 2048, s, lambda text, encode=encode: len(encode(text))) for s in range(6)
+            ]
+            pasts = [read_once(llm, encode(sample.prompt + sample.lead)) for sample in samples]
+            speeds, shares = [], []
+            for past in pasts:
+                params = [SamplingParams(max_tokens=128, ignore_eos=True)]
+                speed, share = compare(llm, {speculative: drafter}, [past], params, rounds)[speculative]
+                speeds += speed
+                shares.append(share)
+            known = [share for share in shares if share == share]
+            right = f"{100 * sum(known) / len(known):.0f} %" if known else "none made"
+            print(f"| {model.name} | {speculative} | {name} | {show(speeds, 2)}x | {right} |", flush=True)
+
+
+def bench_module(samples: int = 40) -> None:
+    print("\n## The shipped model's own next-token module, prompts of 2048, cache of a quarter\n")
+    print("Guesses that were right, and tokens per step of the model.\n")
+    print("| task | 1 guess | 2 guesses | 3 guesses |\n|---|---|---|---|", flush=True)
+    llm = LLM(str(MLA_TASK_MODEL), budget=512, max_model_len=2560, slots=4, speculative="mtp", speculative_tokens=3,
               report_plan=lambda _: None)  # fmt: skip
-    tokenizer = llm.tokenizer
-    for name in ("needle", "multiquery", "kv", "qa", "tracking", "long-decode"):
-        samples = [make_sample(TASKS[name], 2048, s, lambda text: len(tokenizer.encode(text))) for s in range(6)]
-        pasts = [read_once(llm, tokenizer.encode(sample.prompt + sample.lead)) for sample in samples]
-        speeds, shares = [], []
-        for past in pasts:
-            params = [SamplingParams(max_tokens=128, ignore_eos=True)]
-            speed, share = compare(llm, {"lookup": PromptLookup()}, [past], params, rounds)["lookup"]
-            speeds += speed
-            shares.append(share)
-        known = [share for share in shares if share == share]
-        right = f"{100 * sum(known) / len(known):.0f} %" if known else "none made"
-        print(f"| {name} | {show(speeds, 2)}x | {right} |", flush=True)
+    encode = llm.tokenizer.encode
+    for name, task in TASKS.items():
+        made = [make_sample(task, 2048, seed, lambda text: len(encode(text)), decode=256) for seed in range(samples)]
+        prompts, cells, answers = [encode(sample.prompt + sample.lead) for sample in made], [], None
+        for guesses in (1, 2, 3):
+            always = mock.patch.object(Pace, "most", lambda pace, limit, cost, guesses=guesses: min(limit, guesses))
+            with always:
+                outputs = llm.generate(prompts, SamplingParams(max_tokens=task.max_tokens))
+            tokens = [output.token_ids for output in outputs]
+            assert tokens == (answers := answers or tokens)
+            drafted, accepted = (sum(getattr(output, what) for output in outputs) for what in ("drafted", "accepted"))
+            decoded = sum(len(one) - 1 for one in tokens)  # the first comes with the prompt
+            cells.append(f"{100 * accepted / drafted:.0f} %, {decoded / (decoded - accepted):.2f}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 @torch.inference_mode()
@@ -213,6 +241,8 @@ def main() -> None:
             bench_acceptance(checkpoint, options.rounds)
     if "shipped" in wanted:
         bench_shipped(options.rounds)
+    if "module" in wanted:
+        bench_module()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 SMALL = {
     "vocab_size": 96,
@@ -123,6 +125,43 @@ def save_checkpoint(directory: Path, family: str = "llama3-gqa", **kwargs):
     model = make_model(family, **kwargs).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     return model
+
+
+class NextToken(DeepseekV3DecoderLayer):
+    """DeepSeek-V3's module for multi-token prediction, on the layer that transformers has."""
+
+    def __init__(self, config):
+        super().__init__(config, config.num_hidden_layers)
+        size = config.hidden_size
+        self.enorm, self.hnorm, self.norm = (DeepseekV3RMSNorm(size, config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
+
+
+def save_next_token(directory: Path, config, seed: int = 0) -> NextToken:
+    """Add a random module to a checkpoint, with DeepSeek's names, and with the copies that are not needed."""
+    torch.manual_seed(seed)
+    config._attn_implementation, config._experts_implementation = "snapstream_oracle", "eager"  # see tests/peers.py
+    module = NextToken(config).eval().requires_grad_(False)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dim() > 1:
+            tensor.normal_(std=config.initializer_range)
+        else:
+            tensor.copy_(torch.randn_like(tensor) * 0.2 + ("norm" in name))
+    size, tensors = config.hidden_size, {}
+    for name, tensor in module.state_dict().items():
+        if ".experts." not in name:
+            tensors[name.replace("norm.weight", "shared_head.norm.weight") if name == "norm.weight" else name] = tensor
+            continue
+        for expert, each in enumerate(tensor):
+            halves = {"gate_proj": each[: len(each) // 2], "up_proj": each[len(each) // 2 :]}
+            parts = halves if "gate_up" in name else {"down_proj": each}
+            tensors |= {f"mlp.experts.{expert}.{part}.weight": half for part, half in parts.items()}
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"{name}.weight"] = torch.zeros(config.vocab_size, size)
+    file = directory / "model.safetensors"
+    named = {f"model.layers.{config.num_hidden_layers}.{name}": each.contiguous() for name, each in tensors.items()}
+    save_file(load_file(file) | named, file, metadata={"format": "pt"})
+    return module
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -4,10 +4,11 @@ The full cache stays in transformers' ``DynamicCache``; only which of its positi
 ``tests/reference.py``. So the model's code is theirs, and the method's is the slow, obvious one.
 """
 
+import copy
 from dataclasses import replace
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from tests.reference import naive_compress, naive_pool, naive_votes
 
@@ -112,10 +113,50 @@ def peer_generate(checkpoint, tokens, budget, steps, latent=False):
     return oracle_generate(_load(checkpoint), tokens, budget, steps, latent)
 
 
-def _load(checkpoint):
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="snapstream_oracle"
-    )
+def _load(checkpoint, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="snapstream_oracle")
+
+
+@torch.no_grad()
+def peer_guesses(checkpoint, module, tokens, budget, steps, depth):
+    """Greedy tokens in float64, and by number of tokens what a next-token module guesses after them.
+
+    The module is one layer more to the oracle. It guesses on by taking its own state and guess for the model's; what it
+    stores then is forgotten.
+    """
+    model = _load(checkpoint, torch.float64)
+    model.config._experts_implementation = "eager"  # others know no float64
+    module = module.double()
+    _ORACLES["now"] = oracle = Oracle(budget, latent=True)
+    past, own_past = DynamicCache(), DynamicCache()
+
+    def read(new):
+        hidden = model.model(torch.tensor([new]), past_key_values=past, use_cache=True).last_hidden_state
+        return hidden, int(model.lm_head(hidden[0, -1]).argmax())
+
+    def look(hidden, following, cache):
+        first = cache.get_seq_length(module.self_attn.layer_idx)
+        embedded = model.model.embed_tokens(torch.tensor([following]))
+        x = module.eh_proj(torch.cat((module.enorm(embedded), module.hnorm(hidden)), -1))
+        positions = torch.arange(first, first + len(following))[None]
+        angles = model.model.rotary_emb(x, positions)
+        states = module.norm(module(x, position_embeddings=angles, past_key_values=cache, use_cache=True))[:, -1:]
+        return states, int(model.lm_head(states[0, -1]).argmax())
+
+    hidden, token = read(list(tokens))
+    look(hidden, [*tokens[1:], token], own_past)
+    made, guesses = [token], {}
+    while len(made) < steps:
+        hidden, token = read(made[-1:])
+        made.append(token)
+        states, guess = look(hidden, [token], own_past)
+        guesses[len(made)] = [guess]
+        cache, oracle.caches = copy.deepcopy(own_past), copy.deepcopy(kept := oracle.caches)
+        while len(guesses[len(made)]) < depth:
+            states, guess = look(states, [guess], cache)
+            guesses[len(made)].append(guess)
+        oracle.caches = kept
+    return made, guesses
 
 
 @torch.no_grad()

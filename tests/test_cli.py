@@ -212,6 +212,10 @@ def test_plan_of_deepseek_r1(tmp_path):
     assert plan["slots_that_fit"] / plan["slots_that_fit_full"] == pytest.approx(4, rel=0.05)
     text = run("plan", "--model", directory, "--budget", 32768, "--max-model-len", 131072).stdout
     assert "4.00x less" in text
+    # DeepSeek says that its module for multi-token prediction has 11.5B parameters of its own.
+    ahead = plan_of(directory, budget=32768, slots=64, max_model_len=131072, memory=1400, speculative="mtp")
+    assert ahead["weights"] - plan["weights"] == pytest.approx(11.5e9 * 2, rel=0.01)
+    assert ahead["bytes_per_token"] == 62 * 576 * 2
 
 
 @pytest.mark.parametrize(("length", "cache", "full", "small"), [(128, 32, 16, 64), (64, 16, 32, 128), (32, 8, 64, 256)])
@@ -315,7 +319,7 @@ def set_architecture(path):
     ("arguments", "message"),
     [
         (["generate", "--file", "no-such-file.txt"], "no-such-file.txt could not be read"),
-        (["generate", "hello", "--model", "no-such-model"], "neither a directory, nor a hub id"),
+        (["generate", "hello", "--model", "no-such-model"], "neither a directory, nor a .gguf file, nor a hub id"),
         (["demo", "--model", "no-such-model"], "for the shipped models"),
         (["generate", "hello", "--budget", 3], "at least 16"),
         (["generate", "hello", "--budget", -5], "at least 16"),

@@ -54,7 +54,7 @@ class Llama:
         k, _ = apply_rotary_pos_emb(k, k, cos, sin)
         return q, k, v
 
-    def after_step(self, model: PreTrainedModel, hidden: torch.Tensor) -> None:
+    def after_step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
         """Does nothing."""
 
 
@@ -82,7 +82,7 @@ class Deepseek:
             norm_topk_prob=True,
             topk_method="noaux_tc",  # vLLM reads these two, transformers takes them for granted
             scoring_func="sigmoid",
-            num_nextn_predict_layers=0,
+            num_nextn_predict_layers=0,  # until train_next_token.py adds one
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
         config._experts_implementation = "eager"
@@ -126,14 +126,14 @@ class Deepseek:
         return torch.cat((q, q_rope), -1), torch.cat((k, k_rope.expand(-1, HEADS, -1, -1)), -1), v
 
     @torch.no_grad()
-    def after_step(self, model: PreTrainedModel, hidden: torch.Tensor) -> None:
+    def after_step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
         """Shifts the router's biases towards equal loads, as DeepSeek-V3 was trained (arXiv 2412.19437, 2.1.2).
 
         Args:
-            model: The model.
-            hidden: What the experts of the last layer were given, ``[tokens, hidden]``.
+            layer: One with experts.
+            hidden: What they were given, ``[tokens, hidden]``.
         """
-        gate = model.model.layers[-1].mlp.gate
+        gate = layer.mlp.gate
         chosen = gate(hidden)[2]
         load = functional.one_hot(chosen, gate.num_experts).sum((0, 1)).float()
         gate.e_score_correction_bias += BALANCE_RATE * torch.sign(load.mean() - load)

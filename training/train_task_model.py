@@ -273,13 +273,31 @@ def exact_matches(hits: torch.Tensor, targets: torch.Tensor) -> float:
     return right / max(total, 1)
 
 
-def train_stage(
-    model: PreTrainedModel,
-    architecture: Llama | Deepseek,
-    optimizer: torch.optim.Optimizer,
-    stage: Stage,
-    rng: random.Random,
-) -> None:
+class Trainee:
+    """What is trained: a whole model."""
+
+    def __init__(self, model: PreTrainedModel, architecture: Llama | Deepseek) -> None:
+        self.model, self.architecture = model, architecture
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Everything that is learned."""
+        return list(self.model.parameters())
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Computes the logits where there are targets, ``[targets, vocab]``."""
+        logits, self._last_input = answer_logits(self.model, self.architecture, batch)
+        return logits
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """Returns what is to be learned of a batch, ``[rows, tail]``."""
+        return batch.targets
+
+    def after_step(self) -> None:
+        """Does what gradients do not."""
+        self.architecture.after_step(self.model.model.layers[-1], self._last_input)
+
+
+def train_stage(trainee: Trainee, optimizer: torch.optim.Optimizer, stage: Stage, rng: random.Random) -> None:
     """Trains until the stage's target or step limit is reached."""
     recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
     started = time.time()
@@ -294,16 +312,17 @@ def train_stage(
             batch = text_batch(rng, rng.choices(list(FAMILIES), weights)[0], length)
         else:
             length, batch = 0, pairs_batch(rng, stage.words)
-        logits, last_input = answer_logits(model, architecture, batch)
-        wanted = batch.targets[batch.targets != IGNORED]
+        logits = trainee.logits(batch)
+        targets = trainee.targets(batch)
+        wanted = targets[targets != IGNORED]
         loss = functional.cross_entropy(logits, wanted)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
         optimizer.step()
-        architecture.after_step(model, last_input)
+        trainee.after_step()
         if length == (stage.lengths or (0,))[-1] or stage.decay:
-            recent[batch.task].append(exact_matches(logits.argmax(-1) == wanted, batch.targets))
+            recent[batch.task].append(exact_matches(logits.argmax(-1) == wanted, targets))
         pairs = recent["pairs"]
         done = len(pairs) == WINDOW and sum(pairs) / WINDOW >= stage.target
         if done or step % 100 == 99:
@@ -352,7 +371,7 @@ def main() -> None:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             continue
-        train_stage(model, architecture, optimizer, stage, random.Random(f"{arguments.seed}/{index}"))
+        train_stage(Trainee(model, architecture), optimizer, stage, random.Random(f"{arguments.seed}/{index}"))
         if checkpoint:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)

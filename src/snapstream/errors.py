@@ -33,3 +33,8 @@ def missing_extra(what: str, extra: str) -> ConfigurationError:
         extra: Its name.
     """
     return ConfigurationError(f'{what}: in the directory of the source, pip install ".[{extra}]"')
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -14,6 +14,7 @@ from snapstream.attention import SdpaAttention, TritonAttention
 from snapstream.cache import layer
 from snapstream.compression import compress, scoring
 from snapstream.engine import engine, executor, prefill, reading
+from snapstream.engine.drafters import next_token
 from snapstream.engine.settings import set_up
 from snapstream.kernels import compression as kernels_of_compression
 from snapstream.kernels import triton as kernels
@@ -57,7 +58,7 @@ def copies(request, monkeypatch):
     monkeypatch.setattr(engine, "set_up", set_up_there)
     monkeypatch.setattr(engine, "load_model", load)
     monkeypatch.setattr(engine, "available_memory", lambda *arguments: None)
-    for module in (executor, prefill, reading):
+    for module in (executor, prefill, reading, next_token):
         monkeypatch.setattr(module, "to_host", to_host)
     # Operations would choose what says the shape of their result alone.
     monkeypatch.setattr(scoring, "window_attention", kernels_of_compression._window_attention)
@@ -138,13 +139,13 @@ def test_prompts_that_are_scored_and_conversations(llm, copies):
         assert all(tensor.device == META for each in saved.layers for tensor in each.tensors)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize(("family", "speculative"), [("qwen3", "lookup"), ("deepseek-v3", "mtp")])
 @pytest.mark.parametrize("copies", ["triton"], indirect=True)
-def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, family, copies):
+def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, family, speculative, copies):
     """The host is told once what was taken, and how much of it is certain."""
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
-    options = {"device": "cpu", "dtype": "bfloat16", "speculative": "lookup", "speculative_tokens": 5}
+    options = {"device": "cpu", "dtype": "bfloat16", "speculative": speculative, "speculative_tokens": 5}
     llm = make(tmp_path, max_model_len=200, slots=3, **options)
     decode = llm.engine.executor.decode
     assert list(decode.verifications) == [2, 4, 6]
@@ -155,4 +156,13 @@ def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, famil
         assert certain.shape == (3,)
         with NoNumbers():
             assert decode.read({1: [5, 6]}, certain=greedy).shape == (3,)
+            if decode.ahead is not None:
+                assert decode.ahead.guess(5).shape == (3, 5)
     assert copies == []
+    if decode.ahead is not None:  # a prompt goes through the module, too
+        llm.engine.add_request(prompt(100), SamplingParams(max_tokens=1))
+        outputs = []
+        with NoNumbers():
+            while llm.engine.busy:
+                outputs += llm.engine.step()
+        assert [len(output.token_ids) for output in outputs] == [1]

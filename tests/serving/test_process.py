@@ -52,8 +52,13 @@ def test_a_life(tmp_path):
     """Start, serve, log, SIGTERM while a stream runs: it ends well, and so does the process."""
     port, log = free_port(), tmp_path / "log"
     url = f"http://127.0.0.1:{port}"
-    with process(log, "--port", str(port), "--log-format", "json", env={"SNAPSTREAM_API_KEY": "secret-key"}) as started:
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o755)
+    environment = {"SNAPSTREAM_API_KEY": "secret-key", "BROWSER": str(browser)}
+    with process(log, "--port", str(port), "--log-format", "json", "--open", env=environment) as started:
         ready(url)
+        wait_until(lambda: opened.exists() and opened.read_text() == url + "\n", 20)
         key = {"Authorization": "Bearer secret-key"}
         assert httpx.get(url + "/v1/models").status_code == 401
         assert httpx.get(url + "/v1/models", headers=key).json()["data"][0]["id"] == "task-model"

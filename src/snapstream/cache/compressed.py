@@ -199,6 +199,12 @@ class CompressedSequence:
             raise CacheFileError(f"{path} is damaged: its contents are not what was written")
         if described["model"] != model:
             raise CacheFileError(f"{path} was made by another model or tokenizer; read its text with this one instead")
+        held = sum(name.startswith("layer.") and name.endswith(".0") for name in tensors)
+        if held < layers:
+            raise CacheFileError(
+                f"{path} holds caches of {held} layers, {layers} are needed here; what was read without "
+                "speculative='mtp' can only be gone on with without it"
+            )
         caches = []
         for layer in range(layers):
             stored = [tensors[f"layer.{layer}.{part}"] for part in range(1 if shape.latent else 2)]

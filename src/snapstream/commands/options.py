@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from snapstream.assets import SHIPPED, TASK_MODEL, is_shipped
+from snapstream.assets import PACKAGED, SHIPPED, TASK_MODEL, is_shipped
 from snapstream.config import CacheBudget, policy_names
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
@@ -17,7 +17,10 @@ from snapstream.sizes import is_share, parse_share, parse_tokens
 messages = Console(stderr=True)
 """Everything that is not the result of a command."""
 
-MODEL_HELP = f"Checkpoint directory, hub id, or shipped model ({', '.join(SHIPPED)}). Default: the first shipped one."
+MODEL_HELP = (
+    f"Checkpoint directory, .gguf file, hub id, or a model by name ({', '.join([*SHIPPED, *PACKAGED])}). Default: the "
+    "first."
+)
 # Panels in which --help shows the shared options; commands have more of their own.
 MODEL, CACHE, ENGINE = "Model", "Cache", "Engine"
 
@@ -60,7 +63,7 @@ Speculative = Annotated[
     str,
     typer.Option(
         help="Guess tokens and verify several at a time, for the same output sooner where guesses are right: off, "
-        "lookup (finds them in the prompt and the output so far), or draft-model.",
+        "lookup (finds them in the prompt and the output so far), mtp (the checkpoint's own module), or draft-model.",
         rich_help_panel=ENGINE,
     ),
 ]

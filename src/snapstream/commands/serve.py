@@ -93,6 +93,9 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.", rich_help_panel=NETWORK)
     ] = 8000,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=NETWORK)
+    ] = False,
     served_model_name: Annotated[
         str | None,
         typer.Option(
@@ -179,7 +182,7 @@ def serve(
             llm = LLM(name, budget=parsed, config=config, report_plan=lambda plan: logger.info("%s", plan.summary()))
         if template is not None:
             llm.chat_template = template
-        if not server.serve(llm, settings, listener):
+        if not server.serve(llm, settings, listener, open_page=open_page):
             raise typer.Exit(1)
 
 

@@ -9,7 +9,7 @@ from snapstream.config.checks import require_integer
 from snapstream.config.policy import ALL, WINDOW
 from snapstream.errors import ConfigurationError
 
-SPECULATIVE = ("off", "lookup", "draft-model")
+SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
 """Who may guess tokens."""
 MOST_GUESSES = 15
 """Guesses that a step may verify."""
@@ -26,8 +26,9 @@ class EngineConfig:
         prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
         decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
         speculative: Who guesses tokens that the model then verifies several at a time: ``off``; ``lookup``, which finds
-            them in the prompt and the output so far; or ``draft-model``, a small model of the same tokenizer. The
-            output is the same; see docs/speculation.md.
+            them in the prompt and the output so far; ``mtp``, the checkpoint's own module for multi-token prediction
+            (DeepSeek-V3 and R1); or ``draft-model``, a small model of the same tokenizer. The output is the same; see
+            docs/speculation.md.
         draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
         speculative_tokens: Most guesses per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.

@@ -7,30 +7,26 @@ without waiting for the host. Elsewhere the modules of the model run.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapstream.attention import AttentionBackend, CpuAttention, TritonAttention
+from snapstream.attention import AttentionBackend
 from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, entry_of, next_slot
 from snapstream.config import CacheBudget
+from snapstream.engine.ahead import Ahead
 from snapstream.engine.graphs import StaticGraph
+from snapstream.engine.programs import Programs
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.engine.settings import Setup
-from snapstream.engine.verification import Parts, Verification, most_tokens
+from snapstream.engine.verification import Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
-from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
-from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.parts import Slots
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
-
-logger = logging.getLogger(__name__)
 
 
 class Decode:
@@ -62,6 +58,7 @@ class Decode:
         def column() -> Tensor:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
+        # Those of the model, and that of its next-token module.
         self.layers = self._caches(capacity, weight.dtype, device)
         # The next token of each slot, and guesses of those after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
@@ -76,14 +73,31 @@ class Decode:
         # What a launch of the loop has taken, or one that verifies guesses.
         self.taken = torch.zeros((most, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
-        operations = list(model.operations())
-        self.loop = self._loop_of([*operations, Take(Part("logits", spec.vocab_size, dtype=torch.float32))])
-        self._kernels = self._kernels_of(operations)
+        state = Slots(
+            token=self.tokens,
+            position=self.position,
+            base=self.base,
+            count=self.count,
+            limit=self.limit,
+            active=self.active,
+            forced=self.forced,
+            taken=self.taken,
+            drafted=self.drafted,
+            accepted=self.accepted,
+        )
+        programs = Programs(model, backend, self.layers, state, self.logits)
+        self.loop, self.kernels = programs.loop, programs.kernels
+        captured = not eager and self.kernels is not None
+        self.ahead: Ahead | None = None
+        if model.ahead is not None:
+            self.ahead = Ahead(model, programs, self.layers[-1], guesses=guesses, captured=captured)
+        follow = None if self.ahead is None else self.ahead.follow
+        self.verifications = {
+            tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
+            for tokens in most_tokens(guesses, device)
+        }
         self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
         self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
-        self.verifications = {
-            tokens: self._verification(operations, tokens, eager=eager) for tokens in most_tokens(guesses, device)
-        }
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel) -> Decode:
@@ -106,6 +120,8 @@ class Decode:
             step.warm_up(pool)
         for verification in self.verifications.values():
             verification.warm_up(pool)
+        if self.ahead is not None:
+            self.ahead.warm_up(pool)
 
     @torch.inference_mode()
     def start(
@@ -225,7 +241,7 @@ class Decode:
         """Read the next token of every active slot with guesses of those after it, and keep what is right.
 
         Args:
-            guesses: By slot; at most the number given at construction, and one slot at least has some.
+            guesses: By slot; at most the number given at construction, and may be none.
             greedy: See :meth:`launch`.
             forced: Tokens that a slot must take, at most one more than it has guesses.
 
@@ -278,94 +294,21 @@ class Decode:
         """The slots' memory, all zero."""
         spec = self.model.spec
         if device.type != "cpu":
-            return [spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.layers)]
+            return [
+                spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.cached_layers)
+            ]
         entry, stored = spec.entry, spec.entry.kind.stored
-        memory = tensors_of_zeros([(entry.shape(self.slots, capacity), dtype)] * stored * spec.layers)
+        memory = tensors_of_zeros([(entry.shape(self.slots, capacity), dtype)] * stored * spec.cached_layers)
         for tensor in memory:
             tensor.zero_()  # so that what was planned is there from the start
         return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]
-
-    def _loop_of(self, operations: Sequence[Operation]) -> CpuProgram | None:
-        """The native loop over these operations, where there is one."""
-        dtype = self.layers[0].keys.dtype
-        reason = unsupported(operations, dtype)
-        if reason and self.token.device.type == "cpu":
-            logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
-        if reason or not isinstance(self.backend, CpuAttention):
-            return None
-        return CpuProgram(operations, self._machine(operations))
-
-    def _kernels_of(self, operations: Sequence[Operation]) -> Callable[[], None] | None:
-        """The operations by kernels for CUDA, where there are any."""
-        if not isinstance(self.backend, TritonAttention):
-            return None
-        return self._triton(operations, self._machine(operations))
-
-    def _triton(self, operations: Sequence[Operation], machine: Machine) -> Callable[[], None]:
-        from snapstream.kernels.triton.program import TritonProgram
-
-        assert isinstance(self.backend, TritonAttention)
-        keys, spec = self.layers[0].keys, self.model.spec
-        query = torch.Size((1, spec.heads, spec.head_dim))
-        splits = self.backend.splits(self.slots, query, keys.shape[1:], keys.dtype)
-        return TritonProgram(operations, machine, splits=splits).run
-
-    def _verification(self, operations: Sequence[Operation], tokens: int, *, eager: bool) -> Verification:
-        """Steps that read up to so many tokens per slot, by the same kernels as those that read one."""
-        logits = Part("logits", self.model.spec.vocab_size, dtype=torch.float32)
-        every = [*operations, Verify(logits), Commit(), Advance()]
-        machine, reading = self._machine(every, tokens), len(operations)
-        if self._kernels is not None:
-            read, verify, settle = (
-                self._triton(part, machine) for part in (operations, every[reading : reading + 1], every[reading + 1 :])
-            )
-
-            def look() -> None:
-                read()
-                verify()
-
-            def greedy() -> None:
-                look()
-                settle()
-
-            parts = Parts(read, settle, look, greedy)
-        else:
-            program = (PlainProgram if self.loop is None else CpuProgram)(every, machine)
-            parts = Parts(
-                read=functools.partial(program.run, last=reading),
-                settle=functools.partial(program.run, first=reading + 1),
-                look=functools.partial(program.run, last=reading + 1),
-                greedy=program.run,
-            )
-        return Verification(parts, machine, self.sampling, captured=not eager and self._kernels is not None)
-
-    def _machine(self, operations: Sequence[Operation], tokens: int = 1) -> Machine:
-        """What a list of operations works on: this object's slots, and buffers for what is between."""
-        entry, dtype, device = self.model.spec.entry, self.layers[0].keys.dtype, self.token.device
-        slots = Slots(
-            token=self.tokens[:, :tokens],
-            position=self.position,
-            base=self.base,
-            count=self.count,
-            limit=self.limit,
-            active=self.active,
-            forced=self.forced,
-            taken=self.taken,
-            drafted=self.drafted if tokens > 1 else None,
-            accepted=self.accepted if tokens > 1 else None,
-        )
-        parts = (part for each in operations for part in each.parts())
-        given = {"logits": self.logits} if tokens == 1 else {}
-        buffers = allocate_buffers(parts, self.slots * tokens, dtype, given, device)
-        pending = [entry.empty(self.slots, tokens, dtype=dtype, device=device) for _ in self.layers if tokens > 1]
-        return Machine(buffers, slots, self.layers, pending)
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""
         if self.loop is not None:
             self.loop.run(last=-1)  # all but taking the token
-        elif self._kernels is not None:
-            self._kernels()
+        elif self.kernels is not None:
+            self.kernels()
         else:
             self._run_modules()
 
@@ -375,7 +318,7 @@ class Decode:
         cosine, sine = self.model.rope(self.position)
         entry = next_slot(self.count, self.base, self.limit)[:, None]
         valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
-        for block, cache in zip(self.model.layers, self.layers, strict=True):
+        for block, cache in zip(self.model.layers, self.layers, strict=False):  # without the next-token module's
             query, key, value = block.project(x, cosine, sine)
             cache.write(entry, key[:, None], value[:, None], self.active)
             x = block.complete(x, self.backend.decode(query, cache.keys, cache.values, valid, self.scale))

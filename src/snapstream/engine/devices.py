@@ -138,7 +138,7 @@ class Devices:
         if self.attention == SEQUENCES:
             entry = spec.entry.nbytes(self.dtype) // self.dtype.itemsize
             numbers += -(-sequences // self.count) * (spec.heads * (spec.head_dim + spec.value_size) + entry)
-        return spec.layers * numbers * others // self.count * self.dtype.itemsize
+        return spec.cached_layers * numbers * others // self.count * self.dtype.itemsize
 
     @cached_property
     def _weights(self) -> tuple[int, int, int]:

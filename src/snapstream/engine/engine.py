@@ -380,7 +380,7 @@ class Engine:
         if self.executor.reading is None:
             return touched
         try:
-            read = self.executor.read(self.spec.layers)
+            read = self.executor.read(self.spec.cached_layers)
         except Exception as error:
             return touched + self._fail_readers([request for request, _ in self.executor.stop_reading()], error)
         for request, failure in read:

@@ -19,7 +19,7 @@ from snapstream.compression import lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
-from snapstream.engine.drafters import Drafter
+from snapstream.engine.drafters import Drafter, NextToken
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.pace import StepCost
@@ -51,9 +51,9 @@ class Executor:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
         self._guesses, self._cost = config.guesses, StepCost()
-        self.drafter = drafter
         self.prefill = Prefill.of(setup, model, padded=padded)
         self.decode = Decode.of(setup, model)
+        self.drafter = drafter if self.decode.ahead is None else NextToken(self.decode.ahead)
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
@@ -72,7 +72,7 @@ class Executor:
         entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
         for each in _smaller(budget, length // 2, queries):
             empty = entry.empty(1, lay_out(length, each).count, dtype=dtype, device=self.device)
-            reading.add(each, [empty] * self.spec.layers, telemetry=True)
+            reading.add(each, [empty] * self.spec.cached_layers, telemetry=True)
         while not reading.finished:
             self.prefill.advance(reading)
         for target in reading.targets:
@@ -92,7 +92,9 @@ class Executor:
             count = lay_out(reading.length, request.budget, reading.before).count
             if request.slot is None:
                 entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
-                caches = [entry.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.layers)]
+                caches = [
+                    entry.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.cached_layers)
+                ]
             else:
                 caches = self.decode.slot(request.slot, count)
             target = reading.add(
@@ -212,7 +214,7 @@ class Executor:
         began = time.perf_counter()
         guesses = self._guess(going)
         with current_device(self.device):
-            if guesses:
+            if guesses is not None:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
             else:
@@ -227,8 +229,9 @@ class Executor:
         counts = [steps] * self.decode.slots if certain is None else stacked.pop().tolist()
         tokens = stacked[0].tolist()
         seconds = time.perf_counter() - began
-        if guesses:
-            self._cost.saw_guesses(len(going), sum(map(len, guesses.values())), seconds)
+        drafted = sum(map(len, (guesses or {}).values()))
+        if drafted:
+            self._cost.saw_guesses(len(going), drafted, seconds)
         else:
             self._cost.saw_plain(len(going), seconds / len(tokens))
         details = None if greedy else [Sampled(*step) for step in zip(*stacked, strict=True)]
@@ -236,7 +239,7 @@ class Executor:
         for request in going:
             slot, wanted = request.slot, request.params.logprobs
             assert slot is not None
-            if guesses:
+            if guesses is not None:
                 request.pace.saw(len(guesses[slot]), counts[slot] - 1)
             try:
                 for index in range(counts[slot]):
@@ -248,10 +251,10 @@ class Executor:
                 failed.append((request, error))
         return failed
 
-    def _guess(self, going: Sequence[Request]) -> dict[int, Sequence[int]]:
-        """Guesses of what comes after each request's last token, by slot; empty if nobody has any."""
+    def _guess(self, going: Sequence[Request]) -> dict[int, Sequence[int]] | None:
+        """Guesses of what comes after each request's last token, by slot; ``None`` if a step of them is of no use."""
         if self.drafter is None:
-            return {}
+            return None
         wanted = [self._most_guesses(request) for request in going]
         made = self._attempt_to_draft(lambda drafter: drafter.guess(going, wanted)) or [()] * len(going)
         guesses: dict[int, Sequence[int]] = {}
@@ -261,7 +264,8 @@ class Executor:
             # What comes after an end is not guessed either.
             end = next((at for at, token in enumerate(tokens, 1) if token in request.text.stop_ids), len(tokens))
             guesses[request.slot] = [*itertools.takewhile(lambda token: 0 <= token < vocabulary, tokens[:end])]
-        return guesses if any(guesses.values()) else {}
+        needed = self.drafter is not None and self.drafter.needs_every_step
+        return guesses if needed or any(guesses.values()) else None
 
     def _attempt_to_draft(self, work: Callable[[Drafter], list[Sequence[int]] | None]) -> list[Sequence[int]] | None:
         """Have the drafter do something; if it fails, go on without: answers do not need guesses."""

@@ -52,7 +52,7 @@ class SequenceFiles:
             path,
             model=self.model,
             shape=setup.spec.entry,
-            layers=setup.spec.layers,
+            layers=setup.spec.cached_layers,
             dtype=setup.dtype,
             device=setup.device,
         )

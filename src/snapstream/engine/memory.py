@@ -188,7 +188,8 @@ def _plan(
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
-    chunk_temporaries = chunk * (row_numbers(spec, item) * item + 4 * 8)  # and its tokens and positions
+    numbers = max(row_numbers(spec, item), 6 * spec.hidden_size * spec.reads_ahead)  # or what the module joins
+    chunk_temporaries = chunk * (numbers * item + 4 * 8)  # and its tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
     if setup.device.type == "cpu":  # the library packs a weight before it multiplies
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
@@ -209,7 +210,7 @@ def _plan(
         # Captured graphs keep what they have sampled with, apart from what prompts are read with.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * entries * (per_token + spec.layers * spec.kv_heads * 4),
+        sessions=config.sessions * entries * (per_token + spec.cached_layers * spec.kv_heads * 4),
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
         # there all the time: those of attention and those of what follows it.
@@ -237,8 +238,12 @@ def _verifying(setup: Setup, slots: int, entries: int) -> int:
     """What steps that verify guesses hold: pending entries, logits, and buffers, for each kind of step there is."""
     spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
-    per_row = spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + 2 * row_numbers(spec, item) * item
-    return rows * per_row + setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
+    buffers = 2 * row_numbers(spec, item) * item
+    attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
+    held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + buffers) + attending
+    if spec.reads_ahead:  # the next-token module's step, and the states that it works with
+        held += rows * (buffers + 5 * spec.hidden_size * item) + attending
+    return held
 
 
 def row_numbers(spec: ModelSpec, item: int) -> int:

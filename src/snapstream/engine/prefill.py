@@ -29,7 +29,7 @@ from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.reading import Reading, Target, count_parts
 from snapstream.engine.settings import Setup
 from snapstream.models import DecoderModel
-from snapstream.models.decoder import Block
+from snapstream.models.block import Block
 from snapstream.transfers import to_device, to_host
 
 SCORED_ROWS = 32
@@ -60,6 +60,7 @@ class Prefill:
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
         self.model, self.backend, self.chunk = model, backend, chunk
+        self._blocks = [*model.layers] if model.ahead is None else [*model.layers, model.ahead.block]
         self.scale, self.device = spec.scale, device
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
         self._columns = spec.value_size if backend.narrow_values else spec.head_dim
@@ -88,17 +89,20 @@ class Prefill:
         What an error leaves behind is not to be gone on with.
         """
         start, last_layer = reading.done, reading.layer == len(self.model.layers) - 1
+        is_ahead = reading.layer == len(self.model.layers)
         tokens = reading.tokens[start : start + self.chunk]
-        used, block = len(tokens), self.model.layers[reading.layer]
+        used, block = len(tokens), self._blocks[reading.layer]
         x = self.hidden[start : start + used]
         if start == 0 and reading.past is not None:
             self.staging.put(reading.past.layers[reading.layer])
         if reading.layer == 0:
             x.copy_(self.model.embedding(to_device(tokens, self.device)))
+        if is_ahead:
+            self._enter_ahead(reading, x, start)
         self.start.fill_(reading.before + start)
         self._packed_until.fill_(reading.before + start if start else 0)
         self.ahead.fill_(reading.dropped_before)
-        if last_layer and reading.scored is None:
+        if is_ahead or (last_layer and not self._completes(reading)):
             query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
         else:
             if last_layer:  # what the last token goes into the layer with, before its place is written over
@@ -114,6 +118,19 @@ class Prefill:
             self._compress(reading)
             reading.layer += 1
             reading.done = 0
+
+    def _completes(self, reading: Reading) -> bool:
+        """Whether all tokens go through the model to its end."""
+        return reading.scored is not None or self.model.ahead is not None
+
+    def _enter_ahead(self, reading: Reading, x: Tensor, start: int) -> None:
+        """Put each token's state in ``x`` together with the token after it; the likeliest comes after the last one."""
+        assert self.model.ahead is not None
+        assert reading.logits is not None
+        following = to_device(reading.tokens[start + 1 : start + 1 + len(x)], self.device)
+        if len(following) < len(x):
+            following = torch.cat((following, reading.logits.argmax(-1)))
+        x.copy_(self.model.ahead.enter(self.model.embedding(following), self.model.norm(x)))
 
     def _store(self, block: Block, x: Tensor) -> Tensor:
         """Store keys and values of a chunk ``[T, hidden]``; returns its queries ``[T, H, D]``."""
@@ -156,7 +173,7 @@ class Prefill:
         """Logits of the prompt's last token: it alone goes through the rest of the last layer."""
         # In this one way, whether the prompt is scored for somebody or not.
         last = len(reading.tokens) - 1
-        x = self.hidden[last : last + 1] if reading.scored is None else self._last_input
+        x = self._last_input if self._completes(reading) else self.hidden[last : last + 1]
         query = self.queries[:, -1:].transpose(0, 1)
         start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
         seen = self.staging.row(0, reading.length)
@@ -205,7 +222,7 @@ class Prefill:
             target.parts = counts if target.parts is None else target.parts + counts
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
-        if target.telemetry:
+        if target.telemetry and reading.layer < len(self.model.layers):
             prompt = self._shown(reading, target, WINDOW)
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
             target.mass.append(shares.mean())

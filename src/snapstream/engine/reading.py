@@ -27,7 +27,7 @@ class Target:
         telemetry: Whether to report which tokens were kept, and how much attention they had.
         wants_positions: Whether true positions are needed later.
         positions: Per layer that is done, true positions of the entries, int32 ``[N, count]``, if they are wanted.
-        mass: Per layer that is done, the share of the window's attention that went to what was kept, a scalar.
+        mass: Per layer of the model that is done, the share of the window's attention on what was kept, a scalar.
         parts: Kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all layers and heads.
         error: Why this one could not be made.
     """
@@ -44,7 +44,7 @@ class Target:
 
     def kept_tokens(self) -> KeptTokens:
         """Telemetry of the whole prompt."""
-        mass, *layers = to_host([torch.stack(self.mass), *self.positions])
+        mass, *layers = to_host([torch.stack(self.mass), *self.positions[: len(self.mass)]])
         positions = tuple(tuple(tuple(head) for head in layer.tolist()) for layer in layers)
         return KeptTokens(tuple(mass.tolist()), positions)
 
@@ -80,7 +80,7 @@ class Reading:
         self.layer = self.done = 0
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs | None] = [None]
-        self._layers = spec.layers
+        self._layers = spec.cached_layers
         # Multiplications per token: those with weights, and those with each key it sees.
         self._constant, self._per_key = spec.layer_parameters, spec.heads * spec.head_dim * 2
 

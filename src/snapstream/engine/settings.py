@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.policy import most_queries
-from snapstream.errors import CheckpointError, ConfigurationError
+from snapstream.errors import CheckpointError, ConfigurationError, first_line
+from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import first_line, load_spec, resolve_config
+from snapstream.models.weights import load_spec, resolve_config
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,13 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         CheckpointError: A checkpoint that is missing, corrupt or unsupported.
     """
     spec = load_spec(resolve_config(model))
+    if config.speculative == "mtp":
+        if not spec.extra_layers:
+            raise ConfigurationError(
+                f"speculative is 'mtp', but {model} has no module for multi-token prediction (num_nextn_predict_layers "
+                "is 0 or missing in config.json); take 'lookup' or 'draft-model'"
+            )
+        spec = replace(spec, reads_ahead=True)
     device = choose_device(config.device, must_exist=must_exist)
     dtype = spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
@@ -173,7 +183,12 @@ def load_tokenizer(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        if is_gguf(checkpoint):
+            tokenizer = load_gguf_tokenizer(Path(checkpoint))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except CheckpointError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -190,6 +205,8 @@ def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
     """
     from transformers import GenerationConfig
 
+    if is_gguf(checkpoint):
+        return next((dict(one.sampling) for one in PACKAGED.values() if one.file == Path(checkpoint).name), {})
     try:
         proposed = GenerationConfig.from_pretrained(checkpoint).to_diff_dict()
     except (OSError, ValueError):

@@ -15,81 +15,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from snapstream.cache import LayerCache
 from snapstream.kernels.operations import Angles, Embed, Operation
 from snapstream.kernels.parts import Part
-from snapstream.kernels.rows import can_store
-from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
-from snapstream.models.layers import FeedForward, Linear, RMSNorm
-from snapstream.models.llama import GroupedAttention
+from snapstream.models.block import Block
+from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.next_token import NextTokenModule
 from snapstream.models.rope import rope_frequencies, rope_table
 from snapstream.models.spec import ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, H, D], key [T, N, D], value [T, N, D]) -> [T, H, D]``; queries and keys are rotated."""
-
-
-class Block(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.attention = GroupedAttention(spec) if spec.latent is None else LatentAttention(spec)
-        self.feed_forward_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.feed_forward: nn.Module
-        if spec.experts is not None and layer >= spec.experts.first_layer:
-            self.feed_forward = MixtureOfExperts(spec.hidden_size, spec.experts)
-        else:
-            self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-
-    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What goes into attention.
-
-        Args:
-            x: ``[T, hidden]``.
-            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
-            sine: The same.
-
-        Returns:
-            Query ``[T, H, D]``, key and value ``[T, N, D]``; query and key are rotated.
-        """
-        projected: tuple[Tensor, Tensor, Tensor] = self.attention.project(self.attention_norm(x), cosine, sine)
-        return projected
-
-    def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
-        """:meth:`project` for the next tokens of one sequence, with their keys and values in its cache.
-
-        Args:
-            x: ``[T, hidden]``.
-            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
-            sine: The same.
-            cache: ``[1, N, C, D]``.
-            start: Entry of the first token, int64 scalar.
-
-        Returns:
-            Query ``[T, H, D]``, rotated.
-        """
-        if can_store(x):
-            stored: Tensor = self.attention.store(self.attention_norm(x), cosine, sine, cache, start)
-            return stored
-        query, key, value = self.project(x, cosine, sine)
-        cache.write((start + torch.arange(len(x), device=x.device))[None], key[None], value[None])
-        return query
-
-    def complete(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output ``[T, hidden]``, from its input ``[T, hidden]`` and attention's result ``[T, H, D]``."""
-        x = self.attention.complete(attended).add_(x)
-        result: Tensor = self.feed_forward(self.feed_forward_norm(x)).add_(x)
-        return result
-
-    def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
-        """The layer in a decode step: what it makes is added to ``x``."""
-        normed = Part("normed", x.size)
-        yield self.attention_norm.operation(x, normed)
-        yield from self.attention.operations(layer, normed, x, angles)
-        yield self.feed_forward_norm.operation(x, normed)
-        yield from cast(FeedForward | MixtureOfExperts, self.feed_forward).operations(normed, x)
 
 
 class DecoderModel(nn.Module):
@@ -106,6 +41,7 @@ class DecoderModel(nn.Module):
         self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied_embeddings:
             self.head.weight = self.embedding.weight
+        self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
         frequencies, self.rope_scaling = rope_frequencies(spec.source)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -144,11 +80,26 @@ class DecoderModel(nn.Module):
     def operations(self) -> Iterator[Operation]:
         """A decode step: tokens of slots in, their logits out, in the buffer ``logits`` (float32)."""
         x, normed = Part("x", self.spec.hidden_size), Part("normed", self.spec.hidden_size)
-        angles = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
         yield Embed(self.embedding.weight, x)
-        yield Angles(self.frequencies, self.rope_scaling, angles, self.embedding.weight.dtype)
+        yield (angles := self._angles())
         for layer, block in enumerate(self.layers):
-            yield from block.operations(layer, x, angles)
+            yield from block.operations(layer, x, angles.target)
         yield self.norm.operation(x, normed)
         logits = Part("logits", self.spec.vocab_size, dtype=torch.float32)
         yield self.head.operation(normed, logits, rounded=True)
+
+    def operations_ahead(self) -> Iterator[Operation]:
+        """A step of the next-token module, which has one cache.
+
+        In go tokens and, in the buffer ``hidden``, what came of the tokens before each; out come, in the buffer
+        ``normed``, states whose logits (by :attr:`head`) are those of the tokens after.
+        """
+        assert self.ahead is not None
+        x = Part("x", self.spec.hidden_size)
+        yield Embed(self.embedding.weight, x)
+        yield (angles := self._angles())
+        yield from self.ahead.operations(x, angles.target)
+
+    def _angles(self) -> Angles:
+        target = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
+        return Angles(self.frequencies, self.rope_scaling, target, self.embedding.weight.dtype)

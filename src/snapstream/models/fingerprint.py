@@ -10,17 +10,26 @@ def fingerprint(checkpoint: Path) -> str:
     """SHA-256 that tells checkpoints apart without reading all of them.
 
     It covers configuration, tokenizer and chat template in full, and of weight files names, sizes and samples: the
-    first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances.
+    first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances. Of a ``.gguf`` file the first 32
+    mebibytes count, which say all but the weights.
     """
     digest = hashlib.sha256()
+    if checkpoint.is_file():
+        _sample(digest, checkpoint, 1 << 25)
+        return digest.hexdigest()
     for path in sorted(path for pattern in ("*.json", "*.jinja", "*.model") for path in checkpoint.glob(pattern)):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     for path in sorted(checkpoint.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            for block in range(64):
-                file.seek(max(0, size - (1 << 16)) * block // 63)  # the last one ends with the file
-                digest.update(file.read(1 << 16))
+        digest.update(path.name.encode())
+        _sample(digest, path, 1 << 20)
     return digest.hexdigest()
+
+
+def _sample(digest: hashlib._Hash, path: Path, head: int) -> None:
+    size = path.stat().st_size
+    digest.update(f" {size}\n".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(head))
+        for block in range(64):
+            file.seek(max(0, size - (1 << 16)) * block // 63)  # the last one ends with the file
+            digest.update(file.read(1 << 16))

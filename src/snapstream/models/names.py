@@ -37,21 +37,9 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
     if not spec.tied_embeddings:
         places["lm_head.weight"] = Place("head.weight", (spec.vocab_size, spec.hidden_size))
     for layer in range(spec.layers):
-        source, target = f"model.layers.{layer}", f"blocks.{layer}"
-        for theirs, ours in (
-            ("input_layernorm", "attention_norm"),
-            ("post_attention_layernorm", "feed_forward_norm"),
-        ):
-            places[f"{source}.{theirs}.weight"] = Place(f"{target}.{ours}.weight", (spec.hidden_size,))
-        attention, feed_forward = f"{target}.attention", f"{target}.feed_forward"
-        if spec.latent is None:
-            places |= _grouped(f"{source}.self_attn", attention, spec)
-        else:
-            places |= _latent(f"{source}.self_attn", attention, spec, spec.latent)
-        if spec.experts is not None and layer >= spec.experts.first_layer:
-            places |= _experts(f"{source}.mlp", feed_forward, spec.hidden_size, spec.experts)
-        else:
-            places |= _gated(f"{source}.mlp", feed_forward, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        places |= _layer(f"blocks.{layer}", spec, layer)
+    if spec.reads_ahead:
+        places |= _next_token("ahead", spec, spec.layers)
     return places
 
 
@@ -68,6 +56,37 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
         return True
     layer = _LAYER.match(name)  # multi-token prediction: layers after the last
     return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers
+
+
+def _layer(target: str, spec: ModelSpec, layer: int) -> dict[str, Place]:
+    source = f"model.layers.{layer}"
+    places = _norms(
+        source, target, spec, input_layernorm="attention_norm", post_attention_layernorm="feed_forward_norm"
+    )
+    attention, feed_forward = f"{target}.attention", f"{target}.feed_forward"
+    if spec.latent is None:
+        places |= _grouped(f"{source}.self_attn", attention, spec)
+    else:
+        places |= _latent(f"{source}.self_attn", attention, spec, spec.latent)
+    if spec.experts is not None and layer >= spec.experts.first_layer:
+        return places | _experts(f"{source}.mlp", feed_forward, spec.hidden_size, spec.experts)
+    return places | _gated(f"{source}.mlp", feed_forward, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+
+
+def _next_token(target: str, spec: ModelSpec, layer: int) -> dict[str, Place]:
+    """The module's own; embedding and output projection, which checkpoints may have here again, are the model's."""
+    source, hidden = f"model.layers.{layer}", spec.hidden_size
+    places = _norms(source, target, spec, enorm="embedding_norm", hnorm="hidden_norm")
+    places[f"{source}.shared_head.norm.weight"] = Place(f"{target}.norm.weight", (hidden,))
+    places |= _linear(f"{source}.eh_proj", f"{target}.join", hidden, 2 * hidden, False)
+    return places | _layer(f"{target}.block", spec, layer)
+
+
+def _norms(source: str, target: str, spec: ModelSpec, **names: str) -> dict[str, Place]:
+    return {
+        f"{source}.{theirs}.weight": Place(f"{target}.{ours}.weight", (spec.hidden_size,))
+        for theirs, ours in names.items()
+    }
 
 
 def _linear(source: str, target: str, rows: int, columns: int, bias: bool, start: int = 0) -> dict[str, Place]:

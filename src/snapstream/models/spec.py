@@ -101,7 +101,8 @@ class ModelSpec:
         source: The ``transformers`` configuration, for RoPE parameters.
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
-        extra_layers: Layers after the last that a checkpoint may carry, for multi-token prediction; they are not used.
+        extra_layers: Layers after the last that a checkpoint may carry, for multi-token prediction.
+        reads_ahead: The first of them is used: as a next-token module, which guesses tokens.
         weight_block: Rows and columns of a block of a float8 weight, which has one scale.
     """
 
@@ -127,6 +128,7 @@ class ModelSpec:
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
     extra_layers: int = 0
+    reads_ahead: bool = False
     weight_block: tuple[int, int] = (128, 128)
 
     @classmethod
@@ -201,6 +203,11 @@ class ModelSpec:
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
+    def cached_layers(self) -> int:
+        """Layers that have a cache; that of the next-token module comes last."""
+        return self.layers + self.reads_ahead
+
+    @property
     def layer_parameters(self) -> int:
         """About how many weights of a layer one token is multiplied with."""
         inner = self.intermediate_size
@@ -210,7 +217,7 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
-        return self.layers * self.entry.nbytes(dtype)
+        return self.cached_layers * self.entry.nbytes(dtype)
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

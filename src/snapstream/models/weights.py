@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.assets import SHIPPED
-from snapstream.errors import CheckpointError
+from snapstream.assets import PACKAGED, SHIPPED
+from snapstream.errors import CheckpointError, first_line
 from snapstream.kernels.cpu.pages import tensors_of_zeros
+from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import Router
+from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
@@ -29,26 +31,32 @@ def resolve_config(model: str) -> Path:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """Directory of a checkpoint: ``model`` itself, a shipped model, or a local copy of a hub id, downloaded if need be.
+    """Directory or ``.gguf`` file of a checkpoint: ``model`` itself, one by name, or a hub id's, downloaded if need be.
 
     Raises:
-        CheckpointError: Neither a directory with a ``config.json``, nor a shipped model, nor a hub id within reach.
+        CheckpointError: Neither a directory with a ``config.json``, nor a file, nor a name or a hub id within reach.
     """
     return _resolve(model, ["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
 
 
 def _resolve(model: str, patterns: list[str]) -> Path:
     path = Path(model).expanduser()
+    if is_gguf(path):
+        return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} has no config.json; give the directory of a Hugging Face checkpoint")
+            raise CheckpointError(
+                f"{path} has no config.json; give the directory of a Hugging Face checkpoint, or a .gguf file itself"
+            )
         return path
     if model in SHIPPED:
         return SHIPPED[model]
+    if model in PACKAGED:
+        return PACKAGED[model].find()
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
-            f"model {model!r} is neither a directory, nor a hub id of the form owner/name, nor a shipped model "
-            f"({', '.join(SHIPPED)})"
+            f"model {model!r} is neither a directory, nor a .gguf file, nor a hub id of the form owner/name, nor a "
+            f"model by name ({', '.join([*SHIPPED, *PACKAGED])})"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -67,6 +75,12 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     """
     from transformers import AutoConfig
 
+    if is_gguf(checkpoint):
+        spec = load_gguf_spec(checkpoint)
+        # At once: what sizes say is made before weights are loaded, if only without memory behind it.
+        places = tensor_places(spec)
+        _check(checkpoint, spec, places, gguf.stored_shapes(checkpoint, places), set())
+        return spec
     path = checkpoint / "config.json"
     raw = _read_json(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
@@ -78,11 +92,6 @@ def load_spec(checkpoint: Path) -> ModelSpec:
         raise
     except Exception as error:  # transformers validates with exceptions of many kinds
         raise CheckpointError(f"{path} ({', '.join(map(str, names))}): {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
@@ -100,6 +109,8 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     if device.type == "cuda" and spec.experts is not None and dtype != torch.bfloat16:
         raise CheckpointError(f"mixtures of experts run in bfloat16 on CUDA, not in {dtype}; give dtype='bfloat16'")
     places = tensor_places(spec)
+    if is_gguf(checkpoint):
+        return _load_gguf(checkpoint, spec, places, dtype, device)
     files = _weight_files(checkpoint)
     try:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -126,6 +137,17 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     place.of(parameters[place.parameter]).copy_(tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
+    return model
+
+
+def _load_gguf(
+    path: Path, spec: ModelSpec, places: dict[str, Place], dtype: torch.dtype, device: torch.device
+) -> DecoderModel:
+    """The same from one file."""
+    _check(path, spec, places, gguf.stored_shapes(path, places), set())
+    model = allocate_model(spec, dtype, device)
+    with torch.no_grad():
+        gguf.fill(path, spec, places, dict(model.named_parameters()), model.frequencies)
     return model
 
 
@@ -254,7 +276,7 @@ def _check(
     ]
     if problems:
         raise CheckpointError(
-            f"{checkpoint}: the tensors do not match config.json ({spec.architecture}): {'; '.join(problems)}"
+            f"{checkpoint}: the tensors do not match the configuration ({spec.architecture}): {'; '.join(problems)}"
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
+import webbrowser
 from types import FrameType
 from typing import Any
 
@@ -30,10 +32,12 @@ class Server(uvicorn.Server):
     Args:
         llm: The engine.
         settings: The operator's.
+        open_page: Open the page in a browser as soon as it is there.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: LLM, settings: ServerSettings, *, open_page: bool = False) -> None:
         self.failed = False
+        self._open_page = open_page
         # Closing connections: bytes not sent yet, since when they are as many, and since when it is closing.
         self._stuck: dict[Any, tuple[int, float, float]] = {}
         self.settings = settings
@@ -97,19 +101,22 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             logger.info("listening on %s", self.address())
+            if self._open_page:  # a browser may take its time, or stay in front
+                threading.Thread(target=webbrowser.open, args=(self.address(),), daemon=True).start()
 
 
-def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> bool:
+def serve(llm: LLM, settings: ServerSettings, listener: socket.socket, *, open_page: bool = False) -> bool:
     """Serve until a signal says to stop.
 
     Args:
         llm: The engine.
         settings: The operator's.
         listener: A bound socket.
+        open_page: Open the page in a browser as soon as it is there.
 
     Returns:
         Whether it ended well; ``False`` if the engine failed.
     """
-    server = Server(llm, settings)
+    server = Server(llm, settings, open_page=open_page)
     server.run(sockets=[listener])
     return server.started and not server.failed

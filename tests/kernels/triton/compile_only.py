@@ -4,7 +4,7 @@ What the interpreter cannot show is seen here: that the compiler takes a kernel,
 asks for, and when it would be compiled again. For processes of their own, as it cannot be undone::
 
     python -m tests.kernels.triton.compile_only 90 bfloat16:128 float32:64
-    python -m tests.kernels.triton.compile_only engine DIRECTORY
+    python -m tests.kernels.triton.compile_only engine DIRECTORY SPECULATIVE
     python -m tests.kernels.triton.compile_only memory DIRECTORY LENGTH SLOTS
 """
 
@@ -118,7 +118,7 @@ def make_engine(directory: str, **settings):
     return LLM(directory, attention="triton", device="cpu", **settings)
 
 
-def run_engine(directory: str) -> tuple[int, int]:
+def run_engine(directory: str, speculative: str) -> tuple[int, int]:
     """All kinds of requests.
 
     Returns:
@@ -128,7 +128,7 @@ def run_engine(directory: str) -> tuple[int, int]:
     from tests.checkpoints import prompt
 
     settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3, "sessions": 1}
-    settings |= {"speculative": "lookup"}
+    settings |= {"speculative": speculative}
     llm = make_engine(directory, budget=CacheBudget(4, 16, 28, window=8), **settings)
     ready = len(compiled)
     rng = random.Random(0)

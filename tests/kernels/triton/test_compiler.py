@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_next_token
 from tests.conftest import save_tokenizer
 
 pytest.importorskip("triton")
@@ -52,10 +52,12 @@ def test_kernels_compile_for_desktops(capability, dtype):
     check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
-def test_no_kernel_is_compiled_after_warm_up(tmp_path, family):
+@pytest.mark.parametrize(("family", "speculative"), [("qwen3", "lookup"), ("deepseek-v3", "mtp")])
+def test_no_kernel_is_compiled_after_warm_up(tmp_path, family, speculative):
     """Whatever the lengths, budgets, policies and turns; a recompilation would stall everybody for a second."""
-    save_checkpoint(tmp_path, family)
+    config = save_checkpoint(tmp_path, family).config
     save_tokenizer(tmp_path)
-    ready, at_the_end = compile_only("engine", tmp_path)
+    if speculative == "mtp":
+        save_next_token(tmp_path, config)
+    ready, at_the_end = compile_only("engine", tmp_path, speculative)
     assert 10 < ready == at_the_end

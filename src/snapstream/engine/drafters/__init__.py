@@ -7,16 +7,17 @@ from typing import Any
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.drafters.draft_model import DraftModel
 from snapstream.engine.drafters.lookup import PromptLookup
+from snapstream.engine.drafters.next_token import NextToken
 from snapstream.engine.prefill import staging_length
 from snapstream.engine.settings import Setup, load_tokenizer
 from snapstream.errors import ConfigurationError
 from snapstream.models import load_model, resolve_checkpoint
 
-__all__ = ["DraftModel", "Drafter", "PromptLookup", "make_drafter"]
+__all__ = ["DraftModel", "Drafter", "NextToken", "PromptLookup", "make_drafter"]
 
 
 def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
-    """The drafter that an engine is set up with; ``None`` if there is none.
+    """The drafter that an engine is set up with; ``None`` if there is none, or it is part of the model.
 
     Args:
         setup: Of the engine.

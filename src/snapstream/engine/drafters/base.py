@@ -12,7 +12,12 @@ class Drafter:
 
     Whatever it says, the output stays the same: guesses are verified by the model. It keeps nothing of a request that
     has ended.
+
+    Attributes:
+        needs_every_step: Steps verify guesses even if there are none.
     """
+
+    needs_every_step = False
 
     def warm_up(self, pool: object = None) -> None:
         """Run and capture graphs, if there are any; ``pool`` as for :meth:`StaticGraph.warm_up`."""

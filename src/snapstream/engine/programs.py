@@ -1,0 +1,130 @@
+"""What runs a step's operations, on which memory: by the kernels there are for them here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from snapstream.attention import AttentionBackend, CpuAttention, TritonAttention
+from snapstream.cache import LayerCache
+from snapstream.engine.verification import Parts, Run
+from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
+from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.models import DecoderModel
+
+logger = logging.getLogger(__name__)
+
+
+class Programs:
+    """Makes what runs steps of a model in the slots of an engine.
+
+    Attributes:
+        loop: Steps of one token, and what takes it, by the native loop, where there is one.
+        kernels: Steps of one token up to the logits, by kernels for CUDA, where there are any.
+    """
+
+    def __init__(
+        self, model: DecoderModel, backend: AttentionBackend, layers: Sequence[LayerCache], slots: Slots, logits: Tensor
+    ) -> None:
+        """Prepare steps of one token per slot.
+
+        Args:
+            model: The model.
+            backend: Attention.
+            layers: The slots' caches.
+            slots: Their state, with room for all guesses; steps of fewer tokens use the first columns.
+            logits: Where steps of one token leave them, float32 ``[B, vocab]``.
+        """
+        self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
+        self._operations = list(model.operations())
+        self._logits = Part("logits", self._spec.vocab_size, dtype=torch.float32)
+        every = [*self._operations, Take(self._logits)]
+        reason = unsupported(every, layers[0].keys.dtype)
+        if reason and slots.token.device.type == "cpu":
+            logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
+        given = {"logits": logits}
+        self.loop: CpuProgram | None = None
+        self.kernels: Run | None = None
+        if isinstance(backend, CpuAttention) and not reason:
+            self.loop = CpuProgram(every, self.machine(every, self.slots(1), given=given))
+        elif isinstance(backend, TritonAttention):
+            self.kernels = self._triton(self._operations, self.machine(self._operations, self.slots(1), given=given))
+
+    def slots(self, tokens: int) -> Slots:
+        """The state of the slots in steps of so many tokens."""
+        few = replace(self._slots, token=self._slots.token[:, :tokens])
+        return few if tokens > 1 else replace(few, drafted=None, accepted=None)
+
+    def machine(
+        self,
+        operations: Sequence[Operation],
+        slots: Slots,
+        caches: Sequence[LayerCache] | None = None,
+        given: dict[str, Tensor] | None = None,
+    ) -> Machine:
+        """What operations work on: caches, those of the model if not said, and buffers for what is between."""
+        caches = self._layers[: self._spec.layers] if caches is None else caches
+        (rows, tokens), device, dtype = slots.token.shape, slots.token.device, self._layers[0].keys.dtype
+        parts = (part for each in operations for part in each.parts())
+        buffers = allocate_buffers(parts, rows * tokens, dtype, given, device)
+        pending = [self._spec.entry.empty(rows, tokens, dtype=dtype, device=device) for _ in caches if tokens > 1]
+        return Machine(buffers, slots, caches, pending)
+
+    def run_of(self, operations: Sequence[Operation], machine: Machine) -> Run:
+        """What runs a list of operations that read several tokens per slot."""
+        if self.kernels is not None:
+            return self._triton(operations, machine)
+        return self._program(operations, machine).run
+
+    def verification(self, tokens: int, follow: Callable[[Machine], Run] | None) -> tuple[Parts, Machine]:
+        """A step that reads so many tokens per slot, by the same kernels as one that reads one.
+
+        Args:
+            tokens: At most so many, two or more.
+            follow: Makes what comes, in every step, between noting what is right and keeping it.
+        """
+        reading = len(self._operations)
+        every = [*self._operations, Verify(self._logits), Commit(), Advance()]
+        machine = self.machine(every, self.slots(tokens))
+        if self.kernels is not None:
+            read, verify, settle = (
+                self._triton(part, machine)
+                for part in (self._operations, every[reading : reading + 1], every[reading + 1 :])
+            )
+            look, greedy = _one_after_the_other(read, verify), _one_after_the_other(read, verify, settle)
+        else:
+            program = self._program(every, machine)
+            read = functools.partial(program.run, last=reading)
+            look = functools.partial(program.run, last=reading + 1)
+            settle = functools.partial(program.run, first=reading + 1)
+            greedy = program.run
+        if follow is not None:
+            settle = _one_after_the_other(follow(machine), settle)
+            greedy = _one_after_the_other(look, settle)
+        return Parts(read, settle, look, greedy), machine
+
+    def _program(self, operations: Sequence[Operation], machine: Machine) -> CpuProgram | PlainProgram:
+        return (PlainProgram if self.loop is None else CpuProgram)(operations, machine)
+
+    def _triton(self, operations: Sequence[Operation], machine: Machine) -> Run:
+        from snapstream.kernels.triton.program import TritonProgram
+
+        assert isinstance(self._backend, TritonAttention)
+        keys, spec = self._layers[0].keys, self._spec
+        query = torch.Size((1, spec.heads, spec.head_dim))
+        splits = self._backend.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype)
+        return TritonProgram(operations, machine, splits=splits).run
+
+
+def _one_after_the_other(*runs: Run) -> Run:
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run

@@ -1,0 +1,141 @@
+"""Which model a GGUF file has, as a ``transformers`` configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snapstream.errors import CheckpointError, first_line
+from snapstream.models.gguf.container import Container, open_container
+from snapstream.models.spec import ModelSpec
+
+# Mistral's files say that they are llama: the layers are the same.
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
+ROTATES_PAIRS = ("llama", "mistral")
+"""Architectures whose files hold rows of queries and keys in the order of neighbours, not of halves."""
+_DTYPES = {0: "float32", 1: "float16"}
+"""Of numbers that are stored as they are, by kind; blocks of few bits lose nothing that they have in bfloat16."""
+FREQUENCY_FACTORS = "rope_freqs.weight"
+"""What Llama 3's rotary frequencies are divided by."""
+
+
+def load_gguf_spec(path: Path) -> ModelSpec:
+    """Read the configuration of a file.
+
+    Raises:
+        CheckpointError: Unreadable, damaged or unsupported.
+    """
+    file = open_container(path)
+    try:
+        return ModelSpec.from_config(configuration(file), ends(file))
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise CheckpointError(f"{path}: {first_line(error)}") from error
+
+
+def architecture(file: Container) -> str:
+    """Its name in the file.
+
+    Raises:
+        CheckpointError: Not one that is supported.
+    """
+    name = file.require("general.architecture")
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"{file.path}: {name!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}")
+    return str(name)
+
+
+def configuration(file: Container) -> Any:
+    """The ``transformers`` configuration."""
+    import transformers
+
+    name = architecture(file)
+    about = _About(file, name)
+    kind, model = ARCHITECTURES[name]
+    hidden, heads = about.number("embedding_length"), about.number("attention.head_count")
+    shape = file.tensors.get("token_embd.weight")
+    if shape is None:
+        raise CheckpointError(f"{file.path} has no token_embd.weight; it is damaged, or not a language model")
+    if about.number("block_count") > len(file.tensors):
+        raise CheckpointError(f"{file.path} is damaged: it has {len(file.tensors)} tensors for more layers than that")
+    head = about.number("attention.key_length", hidden // heads)
+    bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
+    if name == "llama" and bias["attn_q"] != bias["attn_output"]:
+        raise CheckpointError(f"{file.path}: biases of queries, but not of attention's output, are not supported")
+    settings = {
+        "architectures": [model],
+        "vocab_size": shape.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": about.number("feed_forward_length"),
+        "num_hidden_layers": about.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": about.number("attention.head_count_kv", heads),
+        "head_dim": head,
+        "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": about.number("context_length"),
+        "rope_parameters": _rope(about),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": bias["attn_output"],
+        "mlp_bias": bias["ffn_up"],
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "dtype": _DTYPES.get(shape.kind, "bfloat16"),
+    }
+    window = about.value("attention.sliding_window", None)
+    if window and window < about.number("context_length"):
+        raise CheckpointError(f"{file.path}: sliding-window attention ({window} tokens) is not supported")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if about.number(key, head) != head:
+            raise CheckpointError(
+                f"{file.path}: {name}.{key} is {about.value(key)}, heads have {head} numbers; other "
+                "sizes are not supported"
+            )
+    return getattr(transformers, kind)(**settings)
+
+
+def ends(file: Container) -> tuple[int, ...]:
+    """Tokens that end a turn, besides the end of a text."""
+    names = ("eot_token_id", "eom_token_id")
+    found = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
+    return tuple(token for token in found if isinstance(token, int))
+
+
+def _rope(about: _About) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base", 10000.0))}
+    kind = about.value("rope.scaling.type", "none")
+    if any(name.startswith("rope_factors_") for name in about.file.tensors):
+        kind = "longrope"
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{about.file.path}: RoPE scaling {kind!r} is not supported in GGUF; supported: linear, yarn"
+        )
+    parameters |= {"rope_type": kind, "factor": float(about.value("rope.scaling.factor"))}
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = about.number("rope.scaling.original_context_length")
+    return parameters
+
+
+@dataclass(frozen=True)
+class _About:
+    """Metadata under the architecture's name."""
+
+    file: Container
+    name: str
+
+    def value(self, key: str, *otherwise: Any) -> Any:
+        name = f"{self.name}.{key}"
+        return self.file.metadata.get(name, *otherwise) if otherwise else self.file.require(name)
+
+    def number(self, key: str, *otherwise: int) -> int:
+        value = self.value(key, *otherwise)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise CheckpointError(f"{self.file.path}: {self.name}.{key} is {value!r}; it must be a positive number")
+        return value

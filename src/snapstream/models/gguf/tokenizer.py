@@ -1,0 +1,147 @@
+"""The tokenizer that a GGUF file describes: its tokens, merges and special tokens, by name of how text is split.
+
+``gpt2`` is byte-level BPE, and ``llama`` is SentencePiece's BPE, which has scores instead of merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapstream.errors import CheckpointError
+from snapstream.models.gguf.container import Container, open_container
+
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3, _QWEN_2 = _LETTERS + r"\p{N}{1,3}" + _REST, _LETTERS + r"\p{N}" + _REST
+SPLITS: dict[str, str | None] = {
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+    # Digits by themselves, then as GPT-2.
+    "smollm": None,
+    "gpt-2": "",
+}
+"""How text is split before merges: a pattern; GPT-2's if empty."""
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+
+
+def load_gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer of a file, as a ``PreTrainedTokenizerFast`` with its chat template.
+
+    Raises:
+        CheckpointError: None, or one that is not supported.
+    """
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    file = open_container(path)
+    tokens: Sequence[str] = file.require("tokenizer.ggml.tokens")
+    kinds: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    model = file.require("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{path}: tokenizer {model!r} is not supported in GGUF; supported: gpt2, llama")
+    if len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
+        raise CheckpointError(f"{path} is damaged: tokens are there twice, or without their kind")
+    made = _byte_level(file, tokens) if model == "gpt2" else _sentence_piece(file, tokens, kinds)
+    made.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in _of_kind(tokens, kinds, _CONTROL)]
+    )
+    made.add_tokens([AddedToken(token, normalized=False) for token in _of_kind(tokens, kinds, _USER_DEFINED)])
+    named = {
+        f"{name}_token": _token(file, tokens, key)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    begins = file.metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or _split_name(file) in _BEGIN)
+    if begins and named["bos_token"] is not None:
+        _begin_with(made, named["bos_token"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in named.items() if token is not None},
+    )
+
+
+_BEGIN = ("llama-bpe", "llama3")
+"""Those that begin a text with a token where a file does not say."""
+
+
+def _split_name(file: Container) -> str:
+    return str(file.metadata.get("tokenizer.ggml.pre", "gpt-2"))
+
+
+def _byte_level(file: Container, tokens: Sequence[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    name = _split_name(file)
+    if name not in SPLITS:
+        raise CheckpointError(f"{file.path}: text split by {name!r} is not supported; supported: {', '.join(SPLITS)}")
+    merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    try:
+        # Where merges make no token of it, as a whole it may still be one.
+        made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _BEGIN))
+    except Exception as error:  # of the tokenizers library, which raises bare ones
+        raise CheckpointError(f"{file.path} is damaged: {error}") from error
+    split = SPLITS[name]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
+    if split is None:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif split:
+        steps.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _sentence_piece(file: Container, tokens: Sequence[str], kinds: Sequence[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores: Sequence[float] = file.require("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{file.path} is damaged: {len(tokens)} tokens have {len(scores)} scores")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(
+        models.BPE(
+            vocabulary,
+            list(_merges(tokens, scores, vocabulary)),
+            unk_token=_token(file, tokens, "unknown") or "<unk>",
+            fuse_unk=True,
+            byte_fallback=_BYTE in kinds,
+        )
+    )
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    return made
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """Pairs that make a token, the best token first; SentencePiece merges whatever makes a better one."""
+    for number in sorted(range(len(tokens)), key=lambda number: (-scores[number], number)):
+        token = tokens[number]
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        yield from sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+
+
+def _token(file: Container, tokens: Sequence[str], key: str) -> str | None:
+    number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+
+
+def _of_kind(tokens: Sequence[str], kinds: Sequence[int], wanted: int) -> list[str]:
+    return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
+
+
+def _begin_with(tokenizer: Any, token: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, tokenizer.token_to_id(token))]
+    )

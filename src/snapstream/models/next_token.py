@@ -1,0 +1,45 @@
+"""The next-token module of DeepSeek-V3 and R1: multi-token prediction (arXiv 2412.19437, section 2.2).
+
+Where the model has read token ``i``, the module takes the model's state ``h[i]`` and token ``i + 1``, and says what
+token ``i + 2`` may be. ``h[i]`` is behind the model's last norm. To go on, the module takes its own state in the place
+of the model's. Embedding and output projection are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Part
+from snapstream.models.block import Block
+from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.spec import ModelSpec
+
+
+class NextTokenModule(nn.Module):
+    """One decoder layer more, on a state and the token after it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.embedding_norm, self.hidden_norm = RMSNorm(size, epsilon), RMSNorm(size, epsilon)
+        self.join = Linear(2 * size, size, bias=False)
+        self.block = Block(spec, spec.layers)
+        self.norm = RMSNorm(size, epsilon)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What goes into the layer, ``[T, hidden]``, from embedded tokens and states before them, each the same."""
+        joined: Tensor = self.join(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1))
+        return joined
+
+    def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
+        """A step: from embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
+        size = x.size
+        yield self.embedding_norm.operation(x, Part("joined", size))
+        yield self.hidden_norm.operation(Part("hidden", size), Part("joined", size, offset=size))
+        yield self.join.operation(Part("joined", 2 * size), x)
+        yield from self.block.operations(0, x, angles)
+        yield self.norm.operation(x, Part("normed", size))

@@ -1,0 +1,89 @@
+"""GGUF files of tiny random models, written as llama.cpp's converter writes them."""
+
+import numpy
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+
+from snapstream.models.gguf.weights import stored_name
+from tests.checkpoints import make_model
+
+NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Byte-level tokens of a byte each, then words that merges make.
+MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
+
+
+def byte_tokens():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return [*bytes_to_unicode().values(), *("".join(merge.split()) for merge in MERGES)]
+
+
+# What quantised rows need, and a vocabulary for all bytes.
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 288}
+
+
+def stored(tensor, kind):
+    """A tensor as it is in a file, and as it comes back."""
+    data = tensor.float().numpy()
+    if data.ndim == 1:  # llama.cpp never quantises these
+        return data, GGMLQuantizationType.F32, tensor.float()
+    packed = quantize(data, kind)
+    return packed, kind, torch.from_numpy(dequantize(packed, kind))
+
+
+def in_pairs(tensor, heads):
+    """llama.cpp's order of rows that are rotated: neighbours turn together."""
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=True, **changes):
+    """Write a file; returns transformers' model with the very same weights.
+
+    change: Called with the writer before it is closed.
+    """
+    model = make_model(family, **(SIZES | changes))
+    config = model.config
+    name = NAMES[config.model_type]
+    writer = GGUFWriter(path, name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if tokens:
+        every = byte_tokens()
+        every += [f"<unused{n}>" for n in range(config.vocab_size - len(every) - 2)] + ["<|end|>", "<|turn|>"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(every)
+        writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in every])
+        writer.add_token_merges(MERGES)
+        writer.add_eos_token_id(len(every) - 2)
+        writer.add_eot_token_id(len(every) - 1)
+        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
+    kept = model.state_dict()
+    with torch.no_grad():
+        for key, tensor in kept.items():
+            if key == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            rotated = name == "llama" and (".q_proj." in key or ".k_proj." in key)
+            heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
+            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor, kind)
+            writer.add_tensor(stored_name(key), numpy.ascontiguousarray(packed), raw_dtype=as_kind)
+            if rotated:  # and back to halves
+                back = back.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+            tensor.copy_(back)
+    if change is not None:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model

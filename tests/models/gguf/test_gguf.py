@@ -1,0 +1,214 @@
+"""Models of one file: the same logits as transformers has with the same numbers, and bad files in one line."""
+
+import random
+import struct
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+from gguf import GGMLQuantizationType as Kind
+
+from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams
+from snapstream.engine.settings import load_tokenizer
+from snapstream.models.fingerprint import fingerprint
+from snapstream.models.gguf.container import open_container
+from snapstream.models.weights import load_model, load_spec
+from tests.checkpoints import GROUPED, make_model
+from tests.models.gguf.files import SIZES, write
+from tests.models.test_logits import DenseCache
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_files():
+    from snapstream.models.gguf import container
+
+    container._open.cache_clear()
+
+
+def logits_of(path, tokens, dtype=torch.float32):
+    spec = load_spec(path)
+    model = load_model(path, spec, dtype, CPU)
+    cache = DenseCache(spec, len(tokens))
+    with torch.inference_mode():
+        return model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), cache.attend))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
+@pytest.mark.parametrize("family", GROUPED)
+def test_logits_of_transformers(tmp_path, family, kind):
+    """With the numbers that come back out of the file."""
+    # Llama 3's own frequencies are a test of their own.
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}} if family == "llama3-gqa" else {}
+    peer = write(tmp_path / "model.gguf", family, kind, **changes)
+    rng = random.Random(0)
+    tokens = [rng.randrange(250) for _ in range(60)]
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    got = logits_of(tmp_path / "model.gguf", tokens)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_frequencies_of_llama_3(tmp_path):
+    """A file has factors where config.json has a rule."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    def add_factors(writer):
+        plain = 1 / 5e5 ** (torch.arange(0, 32, 2) / 32)
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](make_model("llama3-gqa", **SIZES).config, CPU)[0]
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy().astype(numpy.float32))
+
+    peer = write(tmp_path / "model.gguf", "llama3-gqa", change=add_factors)
+    assert peer.config.rope_parameters["rope_type"] == "llama3"
+    tokens = [5 * n % 250 for n in range(200)]
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path / "model.gguf", tokens), want, rtol=1e-3, atol=1e-3)
+
+
+def test_the_engine_runs_a_file(tmp_path):
+    path = tmp_path / "model.gguf"
+    peer = write(path, "qwen2", Kind.Q8_0)
+    llm = LLM(str(path), max_model_len=512, dtype="float32", slots=2)
+    assert LLM(str(path), max_model_len=512, slots=1).engine.dtype == torch.bfloat16
+    tokens = llm.tokenizer.encode("the 1212 thé")
+    want = peer.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = llm.generate(tokens, SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    assert list(got.token_ids) == want[0, len(tokens) :].tolist()
+    assert llm.engine.spec.eos_token_ids == (286, 287)
+    assert llm.engine.sampling_defaults == {}
+
+
+def test_the_tokenizer(tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, "qwen2")
+    tokenizer = load_tokenizer(str(path))
+    text = "the the\n1212 naïve 🙂<|turn|>"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokens[-1] == 287
+    words = tokenizer.convert_ids_to_tokens(tokens)
+    assert words[:3] == ["t", "he", "Ġthe"]
+    assert words[4:8] == ["1", "2", "1", "2"]  # digits stay by themselves, whatever merges say
+    assert tokenizer.eos_token == "<|end|>"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the"}], tokenize=False)
+    assert chat == "the<|turn|>"
+
+
+def test_a_file_is_told_from_others(tmp_path):
+    for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+        write(tmp_path / f"{name}.gguf", "qwen2", seed=seed)
+    a, b, c = (fingerprint(tmp_path / f"{name}.gguf") for name in "abc")
+    assert a == c != b
+
+
+def replaced(data, at, new):
+    return data[:at] + new + data[at + len(new) :]
+
+
+def damages(data):
+    """Files that are not what they should be, and what is said of each."""
+    huge = struct.pack("<Q", 2**62)
+    first = 24  # where metadata begins: the length of its first name
+    yield b"", "is empty"
+    yield b"GGML" + data[4:], "is not a GGUF file"
+    yield replaced(data, 4, struct.pack(">I", 3)), "of another byte order"
+    yield data[:20], "in the middle of its header"
+    yield data[: len(data) // 3], "cut off"
+    yield data[:-4096], "cut off"
+    yield replaced(data, 8, huge), "too short for the"
+    yield replaced(data, 16, huge), "too short for the"
+    yield replaced(data, first, huge), "in the middle of its header"
+    yield replaced(data, first + 8, b"\xff\xfe\xfd"), "not UTF-8"
+    at = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
+    yield replaced(data, at + 8, huge), "too short for the"
+    yield replaced(data, at, struct.pack("<I", 77)), "unknown kind 77"
+    yield replaced(data, at + 4, struct.pack("<I", 9)), "unknown kind 9"
+    for name, number, said in (
+        ("block_count", 2**30, "more layers than that"),
+        ("block_count", 3, "missing: model"),
+        ("feed_forward_length", 2**30, "of the wrong shape"),
+        ("attention.head_count", 0, "must be a positive number"),
+        ("attention.head_count", 7, None),
+    ):
+        at = data.index(f"qwen2.{name}".encode()) + len(f"qwen2.{name}") + 4
+        yield replaced(data, at, struct.pack("<I", number)), said
+    at = data.index(b"token_embd.weight") + len("token_embd.weight")
+    yield replaced(data, at, struct.pack("<I", 9)), "9 dimensions"
+    yield replaced(data, at + 4, huge), "reaches behind its end|blocks"
+    yield replaced(data, at + 4 + 16, struct.pack("<I", 4096)), "unknown kind 4096"
+    yield replaced(data, at + 8 + 16, huge), "reaches behind its end"
+
+
+def test_damaged_files_are_named_in_one_line(tmp_path):
+    """Nothing is made for what a file only says that it has."""
+    whole = tmp_path / "whole.gguf"
+    write(whole, "qwen2", Kind.Q8_0)
+    data, bad = whole.read_bytes(), tmp_path / "bad.gguf"
+    cases = list(damages(data))
+    assert len(cases) > 15
+    for number, (changed, said) in enumerate(cases):
+        bad = tmp_path / f"bad{number}.gguf"
+        bad.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=said) as caught:
+            LLM(str(bad), max_model_len=128)
+        assert "\n" not in str(caught.value)
+
+
+def test_random_damage_is_never_more_than_an_error(tmp_path):
+    """Bytes of the header, at random: an error of ours, or a model."""
+    whole = tmp_path / "whole.gguf"
+    write(whole, "qwen2", Kind.Q8_0)
+    data = whole.read_bytes()
+    end = min(each.offset for each in open_container(whole).tensors.values())
+    rng = random.Random(0)
+    refused = 0
+    for number in range(150):
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 4))):
+            changed[rng.randrange(end)] = rng.randrange(256)
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(changed)
+        try:
+            load_model(path, load_spec(path), torch.float32, CPU)
+            load_tokenizer(str(path))
+        except CheckpointError:
+            refused += 1
+        path.unlink()
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.add_rope_scaling_type(__import__("gguf").RopeScalingType.LONGROPE), "RoPE scaling 'longrope'"),
+        (lambda w: w.add_tensor("blk.7.attn_q.weight", numpy.zeros((2, 32), "f4")), r"unexpected: blk\.7\.attn_q"),
+        (lambda w: w.add_sliding_window(64), "sliding-window attention"),
+        (lambda w: w.add_rope_dimension_count(16), "rope.dimension_count is 16, heads have 32"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, change, said):
+    path = tmp_path / "model.gguf"
+    write(path, "qwen2", change=change)
+    with pytest.raises(CheckpointError, match=said):
+        load_model(path, load_spec(path), torch.float32, CPU)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    import builtins
+
+    path = tmp_path / "model.gguf"
+    write(path, "qwen2")
+    real = builtins.__import__
+
+    def missing(name, *rest):
+        if name == "gguf":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigurationError, match=r'pip install "\.\[gguf\]"'):
+        load_spec(path)
