@@ -124,7 +124,8 @@ class Relay:
     async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply | None:
         """Let one instance read the prompt and another one decode; ``None``: this must be served whole after all."""
         failure = "no decode instance is well"
-        for instance in self.decode.candidates(self.settings.attempts):
+        tried: list[Instance] = []
+        while len(tried) < self.settings.attempts and self.decode.choose(tried) is not None:
             first = await self._read(kind, body, headers)
             if first is None:
                 return None
@@ -136,6 +137,11 @@ class Relay:
             transfer = first.get("kv_transfer_params")
             if choice["finish_reason"] != "length" or wanted_tokens(kind, body) == 1 or not transfer:
                 return _complete(answer, choice["finish_reason"])
+            # Only now: while the prompt was read, others have come and gone.
+            instance = self.decode.choose(tried)
+            if instance is None:
+                break
+            tried.append(instance)
             tokens = (first.get("prompt_token_ids") or choice.get("prompt_token_ids")) + choice["token_ids"]
             second = second_leg(kind, body, tokens, transfer, instance.longest)
             try:
