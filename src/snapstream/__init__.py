@@ -15,7 +15,7 @@ from snapstream.errors import (
 from snapstream.threads import sleep_while_waiting
 
 if TYPE_CHECKING:
-    from snapstream.engine import LLM, RequestOutput
+    from snapstream.engine import LLM, Context, RequestOutput
 
 try:
     __version__ = version("snapstream-llm")
@@ -28,6 +28,7 @@ __all__ = [
     "CacheFileError",
     "CheckpointError",
     "ConfigurationError",
+    "Context",
     "EngineConfig",
     "MemoryPlanError",
     "RequestError",
@@ -40,7 +41,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load the engine, and with it torch and transformers, only when it is asked for."""
-    if name in ("LLM", "RequestOutput"):
+    if name in ("LLM", "Context", "RequestOutput"):
         sleep_while_waiting()
         from snapstream import engine
 

@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from snapstream.commands.chat import chat
+from snapstream.commands.context import ask, read
 from snapstream.commands.demo import demo
 from snapstream.commands.evaluate import evaluate
 from snapstream.commands.generate import generate
@@ -51,6 +52,8 @@ def options(
 app.command()(demo)
 app.command()(generate)
 app.command()(chat)
+app.command()(read)
+app.command()(ask)
 app.command()(plan)
 app.command("serve")(serve)
 app.command()(route)

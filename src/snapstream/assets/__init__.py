@@ -67,5 +67,8 @@ def is_shipped(model: str) -> bool:
 PLAIN_CHAT = Path(__file__).parent / "plain-chat.jinja"
 """A chat template for models that have none: the messages, one after the other."""
 
+PROSE = Path(__file__).parent / "prose" / "alice.txt"
+"""English prose in the public domain, a paragraph a line; see its README.md."""
+
 EXAMPLE = Path(__file__).parent / "example.json"
 """A text with notes and a question that the shipped model can answer."""

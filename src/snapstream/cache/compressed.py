@@ -144,6 +144,26 @@ class CompressedSequence:
         except (OSError, SafetensorError) as error:
             raise CacheFileError(f"{target} could not be written: {error}") from error
 
+    @staticmethod
+    def describe(path: str | Path) -> dict[str, Any]:
+        """What a file says about itself, without its tensors: ``tokens``, ``layout``, ``budget``, ``note``, ...
+
+        Nothing of it is checked against what the file holds, as :meth:`load` does.
+
+        Raises:
+            CacheFileError: Not such a file.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                described = json.loads((file.metadata() or {}).get("snapstream", "{}"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CacheFileError(f"{path} could not be read: {error}") from error
+        if not isinstance(described, dict) or described.get("format") != _FORMAT:
+            raise CacheFileError(f"{path} is no compressed sequence of this version of SnapStream")
+        return described
+
     @classmethod
     def load(
         cls,

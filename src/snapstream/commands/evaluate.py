@@ -57,7 +57,12 @@ def evaluate(
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as the argument.")] = None,
     tasks: Annotated[
-        str, typer.Option(help=f"Tasks, separated by commas, or all: {', '.join(TASKS)}.", rich_help_panel=LAB)
+        str,
+        typer.Option(
+            help="Tasks, separated by commas; all, for the shipped model; or prose, for models that know English: "
+            f"{', '.join(TASKS)}.",
+            rich_help_panel=LAB,
+        ),
     ] = "all",
     lengths: Annotated[
         str, typer.Option(help="Prompt lengths in tokens of the model, such as 1k,4k.", rich_help_panel=LAB)

@@ -36,7 +36,7 @@ from snapstream.config import EngineConfig, SamplingParams
 from snapstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from snapstream.engine import CacheUse
+    from snapstream.engine import LLM, CacheUse, RequestOutput
 
 
 def generate(
@@ -76,7 +76,7 @@ def generate(
     text = read_prompt(prompt if prompt_option is None else prompt_option, file)
     name = chosen_model(None, model)
     # Everything a user can get wrong is looked at before the model is loaded.
-    parsed = parse_budget(budget, policy, lambda: _tokens_of(text, name))
+    parsed = parse_budget(budget, policy, lambda: tokens_of(text, name))
     config = EngineConfig(
         max_model_len=max_length(max_model_len),
         slots=1,
@@ -100,22 +100,7 @@ def generate(
                 report_plan=lambda plan: messages.print(plan.summary(), highlight=False),
             )
         request = llm.engine.add_request(llm.chat_prompt([{"role": "user", "content": text}]) if chat else text, params)
-        output = None
-        progress = Progress(
-            TextColumn("reading the prompt"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=messages,
-            transient=True,
-        )
-        with progress:
-            task = progress.add_task("", total=llm.engine.prefill_progress(request)[1])
-            while output is None:
-                outputs = llm.engine.step()
-                output = outputs[0] if outputs else None
-                if output is None or not output.finished:
-                    progress.update(task, completed=llm.engine.prefill_progress(request)[0])
+        output = show_reading(llm, request)
         while True:
             if not as_json:
                 print(output.new_text, end="", flush=True)
@@ -134,6 +119,27 @@ def generate(
     messages.print(_what_was_kept(use, full=parsed is None), highlight=False)
     if output.drafted:
         messages.print(f"{output.accepted} of {output.drafted} guessed tokens were right", highlight=False)
+
+
+def show_reading(llm: LLM, request: str) -> RequestOutput:
+    """Run an engine's only request until its prompt has been read, with a bar; returns its first output."""
+    output = None
+    progress = Progress(
+        TextColumn("reading the prompt"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=messages,
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("", total=llm.engine.prefill_progress(request)[1])
+        while output is None:
+            outputs = llm.engine.step()
+            output = outputs[0] if outputs else None
+            if output is None or not output.finished:
+                progress.update(task, completed=llm.engine.prefill_progress(request)[0])
+    return output
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -182,7 +188,8 @@ def _decoded(data: bytes, source: str) -> str:
         raise RequestError(f"{source} is not UTF-8 text (byte {error.start})") from error
 
 
-def _tokens_of(text: str, model: str) -> int:
+def tokens_of(text: str, model: str) -> int:
+    """How many tokens a text has for a model."""
     from snapstream.engine.settings import load_tokenizer
     from snapstream.models import resolve_checkpoint
 

@@ -81,6 +81,26 @@ def serve(
     session_disk: Annotated[
         float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
     ] = 4,
+    contexts: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=2**20,
+            help="Most GiB of texts that are read once and asked many times (/v1/contexts).",
+            rich_help_panel=CACHE,
+        ),
+    ] = 0.25,
+    context_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for these texts, so that they outlive the server, and those that have no room in memory "
+            "are read back. It holds their tokens.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    context_disk: Annotated[
+        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
+    ] = 4,
     prefill_chunk: Chunk = 512,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
@@ -147,12 +167,15 @@ def serve(
         session_ttl=session_ttl,
         session_dir=session_dir,
         session_disk=int(session_disk * 2**30),
+        context_dir=context_dir,
+        context_disk=int(context_disk * 2**30),
         example=Example(**json.loads(EXAMPLE.read_text())) if is_shipped(name) else None,
     )
     config = EngineConfig(
         max_model_len=length,
         slots=slots,
         sessions=sessions,
+        context_bytes=int(contexts * 2**30),
         prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
         dtype=dtype,

@@ -38,6 +38,8 @@ class EngineConfig:
             when they are first needed. On a CPU there are no graphs anyway.
         sessions: Conversations whose compressed cache may be kept between turns, see
             :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
+        context_bytes: Memory that is planned for texts which are read once and asked many times, see
+            :meth:`snapstream.engine.llm.LLM.read`.
         kept_queries: Last queries of a prompt that are kept at least, for requests whose own policy looks at more of
             them than the engine's; -1 for all.
         max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
@@ -56,9 +58,15 @@ class EngineConfig:
     attention: str = "auto"
     enforce_eager: bool = False
     sessions: int = 0
+    context_bytes: int = 0
     kept_queries: int = WINDOW
     max_logprobs: int = 20
     memory_fraction: float = 0.9
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a prompt may begin with a cache that was kept."""
+        return self.sessions > 0 or self.context_bytes > 0
 
     @property
     def guesses(self) -> int:
@@ -75,9 +83,10 @@ class EngineConfig:
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
-        require_integer("engine: sessions", self.sessions)
-        if self.sessions < 0:
-            raise ConfigurationError(f"engine: sessions is {self.sessions}; it must be 0 or more")
+        for name in ("sessions", "context_bytes"):
+            require_integer(f"engine: {name}", getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 0 or more")
         require_integer("engine: kept_queries", self.kept_queries)
         if self.kept_queries < 0 and self.kept_queries != ALL:
             raise ConfigurationError(

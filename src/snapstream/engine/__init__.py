@@ -1,6 +1,7 @@
 """The built-in engine: static graphs, continuous batching, one device. Nothing about HTTP."""
 
 from snapstream.cache import CompressedSequence
+from snapstream.engine.context import Context
 from snapstream.engine.llm import LLM
 from snapstream.engine.memory import EnginePlan, MemoryPlan, plan_engine
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
@@ -9,6 +10,7 @@ __all__ = [
     "LLM",
     "CacheUse",
     "CompressedSequence",
+    "Context",
     "EnginePlan",
     "MemoryPlan",
     "RequestOutput",

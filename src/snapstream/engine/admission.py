@@ -48,7 +48,7 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}; give SamplingParams(max_tokens=..., temperature=..., ...)")
-        if (past is not None or keep) and not self.config.sessions:
+        if (past is not None or keep) and not self.config.goes_on:
             raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
         tokens = self.tokenize(prompt)
         if past is not None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from snapstream.assets import PLAIN_CHAT, is_shipped
+from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Prompt
+from snapstream.engine.context import Context, Render, continuation, opening, tokens_after
 from snapstream.engine.engine import Engine
 from snapstream.engine.memory import EnginePlan
 from snapstream.engine.output import RequestOutput
@@ -48,12 +52,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        context: Context | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, batched as slots come free.
 
         Args:
             prompts: Text, or token ids, or a list of either.
             params: One for all, or one per prompt; greedy with 128 tokens by default.
+            context: A text of :meth:`read` that each prompt is asked about, by itself. Of a context in the model's chat
+                template, a prompt that is text is the user's question.
 
         Returns:
             The final output of each prompt, in order.
@@ -61,7 +69,8 @@ class LLM:
         Raises:
             RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
         """
-        many = _as_list(prompts)
+        many = [self._after(context, prompt) for prompt in _as_list(prompts)]
+        past = None if context is None else context.sequence
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else _as_params(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
@@ -69,7 +78,7 @@ class LLM:
         try:
             for prompt, one in zip(many, each, strict=True):
                 names.append(self.engine.new_name())  # known before it is in use: an interrupt could leave it behind
-                self.engine.add_request(prompt, one, names[-1])
+                self.engine.add_request(prompt, one, names[-1], past=past)
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(names):
                 finished.update((o.request_id, o) for o in self.engine.step_for(names) if o.finished)
@@ -77,11 +86,14 @@ class LLM:
             self.engine.discard(names)
         return [finished[name] for name in names]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, context: Context | None = None
+    ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output as it grows; closing the iterator aborts the request."""
         name = self.engine.new_name()
         try:
-            self.engine.add_request(prompt, params, name)
+            past = None if context is None else context.sequence
+            self.engine.add_request(self._after(context, prompt), params, name, past=past)
             finished = False
             while not finished:
                 for output in self.engine.step_for([name]):
@@ -89,6 +101,109 @@ class LLM:
                     yield output
         finally:
             self.engine.discard([name])
+
+    def read(
+        self,
+        text: Prompt,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        budget: CacheBudget | int | None = None,
+    ) -> Context:
+        """Read a text once, to ask about it as often as one likes; the engine needs ``sessions=1`` or more.
+
+        The text is compressed at its end, before any question is known. What it was compressed to is the beginning of
+        every question's prompt, and is not changed by any of them.
+
+        Args:
+            text: The text. Token ids are taken as they are.
+            chat: Let it begin the first message of a conversation in the model's chat template. By default if the model
+                has one, and ``text`` is text.
+            system: The system message of this conversation.
+            budget: Cache entries, as :attr:`SamplingParams.kv_budget`; by default the engine's.
+
+        Returns:
+            What is left of it, for ``generate(..., context=...)`` and :meth:`save_context`.
+
+        Raises:
+            RequestError: It cannot be read, such as because it is too long.
+        """
+        plain = SamplingParams(max_tokens=0, kv_budget=budget)
+        prompt, chat = self.context_tokens(text, chat=chat, system=system)
+        name = self.engine.new_name()
+        try:
+            self.engine.add_request(prompt, plain, name, keep=True)
+            while not (outputs := [one for one in self.engine.step_for([name]) if one.finished]):
+                pass
+        finally:
+            self.engine.discard([name])
+        saved = outputs[0].saved
+        if saved is None:
+            raise RequestError(f"the text could not be read: {outputs[0].error or outputs[0].finish_reason}")
+        return self.context_of(saved, chat=chat, system=system)
+
+    def context_tokens(
+        self, text: Prompt, *, chat: bool | None, system: str | None, render: Render | None = None
+    ) -> tuple[list[int], bool]:
+        """Tokens of a text as :meth:`read` reads it, and whether they begin a conversation.
+
+        Args:
+            text: See :meth:`read`.
+            chat: The same.
+            system: The same.
+            render: Lays out conversations, if it is not to be :meth:`chat_text`.
+        """
+        if not isinstance(text, str):
+            if chat or system is not None:
+                raise RequestError("token ids are read as they are; leave chat and system out, or give text")
+            return self.engine.tokenize(text), False
+        if not text.strip():
+            raise RequestError("the text is empty; give at least one word")
+        chat = self.has_chat_template if chat is None else chat
+        if not chat:
+            if system is not None:
+                raise RequestError("a system message needs the model's chat template, and this is read as plain text")
+            return self.engine.tokenize(text.rstrip()), False
+        return list(self._encode(opening(text.rstrip(), system, render or self.chat_text))), True
+
+    def context_of(self, saved: CompressedSequence, *, chat: bool, system: str | None) -> Context:
+        """The context of a text that was read with ``max_tokens=0``."""
+        # What a next token would be drawn from is of no use: something is asked first.
+        return Context(replace(saved, logits=None), chat, system, self.engine.model)
+
+    def context_prompt(
+        self,
+        context: Context,
+        messages: Sequence[Mapping[str, Any]],
+        render: Render | None = None,
+    ) -> list[int]:
+        """Tokens of what comes after a text: the rest of the first message, and all others.
+
+        Args:
+            context: The text.
+            messages: The conversation, with what is asked first as its first message.
+            render: Lays out conversations, if it is not to be :meth:`chat_text`.
+
+        Raises:
+            RequestError: They do not go on after this text.
+        """
+        return tokens_after(self.tokenizer, continuation(context, messages, render or self.chat_text))
+
+    def save_context(self, context: Context, path: str | Path) -> None:
+        """Write a context to a file, for this model on any machine; what was there is replaced in one step.
+
+        Raises:
+            CacheFileError: It could not be written.
+        """
+        self.engine.files.save(context.sequence, path, note=context.note())
+
+    def load_context(self, path: str | Path) -> Context:
+        """Read a context that :meth:`save_context` wrote.
+
+        Raises:
+            CacheFileError: No such file, a damaged one, one of another model, or with a larger cache than a slot has.
+        """
+        return Context.of(self.engine.files.load(path))
 
     def chat(
         self,
@@ -119,8 +234,7 @@ class LLM:
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        text = self.chat_text(messages, chat_template_kwargs)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(self.chat_text(messages, chat_template_kwargs))
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
@@ -156,6 +270,21 @@ class LLM:
         except Exception as error:  # a template is a program, and may fail as one
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of a text that has its special tokens."""
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"the prompt is not valid text: {error}") from error
+
+    def _after(self, context: Context | None, prompt: Prompt) -> Prompt:
+        """A prompt, or, with a context, the tokens that come after it."""
+        if context is None or not isinstance(prompt, str):
+            return prompt
+        if context.chat:
+            return self.context_prompt(context, [{"role": "user", "content": prompt}])
+        return tokens_after(self.tokenizer, prompt)
 
     @property
     def has_chat_template(self) -> bool:

@@ -37,6 +37,7 @@ class MemoryPlan:
             multiplies them, the hidden states of all tokens, and the queries of the last ones.
         workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
+        contexts: Texts that were read once and are asked many times, when they take all they may.
         drafter: All of the small model that guesses tokens.
         metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
         slot_count: Slots.
@@ -53,6 +54,7 @@ class MemoryPlan:
     staging: int
     workspace: int
     sessions: int
+    contexts: int
     drafter: int
     metadata: int
     slot_count: int
@@ -65,8 +67,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Peak, while a prompt is read."""
-        kept = self.weights + self.slots + self.staging + self.sessions + self.drafter + self.metadata
-        return kept + self.workspace
+        kept = self.weights + self.slots + self.staging + self.sessions + self.contexts + self.drafter
+        return kept + self.metadata + self.workspace
 
     @property
     def steady(self) -> int:
@@ -109,6 +111,7 @@ class EnginePlan:
             + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
+            + (f"contexts {gigabytes(plan.contexts)}, " if plan.contexts else "")
             + (f"drafter {gigabytes(plan.drafter)}, " if plan.drafter else "")
             + f"metadata {gigabytes(plan.metadata)}; peak {gigabytes(plan.total)}"
             + (f" (full: {gigabytes(full.total)})" if compared else "")
@@ -184,7 +187,7 @@ def _plan(
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
     chunk, per_token = config.prefill_chunk, spec.kv_bytes_per_token(setup.dtype)
-    padded = staging_length(length, chunk, continued=config.sessions > 0)
+    padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
@@ -211,6 +214,7 @@ def _plan(
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.cached_layers * spec.kv_heads * 4),
+        contexts=config.context_bytes,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
         # there all the time: those of attention and those of what follows it.

@@ -105,4 +105,4 @@ class Request:
 
     def shares_prompt_with(self, other: Request) -> bool:
         """Whether one reading does for both."""
-        return self.past is None and other.past is None and self.prompt == other.prompt
+        return self.past is other.past and self.prompt == other.prompt

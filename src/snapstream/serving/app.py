@@ -13,8 +13,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from snapstream import __version__
 from snapstream.engine import LLM
 from snapstream.errors import ConfigurationError
-from snapstream.serving import errors, operation, page, routes
+from snapstream.serving import context_routes, errors, operation, page, routes
 from snapstream.serving.completions import Completions
+from snapstream.serving.context_files import ContextFiles
+from snapstream.serving.contexts import ContextStore
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, ErrorMiddleware, KeyMiddleware
@@ -43,9 +45,15 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
         if not llm.engine.config.sessions:
             raise ConfigurationError("a session directory needs sessions; start the server with --sessions N")
         files = SessionFiles(settings.session_dir, settings.session_disk, settings.session_ttl, llm.engine)
+    context_files = None
+    if settings.context_dir is not None:
+        if not llm.engine.config.context_bytes:
+            raise ConfigurationError("a context directory needs contexts; start the server with --contexts GIB")
+        context_files = ContextFiles(settings.context_dir, settings.context_disk, llm)
+    contexts = ContextStore(llm.engine.config.context_bytes, context_files)
     sessions = SessionStore(llm.engine.config.sessions, settings.session_ttl, files=files)
     reader = PromptReader(llm, settings.template_timeout)
-    parts = Parts(llm, settings, driver, reader, sessions, metrics)
+    parts = Parts(llm, settings, driver, reader, sessions, contexts, metrics)
     metrics.watch(lambda: operation.gauges(parts))
 
     async def sweep() -> None:
@@ -77,7 +85,9 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     )
     app.state.parts = parts
     errors.install(app)
-    app.include_router(routes.router(parts, Completions(parts)))
+    completions = Completions(parts)
+    app.include_router(routes.router(parts, completions))
+    app.include_router(context_routes.router(parts, completions))
     app.include_router(operation.router(parts))
     app.include_router(page.router(settings.example))
     # The one added last is the outermost: every answer has a name, and browsers may read every one of them.

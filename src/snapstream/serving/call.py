@@ -10,8 +10,9 @@ from typing import Any
 
 from snapstream import __version__
 from snapstream.config import SamplingParams
-from snapstream.engine import RequestOutput
+from snapstream.engine import CompressedSequence, RequestOutput
 from snapstream.serving.answers import LogprobWriter, cache_of
+from snapstream.serving.contexts import StoredContext
 from snapstream.serving.driver import Batch
 from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
@@ -49,11 +50,22 @@ class Call:
         self.created = int(time.time())
         self.prompts: Sequence[Prompt] = ()
         self.turn: Turn | None = None
+        self.context: StoredContext | None = None
+        self._cached = 0
         self.batch: Batch | None = None
         self.writers: list[LogprobWriter] = []
 
     async def begin(self) -> None:
-        """Take the session, if one was asked for."""
+        """Take the session or the context, if one was asked for.
+
+        Raises:
+            ApiError: There is no such one.
+        """
+        if self.body.context_id is not None:
+            if self.body.session_id is not None:
+                message = "a session keeps a conversation of its own, a context never changes; give one of them"
+                raise ApiError(400, message, param="context_id")
+            self.context = await self.parts.contexts.take(self.owner, self.body.context_id)
         if self.body.session_id is not None:
             key = self.owner, self.body.session_id
             await self.parts.sessions.fetch(key)
@@ -65,11 +77,10 @@ class Call:
         jobs, turn = [], self.turn
         for prompt in prompts:
             tokens = prompt.tokens if turn is None else turn.go_on(prompt)
-            past = None if turn is None else turn.past
             keep = None if turn is None else turn.keep
-            jobs += [Job(tokens, self._params(index), past, keep, self.asked) for index in range(self.number)]
-        reused = 0 if turn is None else turn.reused
-        self.log["prompt_tokens"] = reused + sum(len(job.tokens) for job in jobs[:: self.number])
+            jobs += [Job(tokens, self._params(index), self._past(), keep, self.asked) for index in range(self.number)]
+        self._cached = len(jobs[:: self.number]) * self._reused()
+        self.log["prompt_tokens"] = self._cached + sum(len(job.tokens) for job in jobs[:: self.number])
         text_of = self.parts.reader.token_text
         silent = self.parts.llm.engine.special_tokens if self.body.skip_special_tokens is not False else frozenset()
         self.writers = [LogprobWriter(text_of, self._prompt_of(index), silent) for index in range(len(jobs))]
@@ -80,6 +91,9 @@ class Call:
         """End what still runs, and the turn."""
         if self.turn is not None:
             self.turn.end()
+        if self.context is not None:
+            self.parts.contexts.release(self.context)
+            self.context = None
         if self.batch is None:
             return
         self.batch.cancel()
@@ -185,6 +199,17 @@ class Call:
         answer = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
         return answer | {"usage": self._usage()} | self._session()
 
+    def _past(self) -> CompressedSequence | None:
+        """What every prompt goes on from."""
+        if self.context is not None and self.context.context is not None:
+            return self.context.context.sequence
+        return None if self.turn is None else self.turn.past
+
+    def _reused(self) -> int:
+        """Tokens of each prompt that are not read again."""
+        past = self._past()
+        return 0 if past is None else len(past.tokens)
+
     def _prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.number]
 
@@ -242,7 +267,7 @@ class Call:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0 if self.turn is None else self.turn.reused},
+            "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from fastapi import Request
 from fastapi.responses import Response
 
+from snapstream.engine import Context
 from snapstream.serving.call import Call
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.errors import ApiError
@@ -17,6 +18,8 @@ from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
 from snapstream.serving.streams import EventStream
+
+T = TypeVar("T")
 
 MAX_SCORES = 2**20
 """Log-probabilities of prompts that one request may ask for; each takes a hundred bytes or so until it is sent."""
@@ -35,20 +38,23 @@ class Completions:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer ``/v1/completions``."""
-        if body.echo and body.logprobs is not None and body.session_id is not None:
-            message = "echo with logprobs needs the whole prompt to be read; leave out session_id"
-            raise ApiError(400, message, param="session_id")
+        for name in ("session_id", "context_id"):
+            if body.echo and body.logprobs is not None and getattr(body, name) is not None:
+                message = f"echo with logprobs needs the whole prompt to be read; leave out {name}"
+                raise ApiError(400, message, param=name)
         one = is_one(body.prompt)
         given: list[Any] = [body.prompt] if one else list(body.prompt)
         scored = bool(body.echo) and body.logprobs is not None
         reader, offsets = self._parts.reader, body.session_id is not None or scored
         self._check_choices(body, len(given) * (body.n or 1))
 
-        async def read() -> list[Prompt]:
-            prompts = [
-                await reader.text(prompt, offsets=offsets) if isinstance(prompt, str) else reader.tokens(prompt)
-                for prompt in given
-            ]
+        async def one_prompt(prompt: Any, context: Context | None) -> Prompt:
+            if not isinstance(prompt, str):
+                return reader.tokens(prompt)
+            return await (reader.after(context, prompt) if context else reader.text(prompt, offsets=offsets))
+
+        async def read(context: Context | None) -> list[Prompt]:
+            prompts = [await one_prompt(prompt, context) for prompt in given]
             numbers = sum(len(prompt.tokens) for prompt in prompts) * (1 + (body.logprobs or 0)) * (body.n or 1)
             if scored and numbers > MAX_SCORES:
                 message = f"echo with logprobs would report {numbers} numbers; at most {MAX_SCORES} in one request"
@@ -64,9 +70,11 @@ class Completions:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         self._check_choices(body, body.n or 1)
 
-        async def read() -> list[Prompt]:
-            offsets = body.session_id is not None
-            return [await self._parts.reader.messages(body.messages, body.chat_template_kwargs, offsets=offsets)]
+        async def read(context: Context | None) -> list[Prompt]:
+            reader, variables, offsets = self._parts.reader, body.chat_template_kwargs, body.session_id is not None
+            if context is not None:
+                return [await reader.messages_after(context, body.messages, variables)]
+            return [await reader.messages(body.messages, variables, offsets=offsets)]
 
         limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.engine.max_model_len
         wanted = (body.top_logprobs or 0) if body.logprobs else None
@@ -95,7 +103,7 @@ class Completions:
         self,
         body: Generate,
         request: Request,
-        read: Callable[[], Awaitable[list[Prompt]]],
+        read: Callable[[Context | None], Awaitable[list[Prompt]]],
         *,
         max_tokens: int,
         logprobs: int | None,
@@ -109,7 +117,8 @@ class Completions:
 
         async def work() -> None:
             nonlocal answer
-            await call.start(await self._in_turn(read))
+            context = None if call.context is None else call.context.context
+            await call.start(await self.in_turn(lambda: read(context)))
             if not body.stream:
                 answer = await call.collect()
 
@@ -128,7 +137,7 @@ class Completions:
         call.close()
         return Response(answer, media_type="application/json")
 
-    async def _in_turn(self, read: Callable[[], Awaitable[list[Prompt]]]) -> list[Prompt]:
+    async def in_turn(self, read: Callable[[], Awaitable[T]]) -> T:
         """Read prompts, but not for more requests than there is room for: each holds its body meanwhile."""
         self._parts.driver.check_room(self._reading + 1)
         self._reading += 1

@@ -61,6 +61,9 @@ class CacheState(BaseModel):
     sessions: int
     session_limit: int
     session_bytes: int
+    contexts: int
+    context_bytes: int
+    context_limit: int
     memory: dict[str, int]
 
 
@@ -87,6 +90,9 @@ def router(parts: Parts) -> APIRouter:
             sessions=len(sessions),
             session_limit=sessions.limit,
             session_bytes=sessions.bytes,
+            contexts=len(parts.contexts),
+            context_bytes=parts.contexts.bytes,
+            context_limit=parts.contexts.max_bytes,
             memory=_memory(llm),
         )
 
@@ -129,6 +135,8 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
         ("cache_bytes_full", "What full caches of the same would take.", sum(use.bytes_full for use in uses)),
         ("sessions", "Conversations whose cache is kept.", len(sessions)),
         ("session_bytes", "Memory of kept conversations.", sessions.bytes),
+        ("contexts", "Texts that were read once and can be asked.", len(parts.contexts)),
+        ("context_bytes", "Memory of these that are in memory.", parts.contexts.bytes),
         ("healthy", "Whether the engine works.", driver.healthy),
     ):
         yield Gauge(name, text, {(): float(value)})
@@ -138,5 +146,5 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
 
 def _memory(llm: LLM) -> dict[str, int]:
     """The engine's memory by purpose, in bytes."""
-    parts = ("weights", "slots", "staging", "sessions", "drafter", "workspace", "metadata")
+    parts = ("weights", "slots", "staging", "sessions", "contexts", "drafter", "workspace", "metadata")
     return {part: getattr(llm.engine.plan, part) for part in parts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.engine import LLM
+from snapstream.serving.contexts import ContextStore
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.prompts import PromptReader
@@ -22,6 +23,7 @@ class Parts:
         driver: The engine's thread.
         reader: Reads prompts.
         sessions: Kept conversations.
+        contexts: Texts that were read once and are asked many times.
         metrics: Counts.
     """
 
@@ -30,4 +32,5 @@ class Parts:
     driver: EngineDriver
     reader: PromptReader
     sessions: SessionStore
+    contexts: ContextStore
     metrics: ServerMetrics

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from snapstream.engine import LLM
+from snapstream.engine import LLM, Context
+from snapstream.engine.context import Render, tokens_after
 from snapstream.errors import RequestError
 from snapstream.serving.protocol import Message
 
@@ -85,7 +86,47 @@ class PromptReader:
 
         def read() -> Prompt:
             plain = [message.for_template() for message in messages]
-            return self._encode(within(self._timeout, lambda: self._llm.chat_text(plain, variables)), False, offsets)
+            return self._encode(self._render(variables)(plain), False, offsets)
+
+        return await anyio.to_thread.run_sync(read, limiter=self._templates)
+
+    async def context(
+        self, text: str | Sequence[int], *, chat: bool | None, system: str | None
+    ) -> tuple[Sequence[int], bool]:
+        """Tokens of a text that is to be asked about, and whether they begin a conversation.
+
+        Raises:
+            RequestError: It cannot be read.
+        """
+
+        def read() -> tuple[Sequence[int], bool]:
+            return self._llm.context_tokens(text, chat=chat, system=system, render=self._render(None))
+
+        return await anyio.to_thread.run_sync(read, limiter=self._reading)
+
+    async def after(self, context: Context, prompt: str) -> Prompt:
+        """Read a prompt that goes on after a text which was read as plain text.
+
+        Raises:
+            RequestError: It is no text, or the text begins a conversation.
+        """
+        if context.chat:
+            raise RequestError("this context begins a conversation; ask it at /v1/chat/completions")
+        read = functools.partial(tokens_after, self._llm.tokenizer, prompt)
+        return Prompt(await anyio.to_thread.run_sync(read, limiter=self._reading), prompt)
+
+    async def messages_after(
+        self, context: Context, messages: Sequence[Message], variables: Mapping[str, Any] | None
+    ) -> Prompt:
+        """Lay out and read a conversation that begins with a text.
+
+        Raises:
+            RequestError: It does not go on after this text, or the template fails or takes too long.
+        """
+
+        def read() -> Prompt:
+            plain = [message.for_template() for message in messages]
+            return Prompt(self._llm.context_prompt(context, plain, self._render(variables)))
 
         return await anyio.to_thread.run_sync(read, limiter=self._templates)
 
@@ -102,6 +143,10 @@ class PromptReader:
     async def write(self, function: Callable[[], T]) -> T:
         """Make an answer, which may be a long one, in a thread."""
         return await anyio.to_thread.run_sync(function, limiter=self._writing)
+
+    def _render(self, variables: Mapping[str, Any] | None) -> Render:
+        """Lays out conversations, within the time that a template may take."""
+        return lambda messages: within(self._timeout, lambda: self._llm.chat_text(messages, variables))
 
     def _encode(self, text: str, special: bool, offsets: bool) -> Prompt:
         tokenizer = self._llm.tokenizer

@@ -135,6 +135,10 @@ class Generate(Body):
         None,
         description="Keep the compressed cache for the next turn, which sends the same name and the whole history.",
     )
+    context_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
+        None,
+        description="A text that /v1/contexts has read, which comes before the prompt, or begins the first message.",
+    )
 
 
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
@@ -220,6 +224,25 @@ class ChatRequest(Generate):
     )
 
 
+class ContextRequest(Body):
+    """Body of ``/v1/contexts``."""
+
+    model: Text | None = None
+    text: Annotated[str, Field(min_length=1), AfterValidator(_encodable)] | Tokens = Field(
+        description="The text, or token ids."
+    )
+    chat: bool | None = Field(
+        None,
+        description="Whether it begins the first message of a conversation, in the model's chat template. Default: if "
+        "the model has one.",
+    )
+    system: Text | None = Field(None, description="The system message of this conversation.")
+    kv_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Cache entries that are left of the text, at most the server's."
+    )
+    name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="What you call it.")
+
+
 class TokenizeRequest(Body):
     """Body of ``/tokenize``: a prompt, or messages."""
 
@@ -240,6 +263,7 @@ class DetokenizeRequest(Body):
 _ROUTES: Mapping[type[Body], str] = {
     CompletionRequest: "/v1/completions",
     ChatRequest: "/v1/chat/completions",
+    ContextRequest: "/v1/contexts",
     TokenizeRequest: "/tokenize",
     DetokenizeRequest: "/detokenize",
 }

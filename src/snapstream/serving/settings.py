@@ -45,6 +45,8 @@ class ServerSettings:
         session_dir: Where sessions go that have no room in memory, and all of them when the server stops; ``None``:
             they are forgotten.
         session_disk: Most bytes of this directory.
+        context_dir: Where contexts are kept besides memory, so that they outlive the server; ``None``: nowhere.
+        context_disk: Most bytes of this directory.
         example: For the page.
     """
 
@@ -63,6 +65,8 @@ class ServerSettings:
     session_ttl: float = 600.0
     session_dir: Path | None = None
     session_disk: int = 4 * 2**30
+    context_dir: Path | None = None
+    context_disk: int = 4 * 2**30
     example: Example | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +79,7 @@ class ServerSettings:
             raise ConfigurationError("server: the model needs a name")
         if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise ConfigurationError("server: an API key is empty, not ASCII, or has spaces around it")
-        for name in ("max_body_bytes", "max_choices", "session_disk"):
+        for name in ("max_body_bytes", "max_choices", "session_disk", "context_disk"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"server: {name} is {getattr(self, name)}; it must be 1 or more")
         if self.max_queue < 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from snapstream.errors import ConfigurationError
-from snapstream.evaluation.tasks import aggregation, needle, number, pairs, reading, tracking
+from snapstream.evaluation.tasks import aggregation, needle, number, pairs, prose, reading, tracking
 from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
 from snapstream.evaluation.tasks.words import filler
 
@@ -23,7 +23,8 @@ class Task:
 
     Attributes:
         name: As the command line and the report call it.
-        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading`` or ``continued``.
+        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading``, ``continued``, or ``prose``: what is asked of
+            models that know English.
         about: One line for people.
         build: Draws a text of at most so many tokens, and questions about it.
         max_tokens: Tokens an answer may take.
@@ -98,21 +99,38 @@ TASKS: dict[str, Task] = {
         Task(
             "long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"
         ),
+        Task("phone", "prose", "a phone number between the paragraphs of a novel", prose.facts(prose.phones, 1), 24),
+        Task("phones", "prose", "one of four phone numbers", prose.facts(prose.phones, 4), 24),
+        Task("room", "prose", "where somebody left a thing", prose.facts(prose.rooms, 1), 24),
+        Task(
+            "late-phone",
+            "prose",
+            "a second turn asks for another phone number",
+            prose.facts(prose.phones, 2),
+            24,
+            True,
+            "late",
+        ),
     )
 }
 
 
 def find_tasks(names: list[str]) -> list[Task]:
-    """Tasks by name; ``all`` is every one.
+    """Tasks by name; ``all`` is every one of generated words, ``prose`` every one in English prose.
 
     Raises:
         ConfigurationError: A name that is not a task; the message lists those that are.
     """
-    unknown = [name for name in names if name not in TASKS and name != "all"]
+    groups = {
+        "all": [task for task in TASKS.values() if task.family != "prose"],
+        "prose": [task for task in TASKS.values() if task.family == "prose"],
+    }
+    unknown = [name for name in names if name not in TASKS and name not in groups]
     if unknown or not names:
         given = ", ".join(unknown) or "none"
-        raise ConfigurationError(f"unknown task {given}; allowed: all, {', '.join(TASKS)}")
-    return list(TASKS.values()) if "all" in names else [TASKS[name] for name in dict.fromkeys(names)]
+        raise ConfigurationError(f"unknown task {given}; allowed: {', '.join([*groups, *TASKS])}")
+    found = [task for name in names for task in (groups[name] if name in groups else [TASKS[name]])]
+    return list(dict.fromkeys(found))
 
 
 def make_sample(

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 END = "."
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     """Splits a block of words."""
     return tuple(text.split())
 
 
-ANIMALS: tuple[str, ...] = _words(
+ANIMALS: tuple[str, ...] = words(
     """falcon otter badger heron lynx walrus beaver raven osprey ferret gopher bison moose elk caribou puffin pelican
     condor vulture eagle hawk kestrel merlin swift swallow martin thrush robin wren finch sparrow starling magpie
     jackdaw rook crow jay cuckoo plover curlew snipe godwit avocet stork ibis egret crane swan goose mallard teal
@@ -34,7 +34,7 @@ ANIMALS: tuple[str, ...] = _words(
     chameleon skink monitor cobra viper python adder boa mamba frog toad newt salamander axolotl salmon trout pike
     perch carp tench bream roach eel sturgeon cod haddock herring mackerel tuna marlin swordfish halibut"""
 )
-ADJECTIVES: tuple[str, ...] = _words(
+ADJECTIVES: tuple[str, ...] = words(
     """amber azure beige black blue bronze brown coral cream crimson cyan ebony emerald golden green grey indigo ivory
     jade khaki lavender lilac magenta maroon mauve ochre olive orange pink purple red ruby russet sapphire scarlet
     sepia silver taupe turquoise umber vermilion violet white yellow brass copper cotton crystal glass granite iron
@@ -51,7 +51,7 @@ ADJECTIVES: tuple[str, ...] = _words(
     immense massive minute petite tiny towering vast double single triple sevenfold weekly monthly yearly hourly
     daily secret public private royal rural urban foreign local"""
 )
-NOUNS: tuple[str, ...] = _words(
+NOUNS: tuple[str, ...] = words(
     """river lantern bridge garden window mountain ladder harbour candle basket mirror tower kettle compass feather
     button blanket hammer barrel anchor bottle bucket carpet castle cellar chair chimney clock cloud coat coin
     corner cottage cradle crown cup curtain desk door drawer drum engine envelope farm fence ferry field fire flag
@@ -62,26 +62,26 @@ NOUNS: tuple[str, ...] = _words(
     staircase stamp station statue stove street string suitcase table tent theatre thread ticket tile tool torch
     town toy train tray trunk tunnel umbrella valley van vase village violin wagon wall watch well wheel whistle"""
 )
-PEOPLE: tuple[str, ...] = _words(
+PEOPLE: tuple[str, ...] = words(
     """baker teacher sailor farmer doctor singer painter writer student keeper gardener driver miller tailor captain
     traveller neighbour child woman man shepherd clerk porter guard"""
 )
 _SLOTS: dict[str, Sequence[str]] = {
-    "ADJ": _words(
+    "ADJ": words(
         """old new quiet small large bright dark distant empty crowded familiar strange simple plain heavy light broken
         painted hidden open"""
     ),
-    "ADV": _words(
+    "ADV": words(
         "slowly quickly calmly often again later early together alone today yesterday quietly carefully gladly"
     ),
-    "DO": _words(
+    "DO": words(
         """saw found carried moved repaired cleaned watched described sold bought measured passed opened closed admired
         ignored borrowed returned visited remembered covered followed"""
     ),
     "NOUN": NOUNS,
-    "PLACE": _words("near behind beside under above across from beyond inside outside"),
-    "REST": _words("waited rested stayed slept stood remained paused turned listened smiled"),
-    "TIME": _words("morning evening spring winter summer autumn night afternoon"),
+    "PLACE": words("near behind beside under above across from beyond inside outside"),
+    "REST": words("waited rested stayed slept stood remained paused turned listened smiled"),
+    "TIME": words("morning evening spring winter summer autumn night afternoon"),
     "WHO": PEOPLE,
 }
 _TEMPLATES = """
@@ -111,5 +111,5 @@ FILLER_WORDS: tuple[str, ...] = tuple(
 def filler(rng: random.Random) -> str:
     """Draws a filler sentence, as text that begins with a space."""
     template = rng.choice(_SENTENCES[rng.randint(_SHORTEST, _LONGEST)])
-    words = [rng.choice(_SLOTS[word]) if word in _SLOTS else word for word in template]
-    return " " + " ".join(words[:-1]) + END
+    drawn = [rng.choice(_SLOTS[word]) if word in _SLOTS else word for word in template]
+    return " " + " ".join(drawn[:-1]) + END

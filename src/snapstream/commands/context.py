@@ -1,0 +1,169 @@
+"""``snapstream read`` and ``snapstream ask``: a text is read once, and asked as often as one likes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from snapstream.commands.generate import read_prompt, show_reading, tokens_of
+from snapstream.commands.options import (
+    Budget,
+    Chunk,
+    Device,
+    Dtype,
+    Json,
+    MaxLength,
+    NamedModel,
+    Policy,
+    chosen_model,
+    max_length,
+    messages,
+    parse_budget,
+    quiet,
+    say_what_a_shipped_model_is,
+)
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.errors import CacheFileError, ConfigurationError, RequestError
+
+if TYPE_CHECKING:
+    from snapstream.engine import LLM
+
+
+def read(
+    file: Annotated[str, typer.Argument(help="A text file. '-' reads stdin.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to put what is left of it.")],
+    model: NamedModel = None,
+    budget: Budget = None,
+    policy: Policy = "snapstream",
+    system: Annotated[str | None, typer.Option(help="A system message of the conversation about the text.")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Read the text as it is, also if the model has a chat template.")
+    ] = False,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Read a text once and keep its compressed cache in a file, for `snapstream ask`."""
+    text, name = read_prompt(None, file), chosen_model(None, model)
+    parsed = parse_budget(budget, policy, lambda: tokens_of(text, name))
+    if not output.absolute().parent.is_dir():
+        raise ConfigurationError(f"output: there is no directory {output.absolute().parent}")
+    config = EngineConfig(
+        max_model_len=max_length(max_model_len),
+        slots=1,
+        sessions=1,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        enforce_eager=True,
+    )
+    say_what_a_shipped_model_is(name)
+    with quiet():
+        llm = _load(name, parsed, config)
+        tokens, chat = llm.context_tokens(text, chat=False if plain else None, system=system)
+        params = SamplingParams(max_tokens=0)
+        outputs = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
+        if outputs.saved is None:
+            raise RequestError(f"the text could not be read: {outputs.error}")
+        context = llm.context_of(outputs.saved, chat=chat, system=system)
+        llm.save_context(context, output)
+    from snapstream.engine.memory import gigabytes
+
+    messages.print(
+        f"{context.tokens} tokens read, {context.entries} kept per head; {output} has "
+        f'{gigabytes(output.stat().st_size)}. Ask it: snapstream ask {output} "..."',
+        highlight=False,
+        markup=False,
+    )
+
+
+def ask(
+    file: Annotated[Path, typer.Argument(help="What `snapstream read` has written.")],
+    questions: Annotated[
+        list[str] | None,
+        typer.Argument(help="Questions, each by itself; without any, each line of stdin, or what you type, is one."),
+    ] = None,
+    model: NamedModel = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_model_len: MaxLength = None,
+    prefill_chunk: Chunk = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Ask about a text that was read; every question begins from the same state."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    described = _describe(file)
+    name = chosen_model(None, model) if model is not None else described["made_by"]
+    config = EngineConfig(
+        max_model_len=max_length(max_model_len),
+        slots=1,
+        sessions=1,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        device=device,
+        enforce_eager=True,
+    )
+    say_what_a_shipped_model_is(name)
+    with quiet():
+        llm = _load(name, described["budget"], config)
+        context = llm.load_context(file)
+        for question in questions or _lines():
+            if not question.strip():
+                continue
+            answer = []
+            for output in llm.stream(question if context.chat else f"\n\n{question}", params, context=context):
+                answer.append(output.new_text)
+                if output.error is not None:
+                    raise RequestError(f"the question could not be answered: {output.error}")
+                if not as_json:
+                    print(output.new_text if "".join(answer[:-1]).strip() else output.new_text.lstrip(), end="")
+                    sys.stdout.flush()
+            text = "".join(answer).strip()
+            print(json.dumps({"question": question, "text": text}) if as_json else "", flush=True)
+
+
+def _load(name: str, budget: CacheBudget | None, config: EngineConfig) -> LLM:
+    from snapstream.engine import LLM
+
+    with messages.status("loading"):
+        return LLM(name, budget=budget, config=config, report_plan=lambda _: None)
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    """Which model has read a file, and its budget.
+
+    Raises:
+        CacheFileError: There is no such file, or it is none of these.
+    """
+    from snapstream.cache import CompressedSequence
+
+    described = CompressedSequence.describe(file)
+    try:
+        made_by = json.loads(described["note"])["model"]
+        budget = CacheBudget.parse(described["budget"])
+    except (LookupError, TypeError, ValueError, ConfigurationError) as error:
+        raise CacheFileError(f"{file} holds no text that `snapstream read` has read") from error
+    return {"made_by": str(made_by), "budget": budget}
+
+
+def _lines() -> Iterator[str]:
+    """Questions from standard input, up to its end or ``/quit``."""
+    asks = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> ") if asks else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line.strip() == "/quit" or (not asks and not line):
+            return
+        yield line.strip()

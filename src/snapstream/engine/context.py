@@ -1,0 +1,124 @@
+"""A text that is read once and asked many times: its compressed cache, and how questions are put behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from snapstream.cache import CompressedSequence
+from snapstream.errors import CacheFileError, RequestError
+
+PLACE = "\ue000text\ue001"
+"""Stands for the text while a chat template lays out what is around it; private characters, so it is no text itself."""
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Lays a conversation out with the model's chat template."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is left of a text when it has been read and compressed. It never changes, so any number may ask it at once.
+
+    Attributes:
+        sequence: The compressed cache; its last token is the text's.
+        chat: Whether the text begins the first message of a conversation, in the model's chat template; else a question
+            is put behind it as it is.
+        system: The system message of that conversation; ``None``: what the template does without one.
+        model: What the model was called when the text was read.
+    """
+
+    sequence: CompressedSequence
+    chat: bool
+    system: str | None = None
+    model: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text, with what a chat template puts before it."""
+        return len(self.sequence.tokens)
+
+    @property
+    def entries(self) -> int:
+        """Tokens that are left, per layer and KV head."""
+        return self.sequence.entries
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.sequence.nbytes
+
+    def note(self, **more: Any) -> str:
+        """All but the sequence, and more, for a file."""
+        return json.dumps(more | {"chat": self.chat, "system": self.system, "model": self.model})
+
+    @classmethod
+    def of(cls, sequence: CompressedSequence) -> Context:
+        """The context that was written to a file with its :meth:`note`.
+
+        Raises:
+            CacheFileError: The file holds something else.
+        """
+        try:
+            said = json.loads(sequence.note)
+            chat, system, model = said["chat"], said["system"], said["model"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise CacheFileError("this file holds a conversation, not a text that was read to be asked") from error
+        return cls(sequence, bool(chat), None if system is None else str(system), str(model))
+
+
+def opening(text: str, system: str | None, render: Render) -> str:
+    """A conversation up to the end of the text that begins it, as the chat template lays it out.
+
+    Raises:
+        RequestError: The template has no place for it, or more than one.
+    """
+    return _around([*_system(system), {"role": "user", "content": PLACE}], render)[0] + text
+
+
+def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render: Render) -> str:
+    """What comes after a text, up to where the answer begins.
+
+    Args:
+        context: The text.
+        messages: What is asked, from the first message on, which the text belongs to.
+        render: The chat template.
+
+    Raises:
+        RequestError: They do not go on after this text.
+    """
+    if not context.chat:
+        raise RequestError("this context was read as plain text; give a prompt, not messages")
+    first, *others = messages
+    own = _system(context.system)
+    if first.get("role") in ("system", "developer"):
+        if [first] != own:
+            raise RequestError("this context was read with another system message; leave it out here")
+        first, *others = others or [{}]
+    if first.get("role") != "user" or not isinstance(first.get("content"), str):
+        raise RequestError("the first message has to be the user's: the text of the context belongs to it")
+    asked = dict(first) | {"content": f"{PLACE}\n\n{first['content']}"}
+    return _around([*own, asked, *others], render)[1]
+
+
+def tokens_after(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text that goes on after another one, without what tokenizers put before a beginning."""
+    before = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode(f"a{text}", add_special_tokens=False)
+    if whole[: len(before)] == before:
+        return list(whole[len(before) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))  # it goes on inside of a word
+
+
+def _system(message: str | None) -> list[dict[str, Any]]:
+    return [] if message is None else [{"role": "system", "content": message}]
+
+
+def _around(messages: Sequence[Mapping[str, Any]], render: Render) -> tuple[str, str]:
+    before, *after = render(messages).split(PLACE)
+    if len(after) != 1:
+        raise RequestError(
+            "this model's chat template does not lay a message out in one piece; read the text as plain text instead"
+        )
+    return before, after[0]

@@ -1,0 +1,85 @@
+"""Facts hidden in real English prose, asked for as people ask a model that follows instructions.
+
+``The phone number of Maria is 5831.`` stands between two paragraphs of a novel, and ``What is the phone number of
+Maria?`` is asked behind it. The other tasks ask base models by continuing a text; these need an answer to a question,
+and their filler is what people write, not what a grammar draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+from snapstream.assets import PROSE
+from snapstream.evaluation.tasks.text import Count, Question, TaskText, depths, hide, others
+from snapstream.evaluation.tasks.words import words as _words
+
+HEADER = "Read this text. Then answer the question that follows it."
+PEOPLE = _words(
+    """Maria Peter Susan Robert Linda Thomas Karen Daniel Laura George Emma Henry Julia Oscar Nina Victor Clara Simon
+    Diana Felix Irene Martin Rosa Hugo Ellen Walter Paula Ivan Greta Leon Sophie Bruno Helen Marcus Edith Arthur"""
+)
+THINGS = _words(
+    """passport umbrella guitar camera violin telescope suitcase bicycle compass typewriter ladder lantern"""
+)
+ROOMS = _words("""cellar attic kitchen garage library bathroom greenhouse chapel stable workshop pantry laundry""")
+
+Draw = Callable[[random.Random, int], list[tuple[str, str, str]]]
+"""Draws a number of facts: the sentence, its question, and the answer."""
+
+
+@functools.cache
+def paragraphs() -> tuple[str, ...]:
+    """Prose of *Alice's Adventures in Wonderland*, in order."""
+    return tuple(PROSE.read_text("utf-8").splitlines())
+
+
+def rooms(rng: random.Random, number: int) -> list[tuple[str, str, str]]:
+    """``The umbrella was left in the cellar``: things and where they are."""
+    things, places = rng.sample(THINGS, number), rng.sample(ROOMS, number)
+    return [
+        (f"The {thing} was left in the {place}.", f"Where was the {thing} left?", place)
+        for thing, place in zip(things, places, strict=True)
+    ]
+
+
+def phones(rng: random.Random, number: int) -> list[tuple[str, str, str]]:
+    """``The phone number of Maria is 5831``: people and four digits."""
+    values = [f"{value:04d}" for value in rng.sample(range(1000, 10000), number)]
+    return [
+        (f"The phone number of {who} is {value}.", f"What is the phone number of {who}?", value)
+        for who, value in zip(rng.sample(PEOPLE, number), values, strict=True)
+    ]
+
+
+def facts(draw: Draw, number: int) -> Callable[[random.Random, int, Count, float | None], TaskText]:
+    """What builds a task with so many facts in its text; the first is asked for, at the depth that was chosen."""
+
+    def build(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+        drawn = draw(rng, number)
+        values = [value for _, _, value in drawn]
+        questions = tuple(
+            Question(f"\n\n{question}", "", f" {value}.", (value,), others(values, (value,)))
+            for _, question, value in drawn
+        )
+        asked = max(count(question.ask) for question in questions)
+        hidden = [f"\n{sentence}" for sentence, _, _ in drawn]
+        places = list(zip(depths(rng, number, depth), hidden, strict=True))
+        body = hide(rng, room - count(HEADER) - asked, count, _prose_from(rng), places)
+        return TaskText(HEADER + "\n" + body, questions)
+
+    return build
+
+
+def _prose_from(rng: random.Random) -> Callable[[random.Random], str]:
+    """Paragraphs that follow each other, from a drawn one on."""
+    prose = paragraphs()
+    at = rng.randrange(len(prose))
+
+    def following(_: random.Random) -> str:
+        nonlocal at
+        at = (at + 1) % len(prose)
+        return f"\n{prose[at]}"
+
+    return following

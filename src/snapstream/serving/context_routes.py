@@ -1,0 +1,117 @@
+"""Routes of contexts: read a text, list what was read, and forget it."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from snapstream.config import SamplingParams
+from snapstream.engine import CompressedSequence
+from snapstream.serving.clients import DisconnectedError, until_disconnect
+from snapstream.serving.completions import Completions
+from snapstream.serving.contexts import StoredContext
+from snapstream.serving.errors import ApiError
+from snapstream.serving.generation import Job
+from snapstream.serving.parts import Parts
+from snapstream.serving.protocol import ContextRequest
+from snapstream.serving.routes import Deleted
+
+
+class ContextState(BaseModel):
+    """A context."""
+
+    id: str
+    object: str = "context"
+    name: str
+    created: int
+    tokens: int
+    entries: int
+    bytes: int
+    chat: bool
+    on_disk: bool
+
+    @classmethod
+    def of(cls, stored: StoredContext) -> ContextState:
+        """What clients are told."""
+        return cls(
+            id=stored.id,
+            name=stored.name,
+            created=stored.created,
+            tokens=stored.tokens,
+            entries=stored.entries,
+            bytes=stored.nbytes,
+            chat=stored.chat,
+            on_disk=stored.on_disk,
+        )
+
+
+class Contexts(BaseModel):
+    """All contexts of a key."""
+
+    object: str = "list"
+    data: list[ContextState]
+
+
+def router(parts: Parts, completions: Completions) -> APIRouter:
+    """The routes of one server."""
+    routes = APIRouter(tags=["Contexts"])
+    store = parts.contexts
+
+    def owner(request: Request) -> str:
+        return str(request.scope["state"].get("owner", ""))
+
+    @routes.post("/v1/contexts", response_model=ContextState)
+    async def read(body: ContextRequest, request: Request) -> Response:
+        """Read a text and compress it once; requests with its id as context_id go on from there."""
+        completions.check_model(body.model)
+        store.check()
+        state = request.scope["state"]
+        spent = time.monotonic() - state["began"]
+
+        async def work() -> StoredContext:
+            tokens, chat = await completions.in_turn(
+                lambda: parts.reader.context(body.text, chat=body.chat, system=body.system)
+            )
+            state["log"]["prompt_tokens"] = len(tokens)
+            saved: list[CompressedSequence] = []
+            params = SamplingParams(max_tokens=0, kv_budget=body.kv_budget)
+            batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"])])
+            try:
+                async for _, _, output in batch.changes():
+                    if output.error is not None:
+                        state["log"]["error"] = output.error
+                        raise ApiError(500, f"the text could not be read: {output.error}", code="request_failed")
+            finally:
+                batch.cancel()
+            context = parts.llm.context_of(saved[0], chat=chat, system=body.system)
+            return await store.add(owner(request), body.name or "", context)
+
+        try:
+            with anyio.fail_after(max(parts.settings.request_timeout - spent, 0)):
+                stored = await until_disconnect(request.receive, work)
+        except DisconnectedError:
+            state["log"]["disconnected"] = True
+            return Response(status_code=499)
+        return Response(ContextState.of(stored).model_dump_json(), media_type="application/json")
+
+    @routes.get("/v1/contexts")
+    async def all_contexts(request: Request) -> Contexts:
+        """The contexts that this key has read."""
+        return Contexts(data=[ContextState.of(stored) for stored in store.of(owner(request))])
+
+    @routes.get("/v1/contexts/{name}")
+    async def one_context(name: str, request: Request) -> ContextState:
+        """One context, by its id."""
+        return ContextState.of(store.find(owner(request), name))
+
+    @routes.delete("/v1/contexts/{name}")
+    async def forget(name: str, request: Request) -> Deleted:
+        """Forget a context and free its cache; requests that go on from it are not touched."""
+        store.delete(owner(request), name)
+        return Deleted(id=name)
+
+    return routes
