@@ -143,6 +143,12 @@ class LayerCache(ABC):
         """Copy entries ``[E]`` of one sequence out, to a cache of their own."""
         return type(self)([tensor[row : row + 1].index_select(2, entries) for tensor in self.tensors])
 
+    def to_host(self) -> LayerCache:
+        """A copy in the host's memory."""
+        return type(self)(
+            [tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in self.tensors]
+        )
+
     def put(self, other: LayerCache) -> None:
         """Copy all entries of a cache with one row to the first entries of this one, which has one row, too."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):

@@ -104,11 +104,11 @@ def plan(
     else:
         kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
-        kept = ["weights", "slots", "staging", "sessions", "contexts", "drafter", "metadata"]
+        kept = ["weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace"]
         for row in [*rows, "total"]:
             mine, theirs = getattr(ours, row), getattr(full, row)
-            if mine or row not in ("sessions", "contexts", "drafter"):
+            if mine or row not in ("sessions", "contexts", "prefixes", "drafter"):
                 ratio = "" if mine == theirs else f"{theirs / mine:.2f}x less"
                 table.add_row(_ROWS[row], gigabytes(mine), gigabytes(theirs), ratio)
         fitting = []
@@ -183,6 +183,7 @@ _ROWS = {
     "staging": "staging of a prompt",
     "sessions": "sessions",
     "contexts": "contexts",
+    "prefixes": "beginnings of prompts",
     "drafter": "small model that drafts",
     "metadata": "metadata",
     "steady": "= steady state",

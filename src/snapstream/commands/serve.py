@@ -101,6 +101,14 @@ def serve(
     context_disk: Annotated[
         float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
     ] = 4,
+    prefix_contexts: Annotated[
+        int,
+        typer.Option(
+            help="Beginnings that prompts have in common which are kept as full caches in host memory, and not read "
+            "again. Answers are the same.",
+            rich_help_panel=CACHE,
+        ),
+    ] = 0,
     prefill_chunk: Chunk = 512,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
@@ -176,6 +184,7 @@ def serve(
         slots=slots,
         sessions=sessions,
         context_bytes=int(contexts * 2**30),
+        prefix_contexts=prefix_contexts,
         prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
         dtype=dtype,

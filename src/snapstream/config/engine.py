@@ -40,6 +40,8 @@ class EngineConfig:
             :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
         context_bytes: Memory that is planned for texts which are read once and asked many times, see
             :meth:`snapstream.engine.llm.LLM.read`.
+        prefix_contexts: Beginnings that prompts have in common which are kept in the host's memory, as full caches, so
+            that they are not read again; see :mod:`snapstream.engine.prefixes`.
         kept_queries: Last queries of a prompt that are kept at least, for requests whose own policy looks at more of
             them than the engine's; -1 for all.
         max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
@@ -59,6 +61,7 @@ class EngineConfig:
     enforce_eager: bool = False
     sessions: int = 0
     context_bytes: int = 0
+    prefix_contexts: int = 0
     kept_queries: int = WINDOW
     max_logprobs: int = 20
     memory_fraction: float = 0.9
@@ -83,7 +86,7 @@ class EngineConfig:
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("sessions", "context_bytes"):
+        for name in ("sessions", "context_bytes", "prefix_contexts"):
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 0 or more")
@@ -98,8 +101,22 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
                 )
+        self._check_speculation()
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
+        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
+            raise ConfigurationError(
+                f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
+
+    def _check_speculation(self) -> None:
         if self.speculative not in SPECULATIVE:
             raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
+        if self.speculative == "mtp" and self.prefix_contexts:
+            raise ConfigurationError(
+                f"engine: prefix_contexts is {self.prefix_contexts} and speculative is 'mtp', whose module looks at "
+                "the token after each; leave one of them out"
+            )
         if (self.speculative == "draft-model") != (self.draft_model is not None):
             raise ConfigurationError(
                 f"engine: speculative is {self.speculative!r} and draft_model is {self.draft_model!r}; give a "
@@ -108,10 +125,4 @@ class EngineConfig:
         if self.speculative_tokens > MOST_GUESSES:
             raise ConfigurationError(
                 f"engine: speculative_tokens is {self.speculative_tokens}; it must be {MOST_GUESSES} or less"
-            )
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
-        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
-            raise ConfigurationError(
-                f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
             )

@@ -104,11 +104,12 @@ def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render
 
 def tokens_after(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text that goes on after another one, without what tokenizers put before a beginning."""
-    before = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode(f"a{text}", add_special_tokens=False)
-    if whole[: len(before)] == before:
-        return list(whole[len(before) :])
-    return list(tokenizer.encode(text, add_special_tokens=False))  # it goes on inside of a word
+    if not text[:1].isalnum():  # nothing that would go on inside of a word
+        before = tokenizer.encode("a", add_special_tokens=False)
+        whole = tokenizer.encode(f"a{text}", add_special_tokens=False)
+        if whole[: len(before)] == before:
+            return list(whole[len(before) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _system(message: str | None) -> list[dict[str, Any]]:

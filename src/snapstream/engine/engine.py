@@ -368,11 +368,11 @@ class Engine:
                 with_slot = [reader for reader in readers if reader.slot is not None]
                 try:
                     try:
-                        self.executor.begin(readers)
+                        self.executor.begin(readers, self.scheduler.waiting)
                     except Exception:  # such as too little memory after all for those who wait
                         if len(with_slot) == len(readers):
                             raise
-                        self.executor.begin(with_slot)
+                        self.executor.begin(with_slot, self.scheduler.waiting)
                 except Exception as error:
                     touched += self._fail_readers(with_slot, error)
             else:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.pace import StepCost
 from snapstream.engine.prefill import Prefill
+from snapstream.engine.prefixes import Prefix, Prefixes
 from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
@@ -45,6 +46,7 @@ class Executor:
         reading: The prompt that is being read.
         readers: Who it is read for, with where it goes.
         drafter: Who guesses tokens, if anybody does.
+        prefixes: What prompts were seen to begin with, if that is kept.
     """
 
     def __init__(self, setup: Setup, model: DecoderModel, drafter: Drafter | None, *, padded: int) -> None:
@@ -56,6 +58,7 @@ class Executor:
         self.drafter = drafter if self.decode.ahead is None else NextToken(self.decode.ahead)
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
+        self.prefixes = Prefixes(config.prefix_contexts, config.prefill_chunk) if config.prefix_contexts else None
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
             with current_device(self.device):
@@ -82,11 +85,18 @@ class Executor:
     # -- reading prompts ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Begin to read the prompt that some requests have in common; what has no slot gets memory of its own."""
+    def begin(self, requests: Sequence[Request], waiting: Iterable[Request] = ()) -> None:
+        """Begin to read the prompt that some requests have in common; what has no slot gets memory of its own.
+
+        Args:
+            requests: Have this prompt.
+            waiting: Will be read later.
+        """
         first = requests[0]
         wanted = [r.params.prompt_logprobs for r in requests if r.params.prompt_logprobs is not None]
         reading = Reading(self.spec, first.prompt, past=first.past, scored=max(wanted, default=None))
+        if self.prefixes is not None and first.past is None and not wanted:
+            self._share_beginning(self.prefixes, reading, [r.prompt for r in waiting if r.prompt != first.prompt])
         readers = []
         for request in requests:
             count = lay_out(reading.length, request.budget, reading.before).count
@@ -102,6 +112,17 @@ class Executor:
             )
             readers.append((request, target))
         self.reading, self.readers = reading, readers
+
+    def _share_beginning(self, prefixes: Prefixes, reading: Reading, waiting: Iterable[Sequence[int]]) -> None:
+        """Begin behind what is known of a prompt's beginning, and keep what others are seen to begin with, too."""
+        # All queries that vote have to be computed, and the last token's logits.
+        most = len(reading.tokens) - max(1, self.prefill.queries.shape[1])
+        found = prefixes.find(reading.tokens, most)
+        if found is not None:
+            reading.begin_behind(*found)
+        length = prefixes.worth_keeping(reading.tokens, waiting, reading.skipped)
+        if length:
+            reading.keeps = Prefix(tuple(reading.tokens[:length]))
 
     def drop(self, request: Request) -> None:
         """Read on for the others, if there are any."""
@@ -127,6 +148,8 @@ class Executor:
                     break
         if not reading.finished and not reading.failed:
             return []
+        if reading.finished and self.prefixes is not None and reading.keeps is not None:
+            self.prefixes.keep(reading.keeps)
         for request, target in self.readers:
             if target.error is None:
                 self._take_over(request, target, reading)
@@ -146,7 +169,7 @@ class Executor:
             request.kept = target.kept_tokens()
         request.positions = target.positions if request.keep else ()
         request.shares = target.kept_shares(reading.length + reading.dropped_before)
-        request.logits = reading.logits
+        request.logits, request.reused = reading.logits, reading.skipped
         if request.slot is None:
             request.sequence = CompressedSequence(
                 layers=target.layers,

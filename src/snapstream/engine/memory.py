@@ -38,6 +38,8 @@ class MemoryPlan:
         workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations kept between turns, when there are as many as allowed.
         contexts: Texts that were read once and are asked many times, when they take all they may.
+        prefixes: Full caches of what prompts begin with, and of the one that is being kept; 0 on CUDA, as they are in
+            the host's memory.
         drafter: All of the small model that guesses tokens.
         metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
         slot_count: Slots.
@@ -55,6 +57,7 @@ class MemoryPlan:
     workspace: int
     sessions: int
     contexts: int
+    prefixes: int
     drafter: int
     metadata: int
     slot_count: int
@@ -67,8 +70,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Peak, while a prompt is read."""
-        kept = self.weights + self.slots + self.staging + self.sessions + self.contexts + self.drafter
-        return kept + self.metadata + self.workspace
+        kept = self.weights + self.slots + self.staging + self.sessions + self.contexts + self.prefixes
+        return kept + self.drafter + self.metadata + self.workspace
 
     @property
     def steady(self) -> int:
@@ -112,6 +115,7 @@ class EnginePlan:
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
             + (f"contexts {gigabytes(plan.contexts)}, " if plan.contexts else "")
+            + (f"beginnings of prompts {gigabytes(plan.prefixes)}, " if plan.prefixes else "")
             + (f"drafter {gigabytes(plan.drafter)}, " if plan.drafter else "")
             + f"metadata {gigabytes(plan.metadata)}; peak {gigabytes(plan.total)}"
             + (f" (full: {gigabytes(full.total)})" if compared else "")
@@ -215,6 +219,7 @@ def _plan(
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * (per_token + spec.cached_layers * spec.kv_heads * 4),
         contexts=config.context_bytes,
+        prefixes=_prefixes(setup, length) * per_token,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
         # there all the time: those of attention and those of what follows it.
@@ -229,6 +234,12 @@ def _plan(
         bytes_per_token=per_token,
         keeps_workspace=setup.captured,
     )
+
+
+def _prefixes(setup: Setup, length: int) -> int:
+    """Entries of full caches that what prompts begin with may take on the device."""
+    kept = setup.config.prefix_contexts
+    return (kept + 1) * length if kept and setup.device.type == "cpu" else 0
 
 
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:

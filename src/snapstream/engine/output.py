@@ -126,6 +126,7 @@ class RequestOutput:
         request_id: Given or made by :meth:`~snapstream.engine.engine.Engine.add_request`.
         new_text: What was added to :attr:`text` since the last output.
         token_count: Generated tokens.
+        reused: Tokens that its prompt begins with and that were not read again, as others begin with them, too.
         drafted: Guesses of its tokens that were verified, with speculative decoding.
         accepted: Those that were right.
         finished: Whether this is the last output.
@@ -141,6 +142,7 @@ class RequestOutput:
     request_id: str
     new_text: str
     token_count: int
+    reused: int
     drafted: int
     accepted: int
     finished: bool

@@ -93,14 +93,17 @@ class Prefill:
         tokens = reading.tokens[start : start + self.chunk]
         used, block = len(tokens), self._blocks[reading.layer]
         x = self.hidden[start : start + used]
-        if start == 0 and reading.past is not None:
+        begins = start == reading.skipped
+        if begins and reading.past is not None:
             self.staging.put(reading.past.layers[reading.layer])
+        if begins and reading.prefix is not None:
+            self.staging.put(reading.prefix.layers[reading.layer].row(0, start))
         if reading.layer == 0:
             x.copy_(self.model.embedding(to_device(tokens, self.device)))
         if is_ahead:
             self._enter_ahead(reading, x, start)
         self.start.fill_(reading.before + start)
-        self._packed_until.fill_(reading.before + start if start else 0)
+        self._packed_until.fill_(0 if begins else reading.before + start)
         self.ahead.fill_(reading.dropped_before)
         if is_ahead or (last_layer and not self._completes(reading)):
             query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
@@ -115,9 +118,12 @@ class Prefill:
         if reading.done == len(reading.tokens):
             if last_layer:
                 reading.logits = self._last_logits(reading, block)
+            if reading.keeps is not None:
+                beginning = self.staging.row(0, len(reading.keeps.tokens))
+                reading.keeps.layers.append(beginning.to_host())
             self._compress(reading)
             reading.layer += 1
-            reading.done = 0
+            reading.done = reading.skipped
 
     def _completes(self, reading: Reading) -> bool:
         """Whether all tokens go through the model to its end."""

@@ -12,6 +12,7 @@ from snapstream.cache import CompressedSequence, LayerCache
 from snapstream.compression import Layout, lay_out
 from snapstream.config import CacheBudget
 from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
+from snapstream.engine.prefixes import Prefix
 from snapstream.models.spec import ModelSpec
 from snapstream.transfers import to_host
 
@@ -59,6 +60,9 @@ class Reading:
     Attributes:
         tokens: The prompt, without the turns before.
         past: What a conversation's next turn begins with.
+        prefix: What the prompt begins with, if that was read before.
+        skipped: How many of its tokens.
+        keeps: What the prompt begins with, to be kept for others; filled layer by layer.
         targets: What it is compressed into; more than one if several requests have this prompt.
         scored: Most likely tokens to report beside each of the prompt's; ``None``: the prompt is not scored.
         layer: The layer that tokens pass now.
@@ -76,6 +80,9 @@ class Reading:
         scored: int | None = None,
     ) -> None:
         self.tokens, self.past, self.scored = tokens, past, scored
+        self.prefix: Prefix | None = None
+        self.skipped = 0
+        self.keeps: Prefix | None = None
         self.targets: list[Target] = []
         self.layer = self.done = 0
         self.logits: Tensor | None = None
@@ -112,7 +119,9 @@ class Reading:
     @property
     def share(self) -> float:
         """How much of the work is done, between 0 and 1."""
-        return min(1.0, (self.layer + self._work(self.done) / self._work(len(self.tokens))) / self._layers)
+        skipped = self._work(self.skipped)
+        done = (self._work(self.done) - skipped) / (self._work(len(self.tokens)) - skipped)
+        return min(1.0, (self.layer + done) / self._layers)
 
     def add(
         self,
@@ -133,10 +142,17 @@ class Reading:
         Returns:
             What is filled layer by layer.
         """
-        assert self.layer == self.done == 0
+        assert self.layer == 0
+        assert self.done == self.skipped
         layout = lay_out(self.length, budget, self.before)
         self.targets.append(Target(budget, layers, layout, telemetry, telemetry or wants_positions))
         return self.targets[-1]
+
+    def begin_behind(self, prefix: Prefix, tokens: int) -> None:
+        """Leave out the first ``tokens`` of the prompt, as ``prefix`` holds them; before anything is read."""
+        assert self.past is None
+        assert self.layer == self.done == 0
+        self.prefix, self.skipped, self.done = prefix, tokens, tokens
 
     def _work(self, tokens: int) -> float:
         """Multiplications of a layer for the first ``tokens`` tokens."""

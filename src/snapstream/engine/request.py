@@ -48,6 +48,7 @@ class Request:
         prompt_logprobs: Of the prompt's tokens, if asked for.
         kept: Which tokens were kept, if asked for.
         shares: How much of each part of the prompt was kept.
+        reused: Tokens that its prompt begins with and that were read for another one.
         pace: What came of guesses of its tokens.
         finish_reason: Why it ended, once it has.
         error: What went wrong.
@@ -71,6 +72,7 @@ class Request:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     kept: KeptTokens | None = None
     shares: tuple[float, ...] = ()
+    reused: int = 0
     pace: Pace = field(default_factory=Pace)
     finish_reason: FinishReason | None = None
     error: str | None = None

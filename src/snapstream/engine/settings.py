@@ -103,7 +103,15 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
         return None
     longest = min(max_model_len, load_spec(resolve_config(config.draft_model)).max_position)
     # Something other than off, as it reads as many tokens in a step; and it is asked for likeliest tokens alone.
-    own = replace(config, draft_model=None, speculative="lookup", max_model_len=longest, sessions=0, context_bytes=0)
+    own = replace(
+        config,
+        draft_model=None,
+        speculative="lookup",
+        max_model_len=longest,
+        sessions=0,
+        context_bytes=0,
+        prefix_contexts=0,
+    )
     own = replace(own, decode_steps=1, max_logprobs=1)
     return set_up(config.draft_model, budget, own, must_exist=must_exist)
 

@@ -267,7 +267,9 @@ class Call:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "prompt_tokens_details": {
+                "cached_tokens": self._cached + sum(output.reused for output in self._outputs()[:: self.number])
+            },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,

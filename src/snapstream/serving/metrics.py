@@ -64,6 +64,8 @@ class ServerMetrics:
         self._sequences = counter("sequences", "Sequences that ended.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences, those of earlier turns included.")
         self._reused_tokens = counter("reused_tokens", "Prompt tokens that a session spared reading again.")
+        self._prefixes = counter("prefix_prompts", "Whole prompts, by whether their beginning was known.", "outcome")
+        self._prefix_tokens = counter("prefix_tokens", "Prompt tokens that a known beginning spared reading again.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._drafted = counter("drafted_tokens", "Tokens that speculative decoding guessed.")
         self._accepted = counter("accepted_tokens", "Guessed tokens that were right.")
@@ -105,6 +107,9 @@ class ServerMetrics:
             self._prompt_tokens.inc(cache.prompt_tokens)
             past = generation.job.past
             self._reused_tokens.inc(0 if past is None else len(past.tokens))
+            if past is None and generation.output is not None:
+                self._prefixes.labels("known" if generation.output.reused else "new").inc()
+                self._prefix_tokens.inc(generation.output.reused)
             self._kept.inc(cache.prompt_tokens - cache.dropped)
             self._dropped.inc(cache.dropped)
             self._compressed.inc(cache.dropped > 0)
