@@ -12,7 +12,15 @@ from tests.serving.servers import running
 def llm(checkpoint):
     """A tiny random model: it never ends by itself if asked not to, and says the same for the same prompt."""
     engine = LLM(
-        str(checkpoint), budget=BUDGET, max_model_len=2000, slots=3, prefill_chunk=32, enforce_eager=True, sessions=2
+        str(checkpoint),
+        budget=BUDGET,
+        max_model_len=2000,
+        slots=3,
+        prefill_chunk=32,
+        enforce_eager=True,
+        sessions=2,
+        context_bytes=60_000,  # two full ones
+        prefix_contexts=2,
     )
     engine.chat_template = PLAIN_CHAT.read_text()
     return engine
@@ -27,7 +35,7 @@ def server(llm):
 @pytest.fixture(scope="session")
 def task_llm():
     """The shipped model, which can answer."""
-    return LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4)
+    return LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4, context_bytes=2**24)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from tests.checkpoints import prompt
 from tests.serving.servers import idle, post, running, wait_until
 
 WORDS = " ".join(f"w{token}" for token in prompt(100))
-PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/contexts", "/tokenize", "/detokenize"]
 BROKEN = {
     "nothing": b"",
     "not JSON": b"hello",
@@ -103,13 +103,15 @@ def test_broken_bodies(server, path, name):
         {"messages": [{"role": "user", "content": [{"type": "text"}] * 200_000}]},
         {"prompt": "w5", "logit_bias": {f"x{i}": "x" for i in range(300_000)}},
         {"tokens": ["x"] * 500_000},
+        {"text": [5] * 500_000 + ["x"]},
     ],
     ids=lambda body: f"{next(iter(body))} {len(str(body))}",
 )
 def test_long_lists_of_errors_are_cheap(server, body):
     """One error is enough: a list of them for every item took gigabytes."""
     data = json.dumps(body)
-    path = "/v1/chat/completions" if "messages" in body else "/detokenize" if "tokens" in body else "/v1/completions"
+    paths = {"messages": "/v1/chat/completions", "tokens": "/detokenize", "text": "/v1/contexts"}
+    path = paths.get(next(iter(body)), "/v1/completions")
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reply = httpx.post(server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30)
@@ -149,10 +151,12 @@ FIELDS = [
     "stop", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "kv_budget", "telemetry", "session_id", "echo", "user", "tools",
     "response_format", "vllm_xargs", "stop_token_ids", "ignore_eos", "tokens", "return_token_strs", "suffix",
+    "context_id", "text", "chat", "system", "name",
 ]  # fmt: skip
 good = {
     "/v1/completions": {"prompt": "w5 w6", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3},
+    "/v1/contexts": {"text": "w5 w6"},
     "/tokenize": {"prompt": "w5"},
     "/detokenize": {"tokens": [5]},
 }

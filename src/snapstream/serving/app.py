@@ -79,6 +79,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
         description="LLM inference with a KV cache of fixed size per sequence, behind OpenAI's API.",
         lifespan=lifespan,
         responses=errors.DOCUMENTED,
+        redirect_slashes=False,  # a path that ends with an empty name is none
         # The framework's pages for documents fetch their code from elsewhere.
         docs_url=None,
         redoc_url=None,

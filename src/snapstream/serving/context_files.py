@@ -89,7 +89,7 @@ class ContextFiles:
                     id=str(note["id"]),
                     owner=str(note["owner"]),
                     name=str(note["name"]),
-                    created=int(note["created"]),
+                    created=float(note["created"]),
                     tokens=int(described["tokens"]),
                     entries=int(described["layout"]["count"]),
                     nbytes=int(note["nbytes"]),

@@ -40,7 +40,7 @@ class ContextState(BaseModel):
         return cls(
             id=stored.id,
             name=stored.name,
-            created=stored.created,
+            created=int(stored.created),
             tokens=stored.tokens,
             entries=stored.entries,
             bytes=stored.nbytes,

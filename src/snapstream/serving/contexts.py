@@ -41,7 +41,7 @@ class StoredContext:
     id: str
     owner: str
     name: str
-    created: int
+    created: float
     tokens: int
     entries: int
     nbytes: int
@@ -92,7 +92,7 @@ class ContextStore:
             id=f"ctx-{secrets.token_hex(12)}",
             owner=owner,
             name=name,
-            created=int(time.time()),
+            created=time.time(),
             tokens=context.tokens,
             entries=context.entries,
             nbytes=context.nbytes,
