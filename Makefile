@@ -20,19 +20,24 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
 SMOLLM2_STAMP := $(VENV)/.smollm2
 
-.PHONY: demo chat test lint load fuzz bench-sessions eval eval-full test-install test-kernels test-gpu test-vllm test-vllm-tp16 \
-  bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm bench-transformers bench-deepseek train clean
+.PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full test-install test-kernels \
+  test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm \
+  bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
 
 # A small real model, SmolLM2-135M-Instruct, and the page to chat with it; stopped with Ctrl-C.
 chat: $(SMOLLM2_STAMP)
-	$(BIN)/snapstream serve smollm2 --budget 1k --slots 4 --sessions 4 --open
+	$(BIN)/snapstream serve smollm2 --budget 4k --slots 4 --sessions 4 --open
 
 # Two processes of one thread each: most tests are small, and wait for Python.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# The tests of the real model of `make chat`, which needs a download of 98 MB.
+test-smollm2: $(SMOLLM2_STAMP)
+	$(BIN)/python -m pytest tests/models/gguf/test_smollm2.py
 
 # Hundreds of requests at once on `snapstream serve`: the table of docs/reliability.md; about five minutes.
 load: $(STAMP)
@@ -45,6 +50,10 @@ fuzz: $(STAMP)
 # What a session saves and costs: the table of docs/serving.md; about five minutes, on a quiet machine.
 bench-sessions: $(STAMP)
 	$(BIN)/python -m benchmarks.server_sessions
+
+# What equal beginnings of prompts save: the table of docs/serving.md; a minute, on a quiet machine.
+bench-beginnings: $(STAMP)
+	$(BIN)/python -m benchmarks.server_beginnings
 
 # What smaller caches cost the shipped model, task by task; a few minutes. The report: eval-results/report.html.
 eval: $(STAMP)

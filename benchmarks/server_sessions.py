@@ -12,6 +12,9 @@ import json
 import random
 import statistics
 import time
+from typing import Any, NamedTuple
+
+import httpx
 
 from benchmarks.server_load import serving
 from snapstream.assets import TASK_MODEL
@@ -22,21 +25,31 @@ TEXTS = 40
 NOTES = 12
 
 
-def second_turn(client, history, question, session):
-    """The answer to a question, and the seconds to its first text."""
-    body = {"messages": [*history, {"role": "user", "content": question}], "max_tokens": 6, "temperature": 0}
-    body |= {"stream": True, **({"session_id": session} if session else {})}
-    began, first, text = time.monotonic(), None, ""
-    with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+class Answer(NamedTuple):
+    """The text of a stream, the seconds to its first piece, what it says of its session, and its token counts."""
+
+    text: str
+    seconds: float
+    session: dict[str, Any] | None
+    usage: dict[str, Any]
+
+
+def timed(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
+    """Ask for a stream."""
+    began, first, text, session, usage = time.monotonic(), None, "", None, {}
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", path, json=body) as reply:
         for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                piece = event["choices"][0]["delta"].get("content", "") if event["choices"] else ""
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            session, usage = event.get("session", session), event.get("usage") or usage
+            for choice in event["choices"]:
+                piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
                 first = first or (time.monotonic() if piece else None)
                 text += piece
-                if session and "session" in event:
-                    assert event["session"]["reused_tokens"] > 0, event["session"]
-    return text, first - began
+    assert first is not None, body
+    return Answer(text, first - began, session, usage)
 
 
 def main() -> None:
@@ -61,10 +74,13 @@ def main() -> None:
                 history.append(reply["choices"][0]["message"])
                 seconds = {}
                 for kind in rng.sample(["anew", "session"], 2):
-                    text, seconds[kind] = second_turn(
-                        client, history, other.ask.strip(), session if kind == "session" else None
-                    )
-                    right[kind] += text.strip().startswith(other.answer.strip())
+                    messages = [*history, {"role": "user", "content": other.ask.strip()}]
+                    body = {"messages": messages, "max_tokens": 6, "temperature": 0}
+                    body |= {"session_id": session} if kind == "session" else {}
+                    answer = timed(client, "/v1/chat/completions", body)
+                    assert kind == "anew" or answer.session["reused_tokens"] > 0, answer.session
+                    seconds[kind] = answer.seconds
+                    right[kind] += answer.text.strip().startswith(other.answer.strip())
                 ratios.append(seconds["anew"] / seconds["session"])
             print(
                 f"| {length} | {budget} | {right['anew']} of {TEXTS} | {right['session']} of {TEXTS} | "

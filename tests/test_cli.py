@@ -245,11 +245,12 @@ def test_plan_for_several_devices(tmp_path):
 
 def test_help_and_version():
     assert run("--version").stdout.strip() == f"snapstream {__version__}"
-    for command in ("demo", "generate", "plan", "eval", "chat", "serve", "route"):
-        assert command in run("--help").stdout
-        assert command in ("eval", "chat", "serve", "route") or "--json" in run(command, "--help").stdout
+    overview = here("--help").stdout
+    for command in ("demo", "generate", "plan", "read", "ask", "eval", "chat", "serve", "route"):
+        assert command in overview
+        assert command in ("read", "eval", "chat", "serve", "route") or "--json" in here(command, "--help").stdout
     for group in ("Model", "Cache", "Engine", "Network", "Limits"):
-        assert f"─ {group} ─" in run("serve", "--help").stdout
+        assert f"─ {group} ─" in here("serve", "--help").stdout
     again = subprocess.run(
         [sys.executable, "-m", "snapstream", "--version"], capture_output=True, text=True, check=True
     )

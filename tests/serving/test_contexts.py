@@ -347,3 +347,30 @@ def test_equal_beginnings_are_read_once(server):
     assert [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies] == [96] * 3
     assert metric(server, "snapstream_prefix_tokens_total") - before == 3 * 96
     assert metric(server, "snapstream_prefix_prompts_total") >= 6
+
+
+def test_tokens_and_their_texts(task_llm):
+    with running(task_llm) as server:
+        text = "The guard visited the flag. Note for walrus: red lamp."
+        made = post(server, "/v1/contexts", text=text, chat=False).json()
+        found = httpx.get(f"{server.url}/v1/contexts/{made['id']}/tokens").json()
+        assert "".join(found["texts"]) == text
+        assert found["tokens"] == task_llm.tokenizer.encode(text)
+        assert httpx.get(f"{server.url}/v1/contexts/ctx-0/tokens").status_code == 404
+
+
+def test_policies_by_name(server):
+    made = read(server, kv_budget={"capacity": 32, "policy": "streaming"})
+    assert made["entries"] == 32
+    body = {"kv_budget": {"capacity": 30, "policy": "streaming"}, "telemetry": True}
+    (choice,) = post(server, prompt=prompt(100), **ANSWER, **body).json()["choices"]
+    assert choice["cache"]["kept"]["positions"][0][0] == [*range(4), *range(74, 100)]
+    for budget, message in (
+        ({"capacity": 30, "policy": "none"}, "unknown policy"),
+        ({"capacity": 5000}, "a cache has 48 entries here"),
+        ({"policy": "streaming"}, "capacity"),
+        ({"capacity": 30, "window": 5}, "not a field"),
+        ({"capacity": 2, "policy": "streaming"}, "kv_budget"),
+    ):
+        assert message in read(server, status=400, kv_budget=budget)["error"]["message"], budget
+        assert post(server, prompt="w5", kv_budget=budget).status_code == 400

@@ -88,6 +88,7 @@ def test_ask_about_the_example(page, server):
     page.get_by_role("button", name="Send").click()
     answer(page, "broad vase.").wait_for()
     page.get_by_text("2,996 tokens of prompt, 4 generated").wait_for()
+    page.get_by_text("4 slots free, ").click()
     slot = page.locator(".slot", has=page.get_by_text("as it was left")).first
     slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 380 pinned, 128 in the ring").wait_for()
     slot.get_by_role("img", name="of the prompt, 17 % was kept").wait_for()
@@ -302,11 +303,11 @@ def test_slots_are_drawn_to_scale_and_unused_ones_in_a_line(browser):
     with running(fresh, model_name="task-model") as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.get_by_text("8 slots not used yet").wait_for()
+        page.get_by_text("8 slots free", exact=True).click()
         assert page.locator(".slot svg").count() == 0
         both = [post(server, prompt="The guard saw the flag. " * 99, max_tokens=2, kv_budget=n) for n in (512, 64)]
         assert [reply.status_code for reply in both] == [200, 200]  # one after the other, so in the same slot
-        page.get_by_text("7 slots not used yet").wait_for()
+        page.get_by_text("8 slots free, 1 of them as they were left").wait_for()
         page.get_by_role("img", name="64 of 64 entries in use").wait_for()
         cache = page.locator(".slot svg:not(.strip)").bounding_box()["width"]
         whole = page.locator(".slot svg.strip").first.bounding_box()["width"]
@@ -349,3 +350,116 @@ def test_a_model_without_a_chat_template(browser, task_llm, monkeypatch):
             page.locator("#figures", has_text="generated").wait_for()
         page.locator("#figures", has_text="went on from the cache").wait_for()
         page.close()
+
+
+# -- comparing policies -----------------------------------------------------------------------------------------------
+
+
+def compare(page, text, question):
+    page.get_by_role("button", name="Compare policies").click()
+    page.get_by_label("Text", exact=True).fill(text)
+    page.get_by_role("button", name="Read the text").click()
+    page.get_by_text("Now ask.").wait_for()
+    page.get_by_role("textbox", name="Question").fill(question)
+    page.get_by_role("button", name="Ask all three").click()
+    page.locator("#kept").wait_for()
+
+
+def marked(page):
+    """The text by whether it is marked as kept."""
+    pieces = page.locator("#document span").evaluate_all("all => all.map(one => [one.className, one.textContent])")
+    return "".join(text for _, text in pieces), "".join(text for name, text in pieces if name != "kept-0")
+
+
+def move(page, entries):
+    page.locator("#entries").evaluate(f"one => {{ one.value = {entries}; one.dispatchEvent(new Event('input')) }}")
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """Caches that hold all of the example, so that a text is read once and compressed to any size."""
+    return LLM(str(TASK_MODEL), budget=4096, slots=2, enforce_eager=True, sessions=1, context_bytes=2**25)
+
+
+@pytest.fixture
+def compared(browser, roomy, example):
+    with running(roomy, model_name="task-model", example=Example(**example)) as server:
+        page = browser.new_page()
+        problems = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(server.url)
+        page.get_by_text("task-model: up to").wait_for()
+        page.server = server
+        yield page
+        assert not problems
+        page.close()
+
+
+def test_three_policies_side_by_side(compared, example):
+    page = compared
+    page.get_by_role("button", name="Compare policies").click()
+    page.locator("#compare-example").click()
+    text = page.get_by_label("Text", exact=True).input_value()
+    assert text == example["text"]
+    assert page.get_by_label("Message").is_hidden()
+    compare(page, text, page.locator("#question").input_value())
+    answers = page.locator("#answers li")
+    move(page, 496)
+    answers.nth(2).get_by_text("496 of 2,").wait_for()
+    said = answers.locator(".answer").all_inner_texts()
+    assert said[0] == said[2] == "broad vase."
+    assert said[1] != "broad vase."  # StreamingLLM has lost it
+    figures = answers.locator(".quiet").all_inner_texts()
+    assert "100 % of a full cache's" in figures[0]
+    assert "17 % of a full cache's" in figures[2]
+    shown, kept = marked(page)
+    assert shown.strip() == text.strip()
+    assert "broad vase" in kept
+    assert len(kept) < len(shown)
+    page.locator("#kept-policy").select_option("streaming")
+    shown, kept = marked(page)
+    assert "broad vase" not in kept
+    assert len(kept) > 500
+    assert shown.endswith(kept[-400:])
+    page.locator("#kept-policy").select_option("snapstream")
+    layers = page.locator("#kept-layer option").count() - 1
+    assert layers == page.server.llm.engine.spec.layers
+    each = set()
+    for layer in range(layers):
+        page.locator("#kept-layer").select_option(str(layer))
+        each.add(marked(page)[1])
+    assert len(each) == layers
+    contexts = page.server.parts.contexts
+    assert len(contexts) == 1
+    compare(page, "The guard visited the flag.", "Recall")  # the next text takes the place of the first
+    wait_until(lambda: len(contexts) == 1)
+    assert next(iter(contexts.of(""))).tokens < 20
+
+
+def test_a_text_from_a_file(compared, tmp_path):
+    page = compared
+    (tmp_path / "notes.txt").write_text("The guard visited the flag. Note for walrus: red lamp.")
+    page.get_by_role("button", name="Compare policies").click()
+    page.locator("#file").set_input_files(tmp_path / "notes.txt")
+    page.get_by_role("button", name="Read the text").click()
+    page.get_by_text("Now ask.").wait_for()
+
+
+def test_what_cannot_be_compared_is_said(compared):
+    page = compared
+    page.get_by_role("button", name="Compare policies").click()
+    page.get_by_role("button", name="Read the text").click()
+    page.get_by_text("There is no text").wait_for()
+    page.get_by_label("Text", exact=True).fill("The guard visited the flag. " * 4000)
+    page.get_by_role("button", name="Read the text").click()
+    page.get_by_text("at most 16383 fit").wait_for()
+    assert page.get_by_role("textbox", name="Question").is_hidden()
+    page.get_by_label("Text", exact=True).fill("The guard visited the flag.")
+    page.get_by_role("button", name="Read the text").click()
+    page.get_by_text("Now ask.").wait_for()
+    page.get_by_role("button", name="Ask all three").click()
+    page.get_by_text("There is no question.").wait_for()
+    page.server.parts.contexts.delete("", page.server.parts.contexts.of("")[0].id)
+    page.get_by_role("textbox", name="Question").fill("Recall")
+    page.get_by_role("button", name="Ask all three").click()
+    page.get_by_text("read the text again").wait_for()

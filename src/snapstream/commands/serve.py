@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from snapstream.assets import EXAMPLE, is_shipped
+from snapstream.assets import EXAMPLE, PACKAGED, PROSE, is_shipped
 from snapstream.commands.options import (
     CACHE,
     ENGINE,
@@ -177,7 +177,7 @@ def serve(
         session_disk=int(session_disk * 2**30),
         context_dir=context_dir,
         context_disk=int(context_disk * 2**30),
-        example=Example(**json.loads(EXAMPLE.read_text())) if is_shipped(name) else None,
+        example=_example(name),
     )
     config = EngineConfig(
         max_model_len=length,
@@ -216,6 +216,22 @@ def serve(
             llm.chat_template = template
         if not server.serve(llm, settings, listener, open_page=open_page):
             raise typer.Exit(1)
+
+
+def _example(model: str) -> Example | None:
+    """What the page offers to try with a model that is known to answer it."""
+    if is_shipped(model):
+        return Example(**json.loads(EXAMPLE.read_text()))
+    if model not in PACKAGED:
+        return None
+    novel = PROSE.read_text(encoding="utf-8").splitlines()[:22]
+    novel.insert(8, "The phone number of Maria is 5831.")
+    novel.insert(15, "The umbrella was left in the cellar.")
+    return Example(
+        "\n".join(novel),
+        "What is the phone number of Maria?",
+        "This is a very small model: it finds facts in a few thousand words, and gets much else wrong.",
+    )
 
 
 def _keys_of_environment() -> list[str]:

@@ -18,7 +18,7 @@ from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import Prompt
-from snapstream.serving.protocol import ChatRequest, Generate
+from snapstream.serving.protocol import ChatRequest, Generate, budget_of
 from snapstream.serving.streams import Emit
 from snapstream.serving.turns import Turn
 
@@ -183,7 +183,7 @@ class Call:
             ignore_eos=bool(body.ignore_eos),
             skip_special_tokens=body.skip_special_tokens is not False,
             seed=None if body.seed is None else body.seed + index,
-            kv_budget=body.kv_budget if body.kv_budget is not None else xargs,
+            kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
             telemetry=bool(body.telemetry),
             **(given | {"top_k": max(given["top_k"], 0)}),
         )

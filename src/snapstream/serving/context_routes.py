@@ -11,13 +11,14 @@ from pydantic import BaseModel
 
 from snapstream.config import SamplingParams
 from snapstream.engine import CompressedSequence
+from snapstream.engine.detokenizer import Detokenizer
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.completions import Completions
 from snapstream.serving.contexts import StoredContext
 from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
 from snapstream.serving.parts import Parts
-from snapstream.serving.protocol import ContextRequest
+from snapstream.serving.protocol import ContextRequest, budget_of
 from snapstream.serving.routes import Deleted
 
 
@@ -49,6 +50,13 @@ class ContextState(BaseModel):
         )
 
 
+class ContextTokens(BaseModel):
+    """Tokens of a context, and the text that each completes, which may be none."""
+
+    tokens: list[int]
+    texts: list[str]
+
+
 class Contexts(BaseModel):
     """All contexts of a key."""
 
@@ -69,6 +77,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         """Read a text and compress it once; requests with its id as context_id go on from there."""
         completions.check_model(body.model)
         store.check()
+        params = SamplingParams(max_tokens=0, kv_budget=budget_of(body.kv_budget))
         state = request.scope["state"]
         spent = time.monotonic() - state["began"]
 
@@ -78,7 +87,6 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
             )
             state["log"]["prompt_tokens"] = len(tokens)
             saved: list[CompressedSequence] = []
-            params = SamplingParams(max_tokens=0, kv_budget=body.kv_budget)
             batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"])])
             try:
                 async for _, _, output in batch.changes():
@@ -107,6 +115,23 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
     async def one_context(name: str, request: Request) -> ContextState:
         """One context, by its id."""
         return ContextState.of(store.find(owner(request), name))
+
+    @routes.get("/v1/contexts/{name}/tokens", response_model=ContextTokens)
+    async def tokens(name: str, request: Request) -> Response:
+        """The tokens of a context's text, and what each adds to it."""
+        stored = await store.take(owner(request), name)
+
+        def write() -> bytes:
+            assert stored.context is not None
+            known = stored.context.sequence.tokens
+            detokenizer = Detokenizer(parts.llm.tokenizer, frozenset(), skip_special=False)
+            answer = ContextTokens(tokens=list(known), texts=[detokenizer.add(token) for token in known])
+            return answer.model_dump_json().encode()
+
+        try:
+            return Response(await parts.reader.write(write), media_type="application/json")
+        finally:
+            store.release(stored)
 
     @routes.delete("/v1/contexts/{name}")
     async def forget(name: str, request: Request) -> Deleted:

@@ -36,13 +36,13 @@ TYPES: Mapping[int, str] = {
 _MEANINGS = {
     400: "The request cannot be served; the message says why.",
     401: "No valid API key.",
-    404: "No such model, session or path.",
+    404: "No such model, session, context or path.",
     408: "The body came too slowly.",
     409: "A turn of this session is running.",
     413: "The body is too long.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "The engine failed.",
-    503: "The server is stopping, or its engine has failed.",
+    503: "The server is stopping, its engine has failed, or contexts that are being asked take all their memory.",
     504: "It took too long.",
 }
 

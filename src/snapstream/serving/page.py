@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import APIRouter
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from snapstream.serving.errors import ApiError
 from snapstream.serving.settings import Example
@@ -28,10 +28,8 @@ def router(example: Example | None) -> APIRouter:
         return FileResponse(DIRECTORY / "index.html")
 
     @routes.get("/page/example.json")
-    async def prompt() -> dict[str, str]:
-        if example is None:
-            raise ApiError(404, "this server has no example")
-        return asdict(example)
+    async def prompt() -> Response:
+        return Response(status_code=204) if example is None else JSONResponse(asdict(example))
 
     @routes.get("/page/{name}")
     async def file(name: str) -> Response:

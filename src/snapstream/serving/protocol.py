@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_MESSAGES = 16, 1024, 1024, 10_000
@@ -81,6 +83,16 @@ class Extra(Body):
     kv_budget: int | None = Field(None, ge=1)
 
 
+class Budget(Body):
+    """A cache whose policy is not SnapStream's own."""
+
+    capacity: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="Entries.")
+    policy: Annotated[str, Field(max_length=64)] = Field("snapstream", description="snapstream, streaming, ...")
+
+
+Entries = Annotated[int, Field(ge=1, lt=2**31)] | Budget
+
+
 class Generate(Body):
     """What completions and chat completions share."""
 
@@ -122,10 +134,10 @@ class Generate(Body):
         | None
     ) = Field(None, description="Added to logits, by token id.")
     user: Any = Field(None, description="Accepted, and not used.")
-    kv_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+    kv_budget: Entries | None = Field(
         None,
         description="Cache entries of this request, at most the server's. A number means the same SnapStream cache on "
-        "every server, whatever its own policy is.",
+        "every server, whatever its own policy is; an object names another policy.",
     )
     vllm_xargs: Extra | None = Field(None, description="As the vLLM plugin takes kv_budget.")
     telemetry: bool | None = Field(
@@ -237,7 +249,7 @@ class ContextRequest(Body):
         "the model has one.",
     )
     system: Text | None = Field(None, description="The system message of this conversation.")
-    kv_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+    kv_budget: Entries | None = Field(
         None, description="Cache entries that are left of the text, at most the server's."
     )
     name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="What you call it.")
@@ -267,6 +279,20 @@ _ROUTES: Mapping[type[Body], str] = {
     TokenizeRequest: "/tokenize",
     DetokenizeRequest: "/detokenize",
 }
+
+
+def budget_of(asked: int | Budget | None) -> int | CacheBudget | None:
+    """The cache that a request asks for.
+
+    Raises:
+        RequestError: There is no such policy, or it cannot work with so few entries.
+    """
+    if not isinstance(asked, Budget):
+        return asked
+    try:
+        return CacheBudget.preset(asked.policy, asked.capacity)
+    except ConfigurationError as error:
+        raise RequestError(f"kv_budget: {error}") from error
 
 
 def refusal(kind: type[Body], name: str) -> str:

@@ -1,8 +1,9 @@
 // The chat, and the loop that asks how the caches are.
 
+import { $, ask, events, show } from "./api.js";
+import { adapt, offer } from "./compare.js";
 import { bytes, draw, number, say } from "./slots.js";
 
-const $ = (id) => document.getElementById(id);
 const LONG = 800; // characters; a longer message is folded
 const POLL_BUSY = 250;
 const POLL_IDLE = 2000;
@@ -14,50 +15,9 @@ let running = null;
 let timer = 0;
 let watching = false;
 let again = false;
-let askedFor = null; // the key with which the server was asked when it last wanted another
 
 function newSession() {
   return `page-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
-}
-
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function ask(path, options = {}) {
-  const response = await fetch(path, { headers: headers(), ...options });
-  if (!response.ok) throw new Error(await problem(response));
-  return response;
-}
-
-// What an error says, in one line, with the name by which the server's log knows the request.
-async function problem(response) {
-  let message = `the server answered ${response.status}`;
-  try {
-    message = (await response.json()).error.message;
-  } catch {
-    // not one of the server's own errors
-  }
-  if (response.status === 401) message = askForKey();
-  return `${message} [request ${response.headers.get("X-Request-Id") ?? "unknown"}]`;
-}
-
-// A browser has no place to type a header: say where the key goes, and go there.
-function askForKey() {
-  if (askedFor !== $("key").value) {
-    // Once for each key: the server is asked again and again, and the focus is the user's.
-    askedFor = $("key").value;
-    $("settings").open = true;
-    $("key").focus();
-  }
-  say($("server"), "An API key is needed");
-  return $("key").value ? "The server does not know this API key: see Settings." : "This server needs an API key: enter it in Settings.";
-}
-
-function show(error) {
-  $("error").hidden = !error;
-  say($("error"), error ?? "");
 }
 
 function bubble(role, text) {
@@ -122,24 +82,6 @@ function request() {
   // Without a chat template, the conversation is one text that goes on; an answer follows its question directly.
   const turns = history.map(({ role, content }, index) => (role === "user" && index ? `\n${content}` : content));
   return ["/v1/completions", { ...body, prompt: turns.join("") }];
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      const data = line.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(`${event.error.message} [request ${event.error.request_id}]`);
-      yield event;
-    }
-  }
 }
 
 async function send() {
@@ -234,6 +176,7 @@ async function connect() {
     $("max-tokens").max = model.max_model_len;
     say($("server"), `${model.id}: up to ${length} tokens in a cache of ${model.kv_budget.toLocaleString("en")} entries`);
     show(null);
+    adapt(model);
     return true;
   } catch (error) {
     // Asked again and again: without the request's name it is the same text, and is read aloud once.
@@ -272,11 +215,12 @@ function soon() {
 
 async function offerExample() {
   const response = await fetch("/page/example.json");
-  if (!response.ok) return;
+  if (response.status !== 200) return; // there is none
   const example = await response.json();
   $("example").hidden = false;
   $("note").hidden = !example.note;
   $("note").textContent = example.note;
+  offer(example);
   $("example").addEventListener("click", () => {
     $("input").value = `${example.text} ${example.question}`;
     $("input").focus();
@@ -299,6 +243,17 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("fresh").addEventListener("click", restart);
 $("key").addEventListener("change", connect);
+
+for (const view of ["chat", "compare"]) {
+  $(`show-${view}`).addEventListener("click", () => {
+    for (const other of ["chat", "compare"]) {
+      $(`${other}-view`).hidden = other !== view;
+      $(`show-${other}`).setAttribute("aria-pressed", String(other === view));
+    }
+    show(null);
+  });
+}
+document.addEventListener("working", soon); // the other view asks for something
 
 offerExample();
 watch();

@@ -100,6 +100,18 @@ function card(slot, capacity) {
   return item;
 }
 
+// Free slots are one line; who opens it sees what they were left with.
+function fold(free, capacity) {
+  const used = free.filter((slot) => slot.limit);
+  const place = document.getElementById("free");
+  place.hidden = !free.length;
+  say(
+    document.getElementById("free-count"),
+    `${many(free.length, "slot")} free${used.length ? `, ${number.format(used.length)} of them as they were left` : ""}`,
+  );
+  document.getElementById("free-slots").replaceChildren(...used.map((slot) => card(slot, capacity)));
+}
+
 let before = { time: 0, generated: new Map() };
 
 // Tokens per second of all slots since the last look; null if nothing was decoded at both times.
@@ -135,11 +147,8 @@ export function draw(state) {
     document.getElementById("progress").value = of ? read / of : 0;
     document.getElementById("progress-text").textContent = `${number.format(read)} of ${number.format(of)} tokens`;
   }
-  const used = state.slots.filter((slot) => slot.limit);
-  const cards = used.map((slot) => card(slot, state.capacity));
-  const rest = state.slots.length - used.length;
-  if (rest) cards.push(element("li", "slot quiet", `${many(rest, "slot")} not used yet`));
-  document.getElementById("slots").replaceChildren(...cards);
+  document.getElementById("slots").replaceChildren(...busy.map((slot) => card(slot, state.capacity)));
+  fold(state.slots.filter((slot) => !slot.busy), state.capacity);
 }
 
 // A status region is read aloud when it changes; do not touch it when it does not.

@@ -1,0 +1,199 @@
+// One question, three caches: what each answers, what it takes, and which tokens of the text it keeps.
+
+import { $, ask, show } from "./api.js";
+import { bytes, number, say } from "./slots.js";
+
+const POLICIES = [
+  { name: "full", title: "Full cache" },
+  { name: "streaming", title: "StreamingLLM" },
+  { name: "snapstream", title: "SnapStream" },
+];
+const LEVELS = 5; // shades of a token, by how many heads keep it
+
+let model = null;
+let context = null; // what the server has read, with the text of each of its tokens
+let found = {}; // by policy, what became of the last question
+let asked = 0; // questions so far; an answer to an older one is of no use
+let waiting = 0;
+
+export function adapt(served) {
+  model = served;
+}
+
+export function offer(example) {
+  $("compare-example").hidden = false;
+  $("compare-example").addEventListener("click", () => {
+    $("text").value = example.text;
+    $("question").value = example.question;
+  });
+}
+
+async function attempt(work) {
+  show(null);
+  document.dispatchEvent(new Event("working"));
+  try {
+    await work();
+  } catch (error) {
+    show(error.message);
+  }
+}
+
+async function post(path, body) {
+  const began = performance.now();
+  const reply = await (await ask(path, { method: "POST", body: JSON.stringify(body) })).json();
+  return { reply, seconds: (performance.now() - began) / 1000 };
+}
+
+async function read() {
+  const text = $("text").value;
+  if (!text.trim()) throw new Error("There is no text: paste one, or choose a file.");
+  $("read").disabled = true;
+  say($("read-state"), "Reading …");
+  try {
+    const { reply, seconds } = await post("/v1/contexts", { text, name: "compared on the page" });
+    const old = context;
+    const { texts } = await (await ask(`/v1/contexts/${reply.id}/tokens`)).json();
+    context = { ...reply, texts };
+    if (old) ask(`/v1/contexts/${old.id}`, { method: "DELETE" }).catch(() => {});
+    const left = reply.entries < reply.tokens ? `, of which this server's caches hold ${number.format(reply.entries)}` : "";
+    say($("read-state"), `${number.format(reply.tokens)} tokens read in ${seconds.toFixed(1)} s${left}. Now ask.`);
+    const most = Math.min(reply.tokens, model.kv_budget);
+    $("entries").max = most;
+    $("entries").value = Math.max(16, Math.floor(most / 64) * 16);
+    $("entries-shown").textContent = number.format($("entries").value);
+    $("question-form").hidden = false;
+    $("answers").replaceChildren();
+    $("kept").hidden = true;
+    $("question").focus();
+  } catch (error) {
+    say($("read-state"), "");
+    throw error;
+  } finally {
+    $("read").disabled = false;
+  }
+}
+
+function request(policy) {
+  const entries = Number($("entries").value);
+  const question = $("question").value;
+  const body = {
+    context_id: context.id,
+    max_tokens: Math.min(Number($("max-tokens").value) || 64, 64),
+    temperature: 0,
+    telemetry: true,
+    kv_budget: policy === "full" ? { capacity: model.kv_budget, policy } : { capacity: entries, policy },
+  };
+  if (context.chat) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: question }] }];
+  return ["/v1/completions", { ...body, prompt: ` ${question}` }];
+}
+
+// One after the other, so that their times can be compared.
+async function compare() {
+  if (!$("question").value.trim()) throw new Error("There is no question.");
+  asked += 1;
+  const mine = asked;
+  found = {};
+  $("answers").replaceChildren(...POLICIES.map(({ title }) => card(title, "…", "")));
+  for (const { name, title } of POLICIES) {
+    const { reply, seconds } = await post(...request(name));
+    if (mine !== asked) return; // the budget has been moved, or something else is asked
+    const choice = reply.choices[0];
+    found[name] = choice.cache;
+    const answer = (choice.message?.content ?? choice.text).trim() || "(nothing)";
+    const { cache } = choice;
+    const kept = cache.prompt_tokens - cache.dropped;
+    const full = cache.bytes_full;
+    const held = Math.min(cache.bytes_held, full);
+    const figures = [
+      `${number.format(kept)} of ${number.format(cache.prompt_tokens)} tokens kept`,
+      `${bytes(held)} of memory, ${Math.round((100 * held) / full)} % of a full cache's`,
+      `${seconds.toFixed(2)} s`,
+    ];
+    const at = POLICIES.findIndex((policy) => policy.name === name);
+    $("answers").children[at].replaceWith(card(title, answer, figures.join("; ")));
+  }
+  layers();
+  mark();
+}
+
+function card(title, answer, figures) {
+  const item = document.createElement("li");
+  const parts = [["h3", title], ["p", answer], ["p", figures]].map(([name, text]) => {
+    const made = document.createElement(name);
+    made.textContent = text;
+    return made;
+  });
+  parts[1].className = "answer";
+  parts[2].className = "quiet";
+  item.append(...parts);
+  return item;
+}
+
+function layers() {
+  const count = found.snapstream.kept.positions.length;
+  if ($("kept-layer").options.length === count + 1) return;
+  const options = ["all layers", ...Array.from({ length: count }, (_, layer) => `layer ${layer + 1}`)];
+  $("kept-layer").replaceChildren(...options.map((text, index) => new Option(text, index - 1)));
+}
+
+// Each token of the text, the stronger the more heads have kept it.
+function mark() {
+  const kept = found[$("kept-policy").value]?.kept;
+  if (!kept) return;
+  const layer = Number($("kept-layer").value);
+  const chosen = layer < 0 ? kept.positions : [kept.positions[layer]];
+  const counts = new Uint32Array(context.tokens);
+  let heads = 0;
+  for (const one of chosen) {
+    for (const head of one) {
+      heads += 1;
+      for (const position of head) if (position < counts.length) counts[position] += 1;
+    }
+  }
+  const most = counts.reduce((largest, count) => Math.max(largest, count), 1);
+  const pieces = [];
+  let text = "";
+  let before = -1;
+  const end = () => {
+    if (!text) return;
+    const piece = document.createElement("span");
+    piece.className = `kept-${before}`;
+    piece.textContent = text;
+    pieces.push(piece);
+  };
+  context.texts.forEach((one, index) => {
+    const level = counts[index] ? Math.ceil(((LEVELS - 1) * counts[index]) / most) : 0;
+    if (level !== before) {
+      end();
+      text = "";
+      before = level;
+    }
+    text += one;
+  });
+  end();
+  $("document").replaceChildren(...pieces);
+  const share = counts.reduce((sum, count) => sum + count, 0) / (heads * counts.length);
+  say($("kept-share"), `${(100 * share).toFixed(0)} % of the text's tokens; the stronger a word, the more heads keep it`);
+  $("kept").hidden = false;
+}
+
+$("read-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  attempt(read);
+});
+$("question-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  attempt(compare);
+});
+$("file").addEventListener("change", async () => {
+  const [file] = $("file").files;
+  if (file) $("text").value = await file.text();
+});
+$("entries").addEventListener("input", () => {
+  $("entries-shown").textContent = number.format($("entries").value);
+  // Asked again when the hand rests: the text has been read, so only the question is.
+  clearTimeout(waiting);
+  if ($("answers").childElementCount) waiting = setTimeout(() => attempt(compare), 300);
+});
+$("kept-policy").addEventListener("change", mark);
+$("kept-layer").addEventListener("change", mark);

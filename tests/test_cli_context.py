@@ -1,0 +1,71 @@
+"""``snapstream read`` and ``snapstream ask`` as a user runs them."""
+
+import json
+
+import pytest
+
+from tests.test_cli import here, run
+from tests.texts import Notes
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    notes = Notes(3000, 8, seed=1)
+    path = tmp_path_factory.mktemp("text") / "notes.txt"
+    path.write_text(notes.text + "\n")
+    return path, notes
+
+
+def said(error):
+    return " ".join(str(error).split())
+
+
+def test_a_text_is_read_once_and_asked_several_times(document, tmp_path):
+    path, notes = document
+    out = tmp_path / "notes.snap"
+    done = run("read", path, "--budget", "4k", "--max-model-len", "8k", "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    tokens = notes.count(notes.text)
+    assert f"{tokens} tokens read, {tokens} kept per head" in said(done.stderr)
+    assert out.stat().st_mode & 0o777 == 0o600
+    asked = notes.questions[:3]
+    done = here("ask", out, *(question.ask for question in asked), "--max-tokens", "4")
+    assert done.exit_code == 0, done.output
+    assert [line.strip() for line in done.stdout.strip().splitlines()] == [one.answer.strip() for one in asked]
+    done = run("ask", out, "--json", "--max-tokens", 4, stdin=f"{asked[1].ask}\n\n{asked[0].ask}\n")
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["text"] for one in answers] == [asked[1].answer.strip(), asked[0].answer.strip()]
+    assert answers[0]["question"] == asked[1].ask.strip()
+
+
+def test_a_plain_text_from_stdin(document, tmp_path):
+    path, notes = document
+    done = run("read", "-", "--plain", "--budget", "1/2", "-o", tmp_path / "a.snap", stdin=path.read_text())
+    tokens = notes.count(notes.text)
+    assert f"{tokens} tokens read, {tokens // 2} kept per head" in said(done.stderr)
+    assert here("ask", tmp_path / "a.snap", "Recall").exit_code == 0
+
+
+def test_what_cannot_be_read_or_asked_is_one_line(document, tmp_path):
+    path, _ = document
+    assert here("read", path, "--budget", 256, "-o", tmp_path / "a.snap").exit_code == 0
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "half.snap").write_bytes((tmp_path / "a.snap").read_bytes()[:-100])
+    for arguments, message in (
+        (("read", path, "-o", "/nowhere/a.snap"), "there is no directory /nowhere"),
+        (("read", path, "-o", tmp_path), "could not be written"),
+        (("read", tmp_path / "none", "-o", tmp_path / "b"), "No such file"),
+        (("read", tmp_path / "empty", "-o", tmp_path / "b"), "the prompt is empty"),
+        (("read", path, "--plain", "--system", "x", "-o", tmp_path / "b"), "needs the model's chat template"),
+        (("read", path, "--max-model-len", 1000, "-o", tmp_path / "b"), "at most 999 fit"),
+        (("ask", tmp_path / "none", "x"), "No such file"),
+        (("ask", path, "x"), "could not be read"),
+        (("ask", tmp_path / "half.snap", "x"), "could not be read"),
+        (("ask", tmp_path / "a.snap", "x", "--model", "task-model-mla"), "another model or tokenizer"),
+        (("ask", tmp_path / "a.snap", "x", "--max-model-len", 2000), "max_model_len is 2000, raise it"),
+    ):
+        done = here(*arguments)
+        assert done.exit_code == 1, arguments
+        assert message in said(done.exception), arguments
+    assert not (tmp_path / "b").exists()
