@@ -368,7 +368,7 @@ def test_policies_by_name(server):
     for budget, message in (
         ({"capacity": 30, "policy": "none"}, "unknown policy"),
         ({"capacity": 5000}, "a cache has 48 entries here"),
-        ({"policy": "streaming"}, "capacity"),
+        ({"policy": "streaming"}, "Field required"),
         ({"capacity": 30, "window": 5}, "not a field"),
         ({"capacity": 2, "policy": "streaming"}, "kv_budget"),
     ):
