@@ -20,7 +20,7 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
 SMOLLM2_STAMP := $(VENV)/.smollm2
 
-.PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full test-install test-kernels \
+.PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm \
   bench-transformers bench-deepseek train clean
 
@@ -83,6 +83,12 @@ eval-full: $(STAMP)
 	$(RING) --budgets 608,576 --decode 128 --output eval-results/ring-128
 	$(RING) --budgets 704,576 --decode 256 --output eval-results/ring-256
 	$(RING) --budgets 1024,576 --decode 1024 --output eval-results/ring-1024
+
+# The same for a real model: the second table of docs/accuracy.md, and how it goes on with a novel; two hours on two cores.
+eval-smollm2: $(SMOLLM2_STAMP)
+	$(BIN)/snapstream eval smollm2 --tasks prose --lengths 1k,2k,4k --budgets 1/4,1/8 --samples 100 --slots 24 --no-telemetry \
+	  --policies full,streaming,sage-kv,random,snapstream --sweep window=32,16 --output eval-results/smollm2
+	$(BIN)/python -m benchmarks.continuations --model smollm2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,90 @@
+"""How a real model goes on with a novel out of smaller caches: perplexity of what is written there, and its own words.
+
+    python -m benchmarks.continuations --model smollm2
+
+Each passage is a prompt and the tokens that follow it in the book. Every cache gets the same prompts, each read once
+for all of them. The next tokens are forced, and the perplexity is that of these tokens under decoding from the
+compressed cache; the first of them is left out, as it comes from the prompt's reading and is the same everywhere. Then
+each cache goes on greedily, and is compared with the full cache's words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+from snapstream import LLM, CacheBudget, SamplingParams
+from snapstream.engine import RequestOutput
+from snapstream.evaluation.tasks.prose import paragraphs
+
+FORCED, GREEDY = 256, 64
+CONFIDENCE = 1.96
+
+
+def caches(length: int) -> dict[str, CacheBudget | None]:
+    """Caches by name; ``None`` keeps everything."""
+    found: dict[str, CacheBudget | None] = {"full": None}
+    for share in (4, 8):
+        for policy in ("snapstream", "sage-kv", "streaming", "random"):
+            found[f"{policy}, 1/{share}"] = CacheBudget.preset(policy, length // share)
+    return found
+
+
+def surprise(output: RequestOutput) -> float:
+    """Mean negative log-probability of forced tokens, in nats, without the first one."""
+    return -statistics.fmean(step.logprob for step in (output.logprobs or ())[1:])
+
+
+def agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lengths", default="1024,2048")
+    parser.add_argument("--passages", type=int, default=30)
+    arguments = parser.parse_args()
+    lengths = [int(length) for length in arguments.lengths.split(",")]
+    longest = max(lengths) + FORCED
+    llm = LLM(arguments.model, max_model_len=longest, slots=9, report_plan=lambda plan: None)
+    book = llm.tokenizer.encode("\n".join(paragraphs()), add_special_tokens=False)
+    print("| prompt | cache | perplexity | times the full cache's | greedy words before the first difference |")
+    print("|---|---|---|---|---|")
+    for length in lengths:
+        rng, asked = random.Random(length), caches(length)
+        nats: dict[str, list[float]] = {name: [] for name in asked}
+        equal: dict[str, list[int]] = {name: [] for name in asked}
+        for _ in range(arguments.passages):
+            at = rng.randrange(len(book) - longest)
+            prompt, following = book[at : at + length], tuple(book[at + length : at + length + FORCED])
+            forced = [
+                SamplingParams(max_tokens=FORCED, forced=following, logprobs=0, ignore_eos=True, kv_budget=budget)
+                for budget in asked.values()
+            ]
+            for name, output in zip(asked, llm.generate([prompt] * len(asked), forced), strict=True):
+                nats[name].append(surprise(output))
+            free = [SamplingParams(max_tokens=GREEDY, ignore_eos=True, kv_budget=budget) for budget in asked.values()]
+            outputs = dict(zip(asked, llm.generate([prompt] * len(asked), free), strict=True))
+            for name, output in outputs.items():
+                equal[name].append(agreed(output.token_ids, outputs["full"].token_ids))
+        for name, values in nats.items():
+            gaps = [value - whole for value, whole in zip(values, nats["full"], strict=True)]
+            mean, half = statistics.fmean(gaps), CONFIDENCE * statistics.stdev(gaps) / math.sqrt(len(gaps))
+            times = f"{math.exp(mean):.3f} ({math.exp(mean - half):.3f}-{math.exp(mean + half):.3f})"
+            words = f"{statistics.median(equal[name]):g} of {GREEDY} ({min(equal[name])}-{max(equal[name])})"
+            whole = name == "full"
+            print(
+                f"| {length} | {name} | {math.exp(statistics.fmean(values)):.2f} | {'' if whole else times} | "
+                f"{'' if whole else words} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
