@@ -1,7 +1,6 @@
 """Texts that are read once: what questions are put behind, files, and many questions at once."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def test_answers_to_one_question_are_read_once(checkpoint):
 def test_a_conversation_that_begins_with_a_text(shipped):
     """Its tokens are those of the whole conversation, if the text ends where a token does."""
     text = "The guard visited the flag. Note for walrus: red lamp."
-    context = replace(shipped.read(text, system="Be brief."), chat=True)
+    context = shipped.read(text, system="Be brief.")
     turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "There."}]
     turns.append({"role": "user", "content": "Why?"})
     whole = [{"role": "user", "content": f"{text}\n\nWhere?"}, *turns[1:]]
@@ -89,6 +88,9 @@ def test_a_chat_template_that_trims(shipped, monkeypatch):
     assert list(context.sequence.tokens) == laid_out
     after = shipped.context_prompt(context, [{"role": "user", "content": "Where? "}])
     assert after == shipped.tokenizer.encode("\n\nWhere?<|end|>\n<|assistant|>", add_special_tokens=False)
+    monkeypatch.setattr(shipped, "chat_template", CHATML.replace("<|user|>", "<|you|>").replace("m.role", "m.role[:2]"))
+    with pytest.raises(RequestError, match="in another way than when the text was read"):
+        shipped.context_prompt(context, [{"role": "user", "content": "Where?"}])
     monkeypatch.setattr(shipped, "chat_template", "{{ messages[0].content[:4] }}")
     with pytest.raises(RequestError, match="does not lay a message out in one piece"):
         shipped.read("The guard.")
@@ -102,6 +104,8 @@ def test_what_cannot_be_asked(shipped, checkpoint):
         (chat, [{"role": "system", "content": "x"}, user], "another system message"),
         (chat, [{"role": "assistant", "content": "x"}], "first message has to be the user's"),
         (chat, [{"role": "user", "content": None}], "first message has to be the user's"),
+        (chat, [], "first message has to be the user's"),
+        (chat, [{"role": "user", "content": "\ud800"}], "not valid text"),
     ):
         with pytest.raises(RequestError, match=message):
             shipped.context_prompt(context, messages)
@@ -127,7 +131,7 @@ def test_files(shipped, notes, tmp_path, checkpoint):
     context = shipped.read(notes, system="Be brief.", budget=600)
     shipped.save_context(context, tmp_path / "a.snap")
     again = shipped.load_context(tmp_path / "a.snap")
-    assert (again.chat, again.system, again.model) == (True, "Be brief.", "task-model")
+    assert (again.chat, again.opening, again.system, again.model) == (True, "Be brief. ", "Be brief.", "task-model")
     assert (again.tokens, again.entries) == (context.tokens, 600)
     params = SamplingParams(max_tokens=8)
     texts = [shipped.generate("Recall the note for camel:", params, context=one)[0].text for one in (context, again)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from snapstream import CacheBudget, ConfigurationError, SamplingParams
+from snapstream.cache import LayerCache
 from snapstream.engine.prefixes import Prefix, Prefixes
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -126,15 +127,63 @@ def test_a_reading_that_ends_early_keeps_nothing(checkpoint):
 def test_the_one_used_longest_ago_makes_room():
     prefixes = Prefixes(2, 4)
     for first in (1, 2, 3):
-        prefixes.keep(Prefix((first,) * 8))
+        prefixes.keep(Prefix([first] * 8))
         prefixes.find([1] * 20, 16)
     assert prefixes.find([2] * 20, 16) is None
-    assert prefixes.find([1] * 20, 16)[1] == 8
-    assert prefixes.find([1] * 20, 7)[1] == 4
+    assert prefixes.find([1] * 20, 16)[1:] == (8, 8)
+    assert prefixes.find([1] * 20, 7)[1:] == (4, 8)
     assert prefixes.find([1] * 20, 3) is None
-    prefixes.keep(Prefix((1,) * 12))  # instead of what it begins with
+    prefixes.keep(Prefix([1] * 12))  # instead of what it begins with
+    prefixes.keep(Prefix([1] * 4))  # which is known
     assert len(prefixes) == 2
-    assert prefixes.find([1] * 20, 16)[1] == 12
+    assert prefixes.find([1] * 20, 16)[1:] == (12, 12)
+
+
+def test_a_known_beginning_is_not_kept_again(checkpoint):
+    """Also if not all of it can be left out, as the last tokens vote."""
+    llm = make(checkpoint, prefix_contexts=2)
+    params, begins = SamplingParams(max_tokens=1), prompt(96)
+    for n in range(3):
+        run(llm, begins + prompt(40, seed=n), params)
+    kept = llm.engine.executor.prefixes._kept
+    before = [id(prefix) for prefix in kept]
+    for n in range(3):
+        assert run(llm, begins + prompt(5, seed=n), params).reused == 64
+    assert [id(prefix) for prefix in llm.engine.executor.prefixes._kept] == before
+
+
+def test_only_what_will_be_read_is_compared(checkpoint):
+    llm = make(checkpoint, slots=1, prefix_contexts=1, sessions=1)
+    begins = prompt(100)
+    saved = run(llm, prompt(20, seed=9), SamplingParams(max_tokens=1), keep=True).saved
+    names = [llm.engine.add_request(begins + prompt(9, seed=1), SamplingParams(max_tokens=1))]
+    names.append(llm.engine.add_request(begins, SamplingParams(max_tokens=1), past=saved))
+    names.append(llm.engine.add_request([*begins, 5], SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    while llm.engine.busy:
+        llm.engine.step()
+    assert not len(llm.engine.executor.prefixes)
+
+
+def test_too_little_memory_for_a_beginning_fails_nobody(checkpoint, monkeypatch, caplog):
+    llm = make(checkpoint, prefix_contexts=1)
+    begins = prompt(100)
+    expected = [run(make(checkpoint), begins + prompt(9, seed=n), SamplingParams(max_tokens=5)).text for n in range(3)]
+
+    def full(self, entries):
+        raise MemoryError
+
+    monkeypatch.setattr(LayerCache, "to_host", full)
+    made = [run(llm, begins + prompt(9, seed=n), SamplingParams(max_tokens=5)) for n in range(3)]
+    assert [output.text for output in made] == expected
+    assert not len(llm.engine.executor.prefixes)
+    assert "could not be kept" in caplog.text
+
+
+def test_policies_that_look_at_all_queries_have_use_for_none(checkpoint):
+    llm = make(checkpoint, prefix_contexts=1, kept_queries=-1)
+    for n in range(3):
+        assert run(llm, prompt(100) + prompt(9, seed=n), SamplingParams(max_tokens=1)).reused == 0
+    assert not len(llm.engine.executor.prefixes)
 
 
 def test_settings():

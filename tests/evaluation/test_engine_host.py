@@ -83,7 +83,9 @@ def test_all_policies_share_one_reading(tmp_path, monkeypatch):
 
     begun, begin = [], Executor.begin
     monkeypatch.setattr(
-        Executor, "begin", lambda self, requests: (begun.append(len(requests)), begin(self, requests))[1]
+        Executor,
+        "begin",
+        lambda self, requests, waiting: (begun.append(len(requests)), begin(self, requests, waiting))[1],
     )
     policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
     run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)
@@ -258,7 +260,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "haystack"], "unknown task haystack; allowed: all, needle"),
+        (["--tasks", "haystack"], "unknown task haystack; allowed: all, prose, needle"),
         (["--lengths", "64k"], "are more than the model's 16384"),
         (
             ["--tasks", "needle", "--lengths", "512", "--budgets", "1k"],

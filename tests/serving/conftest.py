@@ -20,7 +20,6 @@ def llm(checkpoint):
         enforce_eager=True,
         sessions=2,
         context_bytes=60_000,  # two full ones
-        prefix_contexts=2,
     )
     engine.chat_template = PLAIN_CHAT.read_text()
     return engine

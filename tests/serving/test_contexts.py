@@ -9,15 +9,17 @@ import anyio
 import httpx
 import pytest
 
-from snapstream import CacheFileError, ConfigurationError
+from snapstream import CacheFileError, ConfigurationError, SamplingParams
 from snapstream.engine import Context
 from snapstream.serving.app import create_app
 from snapstream.serving.contexts import ContextStore
 from snapstream.serving.errors import ApiError
 from snapstream.serving.settings import ServerSettings
 from tests.checkpoints import prompt
+from tests.engine.test_engine import make
 from tests.serving.servers import idle, metric, post, running, wait_until
 
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 ANSWER = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
 WORDS = " ".join(f"w{token}" for token in prompt(100))
 
@@ -51,7 +53,7 @@ def test_a_context_is_read_once_and_asked_many_times(server):
     }
     context = server.llm.read(WORDS, chat=False) if idle(server) else None
     texts = {ask(server, made["id"])["choices"][0]["text"] for _ in range(3)}
-    assert texts == {server.llm.generate("w5 w6 w7", one, context=context)[0].text for one in [params()]}
+    assert texts == {server.llm.generate("w5 w6 w7", one, context=context)[0].text for one in [PARAMS]}
     reply = ask(server, made["id"], prompt=["w5 w6 w7", "w8"], n=2)
     assert [choice["text"] for choice in reply["choices"][:2]] == [*texts] * 2
     assert reply["usage"]["prompt_tokens"] == 2 * 100 + 3 + 1
@@ -72,12 +74,6 @@ def test_a_context_is_read_once_and_asked_many_times(server):
     assert httpx.delete(f"{server.url}/v1/contexts/{made['id']}").json() == {"id": made["id"], "deleted": True}
     assert listed(server) == []
     assert "read the text again" in ask(server, made["id"], status=404)["error"]["message"]
-
-
-def params():
-    from snapstream import SamplingParams
-
-    return SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 def test_a_conversation_about_a_text(task_llm, example):
@@ -149,8 +145,6 @@ def test_the_one_asked_longest_ago_makes_room(server):
 
 
 def test_without_contexts(task_llm, checkpoint):
-    from tests.engine.test_engine import make
-
     with running(make(checkpoint)) as server:
         assert "--contexts" in read(server, status=400)["error"]["message"]
         assert "--contexts" in ask(server, "ctx-1", status=400)["error"]["message"]
@@ -284,7 +278,7 @@ class FakeSequence(SimpleNamespace):
 
 
 def context(nbytes):
-    return Context(FakeSequence(nbytes=nbytes), False)
+    return Context(FakeSequence(nbytes=nbytes), None)
 
 
 def test_a_store_never_holds_more_than_it_may():
@@ -295,7 +289,7 @@ def test_a_store_never_holds_more_than_it_may():
         with pytest.raises(ApiError, match="take all memory"):
             await store.add("", "two", context(60))
         small = await store.add("", "small", context(40))
-        store.delete("", one.id)  # still being asked
+        await store.delete("", one.id)  # still being asked
         assert store.bytes == 100
         with pytest.raises(ApiError, match="read the text with a smaller kv_budget"):
             await store.add("", "large", context(101))
@@ -338,15 +332,19 @@ def test_two_who_want_a_context_from_the_disk_read_it_once(llm, tmp_path):
     llm.engine.reset()
 
 
-def test_equal_beginnings_are_read_once(server):
+def test_equal_beginnings_are_read_once(checkpoint):
     begins = prompt(150)
-    plain = [post(server, prompt=[*begins, 7 + n], **ANSWER).json()["choices"][0]["text"] for n in range(3)]
-    before = metric(server, "snapstream_prefix_tokens_total")
-    replies = [post(server, prompt=[*begins, 7 + n], **ANSWER).json() for n in range(3)]
-    assert [reply["choices"][0]["text"] for reply in replies] == plain
-    assert [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies] == [96] * 3
-    assert metric(server, "snapstream_prefix_tokens_total") - before == 3 * 96
-    assert metric(server, "snapstream_prefix_prompts_total") >= 6
+    asked = [[*begins, 7 + n] for n in range(3)]
+    with running(make(checkpoint, prefix_contexts=2)) as server:
+        replies = [post(server, prompt=one, **ANSWER).json() for one in asked + asked]
+        texts = [reply["choices"][0]["text"] for reply in replies]
+        assert texts[:3] == texts[3:]
+        known = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
+        assert known == [0, 0, 96, 96, 96, 96]
+        assert metric(server, "snapstream_prefix_tokens_total") == sum(known)
+        text = httpx.get(server.url + "/metrics").text
+        assert 'snapstream_prefix_prompts_total{outcome="known"} 4.0' in text
+        assert 'snapstream_prefix_prompts_total{outcome="new"} 2.0' in text
 
 
 def test_tokens_and_their_texts(task_llm):
@@ -374,3 +372,124 @@ def test_policies_by_name(server):
     ):
         assert message in read(server, status=400, kv_budget=budget)["error"]["message"], budget
         assert post(server, prompt="w5", kv_budget=budget).status_code == 400
+
+
+def test_what_cannot_be_kept_makes_nothing_go():
+    async def work():
+        store = ContextStore(100)
+        used, idle = await store.add("", "used", context(60)), await store.add("", "idle", context(30))
+        await store.take("", used.id)
+        with pytest.raises(ApiError, match="take all memory"):
+            await store.add("", "large", context(50))
+        assert [one.name for one in store.of("")] == ["used", "idle"]
+        assert store.find("", idle.id).context is not None
+
+    anyio.run(work)
+
+
+class SlowFiles:
+    """Files that wait until they are let go, and may fail."""
+
+    def __init__(self, error=None):
+        self.error, self.gate, self.deleted = error, threading.Event(), []
+
+    def find(self):
+        return []
+
+    def write(self, stored, context, oldest):
+        assert self.gate.wait(10)
+        if self.error:
+            raise self.error
+        stored.on_disk = True
+        return []
+
+    def delete(self, name):
+        self.deleted.append(name)
+
+
+def test_what_is_being_written_makes_no_room_for_others():
+    async def work():
+        files = SlowFiles()
+        store, made = ContextStore(100, files), []
+
+        async def add():
+            made.append(await store.add("", "one", context(60)))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(add)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(ApiError, match="take all memory"):
+                await store.add("", "two", context(60))
+            files.gate.set()
+        assert store.find("", made[0].id).users == 0
+        assert not files.deleted
+
+    anyio.run(work)
+
+
+def test_nobody_knows_of_it_so_it_is_not_kept():
+    """The client has gone while its context was written, or writing it failed in a way that nobody foresaw."""
+
+    async def work(error):
+        files = SlowFiles(error)
+        store = ContextStore(100, files)
+        async with anyio.create_task_group() as group:
+            if error is None:
+                group.start_soon(store.add, "", "one", context(60))
+                await anyio.wait_all_tasks_blocked()
+                group.cancel_scope.cancel()
+            files.gate.set()
+            if error is not None:
+                with pytest.raises(RuntimeError, match="surprise"):
+                    await store.add("", "one", context(60))
+        assert not len(store)
+        assert store.bytes == 0
+        assert len(files.deleted) == 1
+
+    anyio.run(work, None)
+    anyio.run(work, RuntimeError("surprise"))
+
+
+def test_a_context_larger_than_the_disk_stays_in_memory(llm, tmp_path):
+    with running(llm, context_dir=tmp_path, context_disk=30_000) as server:
+        small = read(server, kv_budget=16)
+        assert small["on_disk"]
+    with running(llm, context_dir=tmp_path, context_disk=20_000) as server:
+        large = read(server)
+        assert not large["on_disk"]
+        assert listed(server) == [small["id"], large["id"]]
+        ask(server, small["id"])
+
+
+def test_the_file_asked_longest_ago_goes_first_also_after_a_restart(llm, tmp_path):
+    with running(llm, context_dir=tmp_path) as server:
+        size = read(server)["bytes"]
+        httpx.delete(f"{server.url}/v1/contexts/{listed(server)[0]}")
+        first, second = read(server)["id"], read(server)["id"]
+        ask(server, first)
+    with running(llm, context_dir=tmp_path, context_disk=3 * size) as server:
+        third = read(server)["id"]
+        assert listed(server) == [first, third]
+        assert second not in listed(server)
+
+
+def test_a_disk_that_cannot_be_read_now_loses_nothing(llm, tmp_path, monkeypatch):
+    with running(llm, context_dir=tmp_path) as server:
+        made = read(server)["id"]
+    with running(llm, context_dir=tmp_path) as server:
+
+        def failing(path):
+            raise CacheFileError("too many open files") from OSError("too many open files")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(llm, "load_context", failing)
+            assert "cannot be read now" in ask(server, made, status=503)["error"]["message"]
+        ask(server, made)
+
+
+def test_a_text_that_is_too_large_is_refused_before_it_is_read(checkpoint):
+    with running(make(checkpoint, context_bytes=10_000)) as server:
+        assert "smaller kv_budget" in read(server, status=400)["error"]["message"]
+        assert metric(server, "snapstream_prompt_tokens_total") == 0
+        made = read(server, kv_budget=16)
+        assert made["bytes"] == server.llm.engine.kept_bytes(100, 16)

@@ -143,11 +143,24 @@ class LayerCache(ABC):
         """Copy entries ``[E]`` of one sequence out, to a cache of their own."""
         return type(self)([tensor[row : row + 1].index_select(2, entries) for tensor in self.tensors])
 
-    def to_host(self) -> LayerCache:
-        """A copy in the host's memory."""
-        return type(self)(
-            [tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in self.tensors]
-        )
+    def to_host(self, entries: int) -> LayerCache:
+        """Copy the first entries of a cache with one row to the host's memory.
+
+        Head by head: what one head has is in one piece, so nothing is gathered on the device first.
+        """
+        copied = []
+        for tensor in self.tensors:
+            _, heads, _, size = tensor.shape
+            copied.append(torch.empty(1, heads, entries, size, dtype=tensor.dtype))
+            for head in range(heads):
+                copied[-1][0, head].copy_(tensor[0, head, :entries])
+        return type(self)(copied)
+
+    def put_from_host(self, other: LayerCache, entries: int) -> None:
+        """Copy the first entries of a cache of :meth:`to_host` to those of this one, which has one row, too."""
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            for head in range(mine.shape[1]):
+                mine[0, head, :entries].copy_(theirs[0, head, :entries])
 
     def put(self, other: LayerCache) -> None:
         """Copy all entries of a cache with one row to the first entries of this one, which has one row, too."""

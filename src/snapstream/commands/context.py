@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from snapstream.commands.generate import read_prompt, show_reading, tokens_of
 from snapstream.commands.options import (
@@ -31,7 +32,7 @@ from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
 
 if TYPE_CHECKING:
-    from snapstream.engine import LLM
+    from snapstream.engine import LLM, Context
 
 
 def read(
@@ -66,12 +67,12 @@ def read(
     say_what_a_shipped_model_is(name)
     with quiet():
         llm = _load(name, parsed, config)
-        tokens, chat = llm.context_tokens(text, chat=False if plain else None, system=system)
+        tokens, opened = llm.context_tokens(text, chat=False if plain else None, system=system)
         params = SamplingParams(max_tokens=0)
-        outputs = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
-        if outputs.saved is None:
-            raise RequestError(f"the text could not be read: {outputs.error}")
-        context = llm.context_of(outputs.saved, chat=chat, system=system)
+        read = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
+        if read.saved is None:
+            raise RequestError(f"the text could not be read: {read.error}")
+        context = llm.context_of(read.saved, opened, system)
         llm.save_context(context, output)
     from snapstream.engine.memory import gigabytes
 
@@ -119,16 +120,24 @@ def ask(
         for question in questions or _lines():
             if not question.strip():
                 continue
-            answer = []
-            for output in llm.stream(question if context.chat else f"\n\n{question}", params, context=context):
-                answer.append(output.new_text)
-                if output.error is not None:
-                    raise RequestError(f"the question could not be answered: {output.error}")
-                if not as_json:
-                    print(output.new_text if "".join(answer[:-1]).strip() else output.new_text.lstrip(), end="")
-                    sys.stdout.flush()
-            text = "".join(answer).strip()
-            print(json.dumps({"question": question, "text": text}) if as_json else "", flush=True)
+            try:
+                _answer(llm, context, question, params, as_json=as_json)
+            except RequestError as error:
+                if questions or not sys.stdin.isatty():
+                    raise
+                messages.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def _answer(llm: LLM, context: Context, question: str, params: SamplingParams, *, as_json: bool) -> None:
+    """Print an answer as it comes, or, as JSON, when it is there."""
+    answer: list[str] = []
+    for output in llm.stream(question if context.chat else f"\n\n{question}", params, context=context):
+        answer.append(output.new_text)
+        if output.error is not None:
+            raise RequestError(f"the question could not be answered: {output.error}")
+        if not as_json:
+            print(output.new_text if "".join(answer[:-1]).strip() else output.new_text.lstrip(), end="", flush=True)
+    print(json.dumps({"question": question, "text": "".join(answer).strip()}) if as_json else "", flush=True)
 
 
 def _load(name: str, budget: CacheBudget | None, config: EngineConfig) -> LLM:

@@ -99,7 +99,7 @@ def serve(
         ),
     ] = None,
     context_disk: Annotated[
-        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
+        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this model's files there.", rich_help_panel=CACHE)
     ] = 4,
     prefix_contexts: Annotated[
         int,

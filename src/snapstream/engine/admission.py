@@ -99,8 +99,8 @@ class Admission:
             return
         if past.logits is None:
             raise RequestError(
-                "the prompt has no tokens, and this cache ends with an answer, which something has to follow; give at "
-                "least one token"
+                "the prompt has no tokens, and this cache ends with an answer or a text to ask about, which something "
+                "has to follow; give at least one token"
             )
         if past.layout.limit > self.budget.capacity:
             raise RequestError(

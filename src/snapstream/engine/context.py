@@ -23,16 +23,21 @@ class Context:
 
     Attributes:
         sequence: The compressed cache; its last token is the text's.
-        chat: Whether the text begins the first message of a conversation, in the model's chat template; else a question
-            is put behind it as it is.
+        opening: What the model's chat template puts before the text, which begins the first message of a conversation;
+            ``None``: there is no conversation, and a question is put behind the text as it is.
         system: The system message of that conversation; ``None``: what the template does without one.
         model: What the model was called when the text was read.
     """
 
     sequence: CompressedSequence
-    chat: bool
+    opening: str | None
     system: str | None = None
     model: str = ""
+
+    @property
+    def chat(self) -> bool:
+        """Whether the text begins a conversation."""
+        return self.opening is not None
 
     @property
     def tokens(self) -> int:
@@ -51,7 +56,7 @@ class Context:
 
     def note(self, **more: Any) -> str:
         """All but the sequence, and more, for a file."""
-        return json.dumps(more | {"chat": self.chat, "system": self.system, "model": self.model})
+        return json.dumps(more | {"opening": self.opening, "system": self.system, "model": self.model})
 
     @classmethod
     def of(cls, sequence: CompressedSequence) -> Context:
@@ -62,19 +67,21 @@ class Context:
         """
         try:
             said = json.loads(sequence.note)
-            chat, system, model = said["chat"], said["system"], said["model"]
+            opened, system, model = said["opening"], said["system"], str(said["model"])
+            if not all(one is None or isinstance(one, str) for one in (opened, system)):
+                raise TypeError("neither text nor nothing")
         except (ValueError, LookupError, TypeError) as error:
             raise CacheFileError("this file holds a conversation, not a text that was read to be asked") from error
-        return cls(sequence, bool(chat), None if system is None else str(system), str(model))
+        return cls(sequence, opened, system, model)
 
 
-def opening(text: str, system: str | None, render: Render) -> str:
-    """A conversation up to the end of the text that begins it, as the chat template lays it out.
+def opening(system: str | None, render: Render) -> str:
+    """What the chat template puts before the text that begins a conversation.
 
     Raises:
         RequestError: The template has no place for it, or more than one.
     """
-    return _around([*_system(system), {"role": "user", "content": PLACE}], render)[0] + text
+    return _around([*_system(system), {"role": "user", "content": PLACE}], render)[0]
 
 
 def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render: Render) -> str:
@@ -88,9 +95,9 @@ def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render
     Raises:
         RequestError: They do not go on after this text.
     """
-    if not context.chat:
+    if context.opening is None:
         raise RequestError("this context was read as plain text; give a prompt, not messages")
-    first, *others = messages
+    first, *others = messages or [{}]
     own = _system(context.system)
     if first.get("role") in ("system", "developer"):
         if [first] != own:
@@ -99,11 +106,28 @@ def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render
     if first.get("role") != "user" or not isinstance(first.get("content"), str):
         raise RequestError("the first message has to be the user's: the text of the context belongs to it")
     asked = dict(first) | {"content": f"{PLACE}\n\n{first['content']}"}
-    return _around([*own, asked, *others], render)[1]
+    before, after = _around([*own, asked, *others], render)
+    if before != context.opening:
+        raise RequestError(
+            "the chat template now begins this conversation in another way than when the text was read; leave its "
+            "variables out, or read the text again"
+        )
+    return after
 
 
 def tokens_after(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that goes on after another one, without what tokenizers put before a beginning."""
+    """Tokens of a text that goes on after another one, without what tokenizers put before a beginning.
+
+    Raises:
+        RequestError: It is no text.
+    """
+    try:
+        return _tokens_after(tokenizer, text)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError(f"the prompt is not valid text: {error}") from error
+
+
+def _tokens_after(tokenizer: Any, text: str) -> list[int]:
     if not text[:1].isalnum():  # nothing that would go on inside of a word
         before = tokenizer.encode("a", add_special_tokens=False)
         whole = tokenizer.encode(f"a{text}", add_special_tokens=False)

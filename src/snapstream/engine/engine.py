@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapstream.cache import CompressedSequence
+from snapstream.compression import lay_out
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
 from snapstream.engine.change import Change
@@ -251,6 +252,15 @@ class Engine:
             assert request.slot is not None
             uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
         return uses
+
+    def kept_bytes(self, tokens: int, kv_budget: int | CacheBudget | None = None) -> int:
+        """Memory of what is left of a prompt of so many tokens, if it is given out (``keep``).
+
+        Raises:
+            RequestError: There can be no such cache.
+        """
+        entries = lay_out(tokens, self.budget.for_request(kv_budget, self.config.kept_queries)).count
+        return entries * (self.plan.bytes_per_token + self.spec.cached_layers * self.spec.kv_heads * 4)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the engine reads it; may be called from any thread.

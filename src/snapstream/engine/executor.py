@@ -95,8 +95,6 @@ class Executor:
         first = requests[0]
         wanted = [r.params.prompt_logprobs for r in requests if r.params.prompt_logprobs is not None]
         reading = Reading(self.spec, first.prompt, past=first.past, scored=max(wanted, default=None))
-        if self.prefixes is not None and first.past is None and not wanted:
-            self._share_beginning(self.prefixes, reading, [r.prompt for r in waiting if r.prompt != first.prompt])
         readers = []
         for request in requests:
             count = lay_out(reading.length, request.budget, reading.before).count
@@ -111,18 +109,24 @@ class Executor:
                 request.budget, caches, telemetry=request.params.telemetry, wants_positions=request.keep
             )
             readers.append((request, target))
+        if self.prefixes is not None and first.past is None and not wanted:
+            alike = [r for r in waiting if r.past is None and r.sequence is None and r.params.prompt_logprobs is None]
+            self._share_beginning(self.prefixes, reading, [r.prompt for r in alike if r.prompt != first.prompt])
         self.reading, self.readers = reading, readers
 
     def _share_beginning(self, prefixes: Prefixes, reading: Reading, waiting: Iterable[Sequence[int]]) -> None:
         """Begin behind what is known of a prompt's beginning, and keep what others are seen to begin with, too."""
         # All queries that vote have to be computed, and the last token's logits.
         most = len(reading.tokens) - max(1, self.prefill.queries.shape[1])
-        found = prefixes.find(reading.tokens, most)
+        if most < prefixes.block:
+            return
+        found, known = prefixes.find(reading.tokens, most), 0
         if found is not None:
-            reading.begin_behind(*found)
-        length = prefixes.worth_keeping(reading.tokens, waiting, reading.skipped)
+            prefix, usable, known = found
+            reading.begin_behind(prefix, usable)
+        length = prefixes.worth_keeping(reading.tokens, waiting, known)
         if length:
-            reading.keeps = Prefix(tuple(reading.tokens[:length]))
+            reading.keeps = Prefix(list(reading.tokens[:length]))
 
     def drop(self, request: Request) -> None:
         """Read on for the others, if there are any."""

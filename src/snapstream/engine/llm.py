@@ -129,7 +129,7 @@ class LLM:
             RequestError: It cannot be read, such as because it is too long.
         """
         plain = SamplingParams(max_tokens=0, kv_budget=budget)
-        prompt, chat = self.context_tokens(text, chat=chat, system=system)
+        prompt, opened = self.context_tokens(text, chat=chat, system=system)
         name = self.engine.new_name()
         try:
             self.engine.add_request(prompt, plain, name, keep=True)
@@ -140,12 +140,12 @@ class LLM:
         saved = outputs[0].saved
         if saved is None:
             raise RequestError(f"the text could not be read: {outputs[0].error or outputs[0].finish_reason}")
-        return self.context_of(saved, chat=chat, system=system)
+        return self.context_of(saved, opened, system)
 
     def context_tokens(
         self, text: Prompt, *, chat: bool | None, system: str | None, render: Render | None = None
-    ) -> tuple[list[int], bool]:
-        """Tokens of a text as :meth:`read` reads it, and whether they begin a conversation.
+    ) -> tuple[list[int], str | None]:
+        """Tokens of a text as :meth:`read` reads it, and how the conversation opens that they begin, if they do.
 
         Args:
             text: See :meth:`read`.
@@ -156,20 +156,22 @@ class LLM:
         if not isinstance(text, str):
             if chat or system is not None:
                 raise RequestError("token ids are read as they are; leave chat and system out, or give text")
-            return self.engine.tokenize(text), False
+            return self.engine.tokenize(text), None
         if not text.strip():
             raise RequestError("the text is empty; give at least one word")
-        chat = self.has_chat_template if chat is None else chat
-        if not chat:
+        if not (self.has_chat_template if chat is None else chat):
             if system is not None:
                 raise RequestError("a system message needs the model's chat template, and this is read as plain text")
-            return self.engine.tokenize(text.rstrip()), False
-        return list(self._encode(opening(text.rstrip(), system, render or self.chat_text))), True
+            return self.engine.tokenize(text.rstrip()), None
+        opened = opening(system, render or self.chat_text)
+        return self._encode(opened + text.rstrip()), opened
 
-    def context_of(self, saved: CompressedSequence, *, chat: bool, system: str | None) -> Context:
-        """The context of a text that was read with ``max_tokens=0``."""
+    def context_of(self, saved: CompressedSequence, opened: str | None, system: str | None) -> Context:
+        """The context of a text that was read with ``max_tokens=0``, after :meth:`context_tokens`."""
+        model = self.engine.model
+        known = str(Path(model).resolve()) if Path(model).exists() else model
         # What a next token would be drawn from is of no use: something is asked first.
-        return Context(replace(saved, logits=None), chat, system, self.engine.model)
+        return Context(replace(saved, logits=None), opened, system, known)
 
     def context_prompt(
         self,

@@ -130,10 +130,16 @@ class EnginePlan:
         plan = self.ours
         if self.available is None or plan.total <= self.available:
             return
+        parts = {"weights": plan.weights, f"{plan.slot_count} slots": plan.slots, "staging": plan.staging}
+        parts |= {"workspace": plan.workspace, "metadata": plan.metadata, "sessions": plan.sessions}
+        parts |= {"contexts": plan.contexts, "beginnings of prompts": plan.prefixes, "drafter": plan.drafter}
+        listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size)
+        kept = plan.sessions + plan.contexts + plan.prefixes
+        advice = self.advice
+        if kept and plan.total - kept <= self.available:
+            advice = f"without kept sessions, contexts and beginnings of prompts it would fit; or {advice}"
         raise MemoryPlanError(
-            f"the engine needs {gigabytes(plan.total)} (weights {gigabytes(plan.weights)}, {plan.slot_count} slots "
-            f"{gigabytes(plan.slots)}, staging {gigabytes(plan.staging)}, workspace {gigabytes(plan.workspace)}, "
-            f"metadata {gigabytes(plan.metadata)}), {gigabytes(self.available)} are available; {self.advice}"
+            f"the engine needs {gigabytes(plan.total)} ({listed}), {gigabytes(self.available)} are available; {advice}"
         )
 
 

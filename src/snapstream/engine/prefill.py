@@ -17,6 +17,8 @@ attention backends keep the layer's values a second time, in the order they mult
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,14 @@ from snapstream.compression import choose_entries, kept_attention, layout_tensor
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.output import TokenLogprobs
+from snapstream.engine.prefixes import Prefix
 from snapstream.engine.reading import Reading, Target, count_parts
 from snapstream.engine.settings import Setup
 from snapstream.models import DecoderModel
 from snapstream.models.block import Block
 from snapstream.transfers import to_device, to_host
+
+logger = logging.getLogger(__name__)
 
 SCORED_ROWS = 32
 """Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
@@ -97,7 +102,7 @@ class Prefill:
         if begins and reading.past is not None:
             self.staging.put(reading.past.layers[reading.layer])
         if begins and reading.prefix is not None:
-            self.staging.put(reading.prefix.layers[reading.layer].row(0, start))
+            self.staging.put_from_host(reading.prefix.layers[reading.layer], start)
         if reading.layer == 0:
             x.copy_(self.model.embedding(to_device(tokens, self.device)))
         if is_ahead:
@@ -119,8 +124,7 @@ class Prefill:
             if last_layer:
                 reading.logits = self._last_logits(reading, block)
             if reading.keeps is not None:
-                beginning = self.staging.row(0, len(reading.keeps.tokens))
-                reading.keeps.layers.append(beginning.to_host())
+                self._keep_beginning(reading, reading.keeps)
             self._compress(reading)
             reading.layer += 1
             reading.done = reading.skipped
@@ -201,6 +205,14 @@ class Prefill:
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))
             ]
+
+    def _keep_beginning(self, reading: Reading, keeps: Prefix) -> None:
+        """Copy the layer's first entries to the host; whoever asked for the prompt does not depend on it."""
+        try:
+            keeps.layers.append(self.staging.to_host(len(keeps.tokens)))
+        except Exception:  # such as too little memory
+            logger.exception("what a prompt begins with could not be kept")
+            reading.keeps = None
 
     def _compress(self, reading: Reading) -> None:
         """Compress the layer that has been read, for everyone who waits for it; plain tensor code, once per layer."""

@@ -27,7 +27,7 @@ class Prefix:
         layers: Per layer that was read, the full cache of these tokens, of one row, in the host's memory.
     """
 
-    tokens: tuple[int, ...]
+    tokens: list[int]
     layers: list[LayerCache] = field(default_factory=list)
 
     @property
@@ -57,18 +57,27 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, prompt: Sequence[int], most: int) -> tuple[Prefix, int] | None:
-        """What is kept of a prompt's beginning, and how many of its tokens, at most ``most``, are that."""
+    def find(self, prompt: Sequence[int], most: int) -> tuple[Prefix, int, int] | None:
+        """What is kept of a prompt's beginning.
+
+        Args:
+            prompt: The prompt.
+            most: Tokens that may be left out.
+
+        Returns:
+            A beginning, how many tokens can be left out, and how many it has in common with the prompt; or ``None``.
+        """
         best, length = None, 0
         for prefix in self._kept:
-            common = self._whole(min(_common(prefix.tokens, prompt), most))
+            common = self._common(prefix.tokens, prompt)
             if common > length:
                 best, length = prefix, common
-        if best is None:
+        usable = self._whole(min(length, most))
+        if best is None or usable <= 0:
             return None
         self._kept.remove(best)
         self._kept.append(best)
-        return best, length
+        return best, usable, length
 
     def worth_keeping(self, prompt: Sequence[int], waiting: Iterable[Sequence[int]], known: int) -> int:
         """How much of a prompt that is about to be read should be kept; 0: nothing.
@@ -79,22 +88,31 @@ class Prefixes:
             known: Tokens that are kept already.
         """
         blocks = list(self._blocks(prompt))
-        again = next((at for at, block in enumerate(blocks) if block not in self._seen), len(blocks))
+        again = next((at for at, block in enumerate(blocks) if block not in self._seen), len(blocks)) * self.block
         for other in waiting:
-            again = max(again, _common(prompt, other) // self.block)
+            again = max(again, self._common(prompt, other))
         for block in blocks:
             self._seen[block] = None
             self._seen.move_to_end(block)
         while len(self._seen) > REMEMBERED_BLOCKS:
             self._seen.popitem(last=False)
-        length = again * self.block
-        return length if length > known else 0
+        return again if again > known else 0
 
     def keep(self, prefix: Prefix) -> None:
         """Keep a beginning whose layers have all been read, instead of those that it begins with."""
+        if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in self._kept):
+            return
         self._kept = [one for one in self._kept if prefix.tokens[: len(one.tokens)] != one.tokens]
         self._kept.append(prefix)
         del self._kept[: -self.limit]
+
+    def _common(self, one: Sequence[int], other: Sequence[int]) -> int:
+        """How many tokens two prompts begin with in common, in whole blocks; both are lists."""
+        whole = self._whole(min(len(one), len(other)))
+        for start in range(0, whole, self.block):
+            if one[start : start + self.block] != other[start : start + self.block]:
+                return start
+        return whole
 
     def _whole(self, tokens: int) -> int:
         """So many tokens in whole blocks."""
@@ -106,8 +124,3 @@ class Prefixes:
         for start in range(0, self._whole(len(prompt)), self.block):
             before = hash((before, *prompt[start : start + self.block]))
             yield before
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with in common."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -18,7 +18,9 @@ LOWEST_LOGPROB = -9999.0
 class PromptDetails(BaseModel):
     """More about the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
+    cached_tokens: int = Field(
+        description="Tokens that were not read again: of earlier turns, of a context, of a known beginning."
+    )
 
 
 class CompletionDetails(BaseModel):

@@ -72,6 +72,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             group.cancel_scope.cancel()
         await driver.stop()
         await anyio.to_thread.run_sync(sessions.close)
+        await anyio.to_thread.run_sync(contexts.close)
 
     app = FastAPI(
         title="SnapStream",

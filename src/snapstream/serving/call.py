@@ -184,7 +184,7 @@ class Call:
             skip_special_tokens=body.skip_special_tokens is not False,
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
-            telemetry=bool(body.telemetry),
+            telemetry=body.telemetry is True,
             **(given | {"top_k": max(given["top_k"], 0)}),
         )
 

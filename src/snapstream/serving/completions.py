@@ -117,13 +117,13 @@ class Completions:
 
         async def work() -> None:
             nonlocal answer
+            await call.begin()
             context = None if call.context is None else call.context.context
             await call.start(await self.in_turn(lambda: read(context)))
             if not body.stream:
                 answer = await call.collect()
 
         try:
-            await call.begin()
             with anyio.fail_after(max(limit - spent, 0)):
                 await until_disconnect(request.receive, work)
         except BaseException as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from snapstream.cache import CompressedSequence
@@ -19,7 +21,7 @@ _SUFFIX = ".context.safetensors"
 
 
 class ContextFiles:
-    """Files of contexts, up to a number of bytes; the one not asked for the longest time goes first.
+    """Files of contexts, up to a number of bytes.
 
     A file holds the tokens of its text, and is readable by its owner alone. Of keys it has a digest. Files of other
     models are left alone.
@@ -44,12 +46,24 @@ class ContextFiles:
         for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # of a process that was killed while it wrote
             left_behind.unlink(missing_ok=True)
 
-    def find(self) -> list[StoredContext]:
-        """Contexts of this model that are there, without reading them."""
+    def find(self) -> list[tuple[StoredContext, float]]:
+        """Contexts of this model that are there, without reading them, and for how many seconds nobody has asked."""
         return list(self._find())
 
-    def write(self, stored: StoredContext, context: Context) -> list[str]:
-        """Write a context, and say so in ``stored``; returns the ids of those whose files had to make room."""
+    def write(self, stored: StoredContext, context: Context, oldest: Sequence[str]) -> list[str]:
+        """Write a context, and say so in ``stored``.
+
+        Args:
+            stored: What clients are told of it.
+            context: Itself.
+            oldest: Ids of all contexts, in the order in which their files make room for it.
+
+        Returns:
+            Ids of those that had to.
+        """
+        if stored.nbytes > self.max_bytes:
+            logger.warning("a context of %d bytes is in memory only: files may have %d", stored.nbytes, self.max_bytes)
+            return []
         said = {"id": stored.id, "owner": stored.owner, "name": stored.name, "created": stored.created}
         note = context.note(**said, nbytes=stored.nbytes)
         try:
@@ -58,7 +72,7 @@ class ContextFiles:
             logger.warning("a context is in memory only: %s", error)
             return []
         stored.on_disk = True
-        return self._sweep(stored.id)
+        return self._sweep([name for name in oldest if name != stored.id], stored.id)
 
     def read(self, stored: StoredContext) -> Context:
         """A context as it was written.
@@ -66,10 +80,13 @@ class ContextFiles:
         Raises:
             CacheFileError: It is not there any more, or damaged.
         """
-        path = self._path(stored.id)
-        context = self.llm.load_context(path)
-        os.utime(path)
-        return context
+        return self.llm.load_context(self._path(stored.id))
+
+    def touch(self, idle: Mapping[str, float]) -> None:
+        """Note for how many seconds nobody has asked, by id."""
+        for name, seconds in idle.items():
+            with contextlib.suppress(OSError):
+                os.utime(self._path(name), (time.time() - seconds,) * 2)
 
     def delete(self, name: str) -> None:
         """Delete a context's file, if it has one."""
@@ -78,7 +95,7 @@ class ContextFiles:
     def _path(self, name: str) -> Path:
         return self.directory / f"{name}{_SUFFIX}"
 
-    def _find(self) -> Iterator[StoredContext]:
+    def _find(self) -> Iterator[tuple[StoredContext, float]]:
         for path in sorted(self.directory.glob(f"*{_SUFFIX}")):
             try:
                 described = CompressedSequence.describe(path)
@@ -93,29 +110,29 @@ class ContextFiles:
                     tokens=int(described["tokens"]),
                     entries=int(described["layout"]["count"]),
                     nbytes=int(note["nbytes"]),
-                    chat=bool(note["chat"]),
+                    chat=note["opening"] is not None,
                     on_disk=True,
                 )
-            except (CacheFileError, LookupError, TypeError, ValueError) as error:
+                limit, engine = int(described["layout"]["limit"]), self.llm.engine
+                if limit > engine.budget.capacity or stored.tokens >= engine.max_model_len:
+                    raise ValueError(f"it has up to {limit} entries after {stored.tokens} tokens, too many here")
+                idle = time.time() - path.stat().st_mtime
+            except (CacheFileError, LookupError, TypeError, ValueError, OSError) as error:
                 logger.warning("%s is not taken for a context: %s", path, error)
                 continue
             if path == self._path(stored.id):
-                yield stored
+                yield stored, idle
 
-    def _sweep(self, newest: str) -> list[str]:
+    def _sweep(self, oldest: Sequence[str], newest: str) -> list[str]:
         """Delete the oldest files until the rest fits; returns whose they were."""
-        gone: list[str] = []
-        try:
-            mine = {stored.id for stored in self._find()}
-            files = [(path.stat().st_mtime, path.stat().st_size, name) for name in mine if (path := self._path(name))]
-            total = sum(size for _, size, _ in files)
-            for _, size, name in sorted(files):
-                if total <= self.max_bytes:
-                    break
-                if name != newest or len(files) == len(gone) + 1:
-                    self.delete(name)
-                    gone.append(name)
-                    total -= size
-        except OSError as error:  # somebody else's deletion, or the disk's trouble; there will be a next time
-            logger.warning("the context directory could not be swept: %s", error)
+        sizes, gone = {}, list[str]()
+        for name in (*oldest, newest):
+            with contextlib.suppress(OSError):  # it has no file
+                sizes[name] = self._path(name).stat().st_size
+        for name in oldest:
+            if sum(sizes.values()) <= self.max_bytes:
+                break
+            if sizes.pop(name, None) is not None:
+                self.delete(name)
+                gone.append(name)
         return gone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import anyio
+import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
@@ -67,7 +68,7 @@ class Contexts(BaseModel):
 def router(parts: Parts, completions: Completions) -> APIRouter:
     """The routes of one server."""
     routes = APIRouter(tags=["Contexts"])
-    store = parts.contexts
+    store, detokenizing = parts.contexts, anyio.CapacityLimiter(1)
 
     def owner(request: Request) -> str:
         return str(request.scope["state"].get("owner", ""))
@@ -82,10 +83,11 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         spent = time.monotonic() - state["began"]
 
         async def work() -> StoredContext:
-            tokens, chat = await completions.in_turn(
+            tokens, opened = await completions.in_turn(
                 lambda: parts.reader.context(body.text, chat=body.chat, system=body.system)
             )
             state["log"]["prompt_tokens"] = len(tokens)
+            store.check_room(parts.llm.engine.kept_bytes(len(tokens), params.kv_budget))
             saved: list[CompressedSequence] = []
             batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"])])
             try:
@@ -95,7 +97,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
                         raise ApiError(500, f"the text could not be read: {output.error}", code="request_failed")
             finally:
                 batch.cancel()
-            context = parts.llm.context_of(saved[0], chat=chat, system=body.system)
+            context = parts.llm.context_of(saved[0], opened, body.system)
             return await store.add(owner(request), body.name or "", context)
 
         try:
@@ -129,14 +131,15 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
             return answer.model_dump_json().encode()
 
         try:
-            return Response(await parts.reader.write(write), media_type="application/json")
+            # Not with those that write answers: it may take its time.
+            return Response(await anyio.to_thread.run_sync(write, limiter=detokenizing), media_type="application/json")
         finally:
             store.release(stored)
 
     @routes.delete("/v1/contexts/{name}")
     async def forget(name: str, request: Request) -> Deleted:
         """Forget a context and free its cache; requests that go on from it are not touched."""
-        store.delete(owner(request), name)
+        await store.delete(owner(request), name)
         return Deleted(id=name)
 
     return routes

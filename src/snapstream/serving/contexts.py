@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from snapstream.engine import Context
@@ -69,8 +70,10 @@ class ContextStore:
         self, max_bytes: int, files: ContextFiles | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.max_bytes, self.files, self.clock = max_bytes, files, clock
-        found = [] if files is None else files.find()
-        self._known: dict[str, StoredContext] = {stored.id: stored for stored in found}
+        self._known: dict[str, StoredContext] = {}
+        for stored, idle in [] if files is None else files.find():
+            stored.used = clock() - idle
+            self._known[stored.id] = stored
         self._leaving: set[StoredContext] = set()  # deleted while they are being asked
 
     def check(self) -> None:
@@ -82,11 +85,32 @@ class ContextStore:
         if not self.max_bytes:
             raise ApiError(400, "this server keeps no contexts; start it with --contexts GIB", param="context_id")
 
+    def check_room(self, nbytes: int) -> None:
+        """See whether a context of so many bytes could be kept now; nothing has to go for it yet.
+
+        Raises:
+            ApiError: It is larger than all that may be kept, or what is being asked leaves no room.
+        """
+        if nbytes > self.max_bytes:
+            raise ApiError(
+                400,
+                f"this context takes {nbytes} bytes, and all together may take {self.max_bytes} (--contexts); read the "
+                "text with a smaller kv_budget",
+                param="kv_budget",
+            )
+        if self._in_use() + nbytes > self.max_bytes:
+            raise ApiError(
+                503,
+                "contexts that are being asked take all memory that there is for them; try again later",
+                code="contexts_full",
+                headers={"Retry-After": "5"},
+            )
+
     async def add(self, owner: str, name: str, context: Context) -> StoredContext:
         """Keep a context.
 
         Raises:
-            ApiError: It is larger than all that may be kept, or what is being asked leaves no room.
+            ApiError: See :meth:`check_room`.
         """
         stored = StoredContext(
             id=f"ctx-{secrets.token_hex(12)}",
@@ -100,15 +124,21 @@ class ContextStore:
             used=self.clock(),
         )
         self._make_room(stored)
-        stored.context = context
+        stored.context, stored.users = context, 1  # it must not make room for others while it is written
         self._known[stored.id] = stored
-        if self.files is not None:
-            # Shielded, so that a client that goes leaves no file that nobody knows of.
-            with anyio.CancelScope(shield=True):
-                gone = await anyio.to_thread.run_sync(self.files.write, stored, context)
-            self._forget_files(gone)
+        try:
+            if self.files is not None:
+                with anyio.CancelScope(shield=True):
+                    gone = await anyio.to_thread.run_sync(self.files.write, stored, context, self._oldest())
+                self._forget_files(gone)
+            await anyio.lowlevel.checkpoint()  # who has asked for it may have gone meanwhile
+        except BaseException:
+            self._forget(stored)
+            raise
+        finally:
+            self.release(stored)
             if stored.id not in self._known:  # deleted meanwhile
-                self.files.delete(stored.id)
+                await self._delete_file(stored)
         return stored
 
     def find(self, owner: str, name: str) -> StoredContext:
@@ -156,7 +186,7 @@ class ContextStore:
         if not stored.users:
             self._leaving.discard(stored)
 
-    def delete(self, owner: str, name: str) -> None:
+    async def delete(self, owner: str, name: str) -> None:
         """Forget a context; requests that go on from it are not touched.
 
         Raises:
@@ -164,8 +194,12 @@ class ContextStore:
         """
         stored = self.find(owner, name)
         self._forget(stored)
+        await self._delete_file(stored)
+
+    def close(self) -> None:
+        """Note when each was asked last, for the next server."""
         if self.files is not None:
-            self.files.delete(stored.id)
+            self.files.touch({one.id: self.clock() - one.used for one in self._known.values() if one.on_disk})
 
     def __len__(self) -> int:
         return len(self._known)
@@ -181,34 +215,37 @@ class ContextStore:
         try:
             return await anyio.to_thread.run_sync(self.files.read, stored)
         except CacheFileError as error:
+            if isinstance(error.__cause__, OSError):  # that is the disk's trouble, not the file's
+                message = f"the context {stored.id!r} cannot be read now: {error}"
+                raise ApiError(503, message, param="context_id") from error
             self._forget(stored)
+            await self._delete_file(stored)
             message = f"the context {stored.id!r} could not be read back: {error}; read the text again"
             raise ApiError(404, message, param="context_id", code="context_not_found") from error
 
+    async def _delete_file(self, stored: StoredContext) -> None:
+        if self.files is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.files.delete, stored.id)
+
+    def _in_use(self) -> int:
+        """Memory of what is being asked, or fetched to be."""
+        return sum(one.nbytes for one in {*self._known.values(), *self._leaving} if one.users)
+
+    def _oldest(self) -> list[str]:
+        """Ids, the one not asked for the longest time first."""
+        return [one.id for one in sorted(self._known.values(), key=lambda one: (one.users > 0, one.used))]
+
     def _make_room(self, stored: StoredContext) -> None:
         """Take contexts out of memory until there is room for one more."""
-        if stored.nbytes > self.max_bytes:
-            raise ApiError(
-                400,
-                f"this context takes {stored.nbytes} bytes, and all together may take {self.max_bytes} (--contexts); "
-                "read the text with a smaller kv_budget",
-                param="kv_budget",
-            )
-        coming = sum(one.nbytes for one in self._known.values() if one.context is None and one.users)
-        coming += 0 if stored.users else stored.nbytes
-        idle = sorted(
-            (one for one in self._known.values() if one.context is not None and not one.users),
-            key=lambda one: one.used,
-        )
-        while self.bytes + coming > self.max_bytes:
-            if not idle:
-                raise ApiError(
-                    503,
-                    "contexts that are being asked take all memory that there is for them; try again later",
-                    code="contexts_full",
-                    headers={"Retry-After": "5"},
-                )
-            oldest = idle.pop(0)
+        self.check_room(0 if stored.users else stored.nbytes)
+        total = self._in_use() + (0 if stored.users else stored.nbytes)
+        idle = [one for one in self._known.values() if one.context is not None and not one.users]
+        total += sum(one.nbytes for one in idle)
+        for oldest in sorted(idle, key=lambda one: one.used):
+            if total <= self.max_bytes:
+                break
+            total -= oldest.nbytes
             if oldest.on_disk:
                 oldest.context = None
             else:

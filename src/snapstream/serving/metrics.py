@@ -63,7 +63,7 @@ class ServerMetrics:
         self._requests = counter("http_requests", "HTTP requests answered.", "method", "route", "status")
         self._sequences = counter("sequences", "Sequences that ended.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences, those of earlier turns included.")
-        self._reused_tokens = counter("reused_tokens", "Prompt tokens that a session spared reading again.")
+        self._reused_tokens = counter("reused_tokens", "Prompt tokens that sessions and contexts spared reading again.")
         self._prefixes = counter("prefix_prompts", "Whole prompts, by whether their beginning was known.", "outcome")
         self._prefix_tokens = counter("prefix_tokens", "Prompt tokens that a known beginning spared reading again.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")

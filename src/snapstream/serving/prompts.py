@@ -92,17 +92,17 @@ class PromptReader:
 
     async def context(
         self, text: str | Sequence[int], *, chat: bool | None, system: str | None
-    ) -> tuple[Sequence[int], bool]:
-        """Tokens of a text that is to be asked about, and whether they begin a conversation.
+    ) -> tuple[Sequence[int], str | None]:
+        """Tokens of a text that is to be asked about, and how the conversation opens that they begin, if they do.
 
         Raises:
             RequestError: It cannot be read.
         """
 
-        def read() -> tuple[Sequence[int], bool]:
+        def read() -> tuple[Sequence[int], str | None]:
             return self._llm.context_tokens(text, chat=chat, system=system, render=self._render(None))
 
-        return await anyio.to_thread.run_sync(read, limiter=self._reading)
+        return await anyio.to_thread.run_sync(read, limiter=self._templates)
 
     async def after(self, context: Context, prompt: str) -> Prompt:
         """Read a prompt that goes on after a text which was read as plain text.

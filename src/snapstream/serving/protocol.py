@@ -7,14 +7,15 @@ error must not pass for a setting. Fields that change nothing here are accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from snapstream.config import CacheBudget
+from snapstream.config import CacheBudget, policy_names
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
 
@@ -140,8 +141,10 @@ class Generate(Body):
         "every server, whatever its own policy is; an object names another policy.",
     )
     vllm_xargs: Extra | None = Field(None, description="As the vLLM plugin takes kv_budget.")
-    telemetry: bool | None = Field(
-        False, description="Report which prompt tokens were kept and how much attention they had; costs a little time."
+    telemetry: Literal["counts"] | bool | None = Field(
+        False,
+        description="Report which prompt tokens were kept and how much attention they had, which costs a little time; "
+        "counts: only how many.",
     )
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
         None,
@@ -281,6 +284,19 @@ _ROUTES: Mapping[type[Body], str] = {
 }
 
 
+@functools.lru_cache(1024)
+def _preset(policy: str, capacity: int) -> CacheBudget:
+    """Remembered, as policies of other packages are looked for among all that is installed."""
+    if policy not in _policies():
+        raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(_policies())}")
+    return CacheBudget.preset(policy, capacity)
+
+
+@functools.cache
+def _policies() -> Sequence[str]:
+    return tuple(policy_names())
+
+
 def budget_of(asked: int | Budget | None) -> int | CacheBudget | None:
     """The cache that a request asks for.
 
@@ -290,7 +306,7 @@ def budget_of(asked: int | Budget | None) -> int | CacheBudget | None:
     if not isinstance(asked, Budget):
         return asked
     try:
-        return CacheBudget.preset(asked.policy, asked.capacity)
+        return _preset(asked.policy, asked.capacity)
     except ConfigurationError as error:
         raise RequestError(f"kv_budget: {error}") from error
 
