@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
-from tests.reference import naive_compress, naive_pool, naive_votes
+from tests.reference import naive_compress, naive_raw_votes, naive_smooth
 
 _ORACLES = {}
 
@@ -48,14 +48,13 @@ class Oracle:
 
     def _compress(self, query, key, group):
         """One cache per KV head, or one for all."""
-        raw = replace(self.budget, kernel=1)
         votes = [
-            naive_votes(query[n * group : (n + 1) * group], key[n], raw) if self.budget.top_k else {}
+            naive_raw_votes(query[n * group : (n + 1) * group], key[n], self.budget) if self.budget.top_k else {}
             for n in range(key.shape[0])
         ]
         if self.latent:
             votes = [{p: sum(v[p] for v in votes) / len(votes) for p in votes[0]}]
-        scores = [naive_pool(v, self.budget) for v in votes]
+        scores = [naive_smooth(v, key[n], self.budget) for n, v in enumerate(votes)]
         caches = [naive_compress(query, key[n], self.budget, scores=s) for n, s in enumerate(scores)]
         return caches * key.shape[0] if self.latent else caches
 

@@ -35,13 +35,18 @@ class NaiveCache:
 
 
 def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[int, float]:
-    """Score of every candidate of one KV head.
+    """Score of every candidate of one KV head, by a policy that lets queries vote.
 
     queries [G, L, D] of the whole prompt, keys [L, D].
     """
+    return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter), keys, budget)
+
+
+def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[int, float]:
+    """Attention to every candidate."""
     length, dim = keys.shape
     queries, keys = queries.double(), keys.double()
-    candidates = list(range(budget.sink, length - budget.recent))
+    candidates = naive_candidates(length, budget)
     voters = [p for p in range(length - budget.window, length) if p >= first_voter]
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
@@ -51,36 +56,69 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
             top = max(logits.values(), default=0.0)
             total = sum(math.exp(x - top) for x in logits.values())
             for p in candidates:
-                votes[p] += math.exp(logits[p] - top) / total / queries.shape[0]
-    return naive_pool(votes, budget)
+                if p in logits:
+                    votes[p] += math.exp(logits[p] - top) / total / queries.shape[0]
+    return votes
 
 
-def naive_pool(votes: dict[int, float], budget) -> dict[int, float]:
+def naive_smooth(votes: dict[int, float], keys: Tensor, budget) -> dict[int, float]:
+    """Scores of votes."""
+    policy = budget.policy
+    pooled = naive_pool(votes, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg"))
+    if policy.name != "snapstream-keydiff":
+        return pooled
+    differences = naive_key_differences(keys, budget, policy.key_kernel)
+    by_votes, by_keys = (sorted(scores, key=lambda p: (-scores[p], p)) for scores in (pooled, differences))
+    return {p: -min(by_votes.index(p) * policy.keys_per_vote, by_keys.index(p)) for p in votes}
+
+
+def naive_candidates(length: int, budget) -> list[int]:
+    """Positions that may be pinned: in a prompt that does not fit, recent ones as well if the policy says so."""
+    pins_recent = budget.policy.pins_recent and length > budget.capacity
+    return list(range(budget.sink, length if pins_recent else length - budget.recent))
+
+
+def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg") -> dict[int, float]:
     """Smooth votes along the sequence."""
-    kernel = getattr(budget.policy, "kernel", 1)  # policies without one do not smooth
     half = kernel // 2
     pooled = {}
     for p in votes:
         neighbours = [votes.get(p + d, 0.0) for d in range(-half, half + 1)]
-        pooled[p] = max(neighbours) if getattr(budget.policy, "pooling", "avg") == "max" else sum(neighbours) / kernel
+        pooled[p] = max(neighbours) if pooling == "max" else sum(neighbours) / kernel
     return pooled
+
+
+def naive_key_differences(keys: Tensor, budget, kernel: int) -> dict[int, float]:
+    """One minus the cosine of every candidate's key to their mean direction, smoothed."""
+    at = naive_candidates(len(keys), budget)
+    directions = {p: keys[p].double() / keys[p].double().norm() for p in at}
+    mean = sum(directions.values()) if at else None
+    return naive_pool({p: 1 - float(directions[p] @ mean / mean.norm()) for p in at}, kernel)
+
+
+def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -> dict[int, float]:
+    """Score of every candidate of one KV head under any policy that tests know."""
+    policy = budget.policy
+    if hasattr(policy, "naive_scores"):  # a policy of a test, with an oracle of its own
+        return policy.naive_scores(queries, keys, values, budget)
+    if policy.name == "keydiff":
+        return naive_key_differences(keys, budget, policy.kernel)
+    return naive_votes(queries, keys, budget, first_voter)
 
 
 def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[int], list[int], list[int]]:
     """Positions of sinks, pinned and recent tokens, each in prompt order."""
     sink = list(range(min(budget.sink, length)))
     best = sorted(scores, key=lambda p: (-scores[p], p))[: budget.top_k]
-    recent = list(range(max(budget.sink, length - budget.recent), length))
-    return sink, sorted(best), recent
+    others = [p for p in range(budget.sink, length) if p not in best]
+    return sink, sorted(best), others[-budget.recent :]
 
 
 def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None) -> NaiveCache:
     """Compress one KV head's prompt. Tokens are positions; look keys and values up by them."""
     length = keys.shape[0]
-    if scores is None and hasattr(budget.policy, "naive_scores"):  # a policy of a test, with an oracle of its own
-        scores = budget.policy.naive_scores(queries, keys, values, budget)
-    elif scores is None:
-        scores = naive_votes(queries, keys, budget, first_voter)
+    if scores is None:
+        scores = naive_scores(queries, keys, values, budget, first_voter)
     sink, pinned, recent = naive_select(scores, length, budget)
     spare = budget.top_k - len(pinned) if budget.ring == "elastic" else 0
     return NaiveCache(sink, pinned, recent, budget.sink, budget.recent + spare)

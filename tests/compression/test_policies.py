@@ -21,7 +21,7 @@ from tests.engine.test_engine import greedy, make, naive_generate
 from tests.integrations.test_transformers import generate
 from tests.policies import LargeValues, SpreadVotes
 
-OWN = ["full", "streaming", "sage-kv", "snapstream", "random"]
+OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "snapstream-keydiff", "random"]
 OTHERS = ["spread", "large-values"]
 
 
@@ -65,10 +65,16 @@ def test_what_every_policy_keeps(name, length):
     assert torch.equal(*kept)
     for head in kept[0][0]:
         positions = head[: layout.count].tolist()
-        assert positions == sorted(set(positions))
+        assert len(positions) == len(set(positions)) == min(length, 48)
         assert positions[: min(4, length)] == list(range(min(4, length)))
+        pinned, ring = positions[4 : layout.base], positions[layout.base :]
+        assert (pinned, ring) == (sorted(pinned), sorted(ring))
         recent = min(budget.recent, length)
-        assert positions[-recent:] == list(range(length - recent, length))
+        assert set(positions) >= set(range(length - recent, length))
+        if budget.policy.pins_recent and length > 48:  # what is pinned of them leaves room for older ones
+            assert ring == [p for p in range(length) if p not in pinned][-len(ring) :]
+        else:
+            assert positions[-recent:] == list(range(length - recent, length))
         assert head[layout.count :].eq(-1).all()
 
 

@@ -16,8 +16,8 @@ from snapstream.errors import ConfigurationError
 def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: int, capacity: int) -> Tensor:
     """Choose the prompt position of every cache entry.
 
-    Sinks first, then the best-scored candidates in prompt order, then the recent tokens in prompt order. Equal scores
-    go to the earlier token, always.
+    Sinks first, then the best-scored candidates in prompt order, then the last of all other tokens in prompt order.
+    Equal scores go to the earlier token, always.
 
     Args:
         scores: ``[B, N, L]`` float32, not negative for candidates, negative for the rest.
@@ -40,25 +40,27 @@ def plain_selected(
     """See :func:`select_entries`; ``base``, ``count`` and ``length`` are of the layouts."""
     B, N, L = scores.shape
     device = scores.device
-    entry = torch.arange(capacity, device=device)
-    pinned = (base - sink)[:, None, None]
-    base, count, length = base[:, None], count[:, None], length[:, None]
-    recent = length - count + entry  # the last entry, count - 1, is the last token
-    positions = torch.where(entry < sink, entry, recent)[:, None].expand(B, N, capacity)
+    entry, position = torch.arange(capacity, device=device), torch.arange(L, device=device)
+    base, count, length = base[:, None, None], count[:, None, None], length[:, None, None]
+    is_pinned = torch.zeros(scores.shape, dtype=torch.bool, device=device)
     kept = min(top_k, L)
     if kept:
         # topk breaks ties arbitrarily. Bits of a non-negative float order like the float itself, so the score in the
         # high half and the reversed position in the low half make every key unique and the choice stable.
         bits = scores.contiguous().view(torch.int32).to(torch.int64)
-        order = bits * 2**32 + (L - 1 - torch.arange(L, device=device))
-        chosen = order.topk(kept, dim=-1).indices
-        rank = torch.arange(kept, device=device)
-        chosen = torch.where(rank < pinned, chosen, L).sort(-1).values
-        lookup = (entry - sink).clamp(0, kept - 1).expand(B, N, capacity)
-        voted = chosen.gather(-1, lookup)
-        in_pinned = (entry >= sink) & (entry < base)
-        positions = torch.where(in_pinned[:, None], voted, positions)
-    return torch.where((entry < count)[:, None], positions, -1)
+        chosen = (bits * 2**32 + (L - 1 - position)).topk(kept, dim=-1).indices
+        is_real = torch.arange(kept, device=device) < base - sink
+        is_pinned.scatter_(-1, chosen, is_real.expand(chosen.shape))
+    is_other = (position >= sink) & (position < length) & ~is_pinned
+    # Of the others, the last ones fill the entries from base to count; length - count come before them.
+    entry_of_other = base + is_other.cumsum(-1) - 1 - (length - count)
+    target = torch.where(is_pinned, sink + is_pinned.cumsum(-1) - 1, entry_of_other)
+    target = torch.where(position < sink, position, target)
+    is_kept = (position < sink) | is_pinned | (is_other & (entry_of_other >= base))
+    target = torch.where(is_kept & (position < length) & (target < count), target, capacity)
+    positions = torch.full((B, N, capacity + 1), -1, device=device, dtype=torch.int64)
+    positions.scatter_(-1, target, position.expand(scores.shape))
+    return positions[..., :capacity]
 
 
 selected = torch.library.custom_op("snapstream::selected", plain_selected, mutates_args=())

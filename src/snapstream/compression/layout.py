@@ -70,7 +70,9 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
     base = budget.sink + pinned
     limit = budget.capacity if budget.ring == "elastic" else base + budget.recent
-    return Layout(length, max(length - budget.recent, 0), base, min(length, limit), limit, first_voter)
+    # Of a prompt that fits, entry i is token i under every policy.
+    protected = 0 if budget.policy.pins_recent and length > limit else budget.recent
+    return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter)
 
 
 def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu") -> LayoutTensors:

@@ -59,11 +59,14 @@ class Policy(ABC):
         name: What users call it.
         needs_values: Whether :meth:`votes` looks at values.
         pins: Whether tokens between sinks and recent ones are kept at all.
+        pins_recent: Whether recent tokens before the voters may be pinned, too, and so outlive the ring's turns; the
+            ring then begins with tokens that are as much older.
     """
 
     name: ClassVar[str]
     needs_values: ClassVar[bool] = False
     pins: ClassVar[bool] = True
+    pins_recent: ClassVar[bool] = False
 
     @classmethod
     def sized(cls, capacity: int) -> Policy:
@@ -115,6 +118,8 @@ _BUILT_IN = {
     "streaming": "snapstream.compression.policies.streaming:Streaming",
     "sage-kv": "snapstream.compression.policies.last_token:LastTokenVotes",
     "snapstream": "snapstream.compression.policies.window:WindowVotes",
+    "keydiff": "snapstream.compression.policies.keydiff:KeyDifferences",
+    "snapstream-keydiff": "snapstream.compression.policies.window_keydiff:WindowVotesAndKeys",
     "random": "snapstream.compression.policies.random:RandomVotes",
 }
 

@@ -13,6 +13,17 @@ from snapstream.config.policy import LayerPrompt, Normalize, Policy, Pooling
 from snapstream.errors import ConfigurationError
 
 
+def require_kernel(name: str, width: int) -> None:
+    """Check the width of an average along the sequence.
+
+    Raises:
+        ConfigurationError: No odd number of at least 1.
+    """
+    require_integer(f"cache budget: {name}", width)
+    if width < 1 or width % 2 == 0:
+        raise ConfigurationError(f"cache budget: {name} is {width}; use an odd number, or 1 for no pooling")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionVotes(Policy):
     """Votes of the last :attr:`queries` tokens (paper, equation 3 and listing 6).
@@ -39,9 +50,7 @@ class AttentionVotes(Policy):
                 raise ConfigurationError(
                     f"cache budget: {name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(allowed))}"
                 )
-        require_integer("cache budget: kernel", self.kernel)
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigurationError(f"cache budget: kernel is {self.kernel}; use an odd number, or 1 for no pooling")
+        require_kernel("kernel", self.kernel)
 
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """See :meth:`Policy.votes`."""

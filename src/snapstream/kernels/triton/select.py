@@ -42,35 +42,39 @@ def _select(
     length = tl.load(lengths + row // heads).to(tl.int32)
     scores += row * entries
     positions += row * capacity
-    # Sinks and recent tokens.
+    # Sinks, and what is not in use.
     for start in range(0, capacity, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        position = tl.where(entry < sink, entry, length - count + entry)
-        position = tl.where(entry < count, position, -1)
-        is_voted = (entry >= sink) & (entry < base) & (entry < count)
-        tl.store(positions + entry, position.to(tl.int64), mask=(entry < capacity) & (is_voted == 0))
+        position = tl.where(entry < count, entry, -1)
+        is_neither = (entry >= sink) & (entry < count)
+        tl.store(positions + entry, position.to(tl.int64), mask=(entry < capacity) & (is_neither == 0))
     pinned = base - sink
-    if pinned <= 0:
-        return
+    steps = tl.where(pinned > 0, 31, 0)
     # The score of the last one that is pinned. Bits of a float that is not negative order as it does, so they are
     # found from the highest to the lowest: each stays set while enough scores are not below.
     last = 0
-    for step in range(31):
+    for step in range(steps):
         bound = last | (1 << (30 - step))
         last = tl.where(_count(scores, entries, bound, BLOCK) >= pinned, bound, last)
-    # All above it are pinned; of those that equal it, the first ones.
+    # All above it are pinned; of those that equal it, the first ones. Of the others, the last ones are in the ring.
     of_equals = pinned - _count(scores, entries, last + 1, BLOCK)
-    taken, equals = 0, 0
+    first_in_ring = length - count
+    taken, equals, others = 0, 0, 0
     for start in range(0, entries, BLOCK):
         at = start + tl.arange(0, BLOCK)
         bits = tl.load(scores + at, mask=at < entries, other=-1.0).to(tl.int32, bitcast=True)
         is_equal = (bits == last).to(tl.int32)
         among_equals = equals + tl.cumsum(is_equal, 0)
-        is_taken = ((bits > last) | ((is_equal != 0) & (among_equals <= of_equals))).to(tl.int32)
+        is_best = (bits > last) | ((is_equal != 0) & (among_equals <= of_equals))
+        is_taken = (is_best & (pinned > 0)).to(tl.int32)
         rank = taken + tl.cumsum(is_taken, 0) - 1
         tl.store(positions + sink + rank, at.to(tl.int64), mask=is_taken != 0)
+        is_other = ((at >= sink) & (at < length) & (is_taken == 0)).to(tl.int32)
+        in_ring = others + tl.cumsum(is_other, 0) - 1 - first_in_ring
+        tl.store(positions + base + in_ring, at.to(tl.int64), mask=(is_other != 0) & (in_ring >= 0))
         taken += tl.sum(is_taken, 0)
         equals += tl.sum(is_equal, 0)
+        others += tl.sum(is_other, 0)
 
 
 @triton.jit(do_not_specialize=["entries", "position_head"])
