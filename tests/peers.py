@@ -49,11 +49,12 @@ class Oracle:
     def _compress(self, query, key, group):
         """One cache per KV head, or one for all."""
         votes = [
-            naive_raw_votes(query[n * group : (n + 1) * group], key[n], self.budget) if self.budget.top_k else {}
+            naive_raw_votes(query[n * group : (n + 1) * group], key[n], self.budget) if self.budget.top_k else [{}]
             for n in range(key.shape[0])
         ]
         if self.latent:
-            votes = [{p: sum(v[p] for v in votes) / len(votes) for p in votes[0]}]
+            kinds = zip(*votes, strict=True)
+            votes = [[{p: sum(v[p] for v in kind) / len(kind) for p in kind[0]} for kind in kinds]]
         scores = [naive_smooth(v, key[n], self.budget) for n, v in enumerate(votes)]
         caches = [naive_compress(query, key[n], self.budget, scores=s) for n, s in enumerate(scores)]
         return caches * key.shape[0] if self.latent else caches

@@ -42,12 +42,18 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
     return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter), keys, budget)
 
 
-def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[int, float]:
-    """Attention to every candidate."""
+def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> list[dict[int, float]]:
+    """Attention of the window to every candidate; under the mixed policy that of the last token, too."""
+    windows = [budget.window, 1] if budget.policy.name == "mixed" else [budget.window]
+    return [naive_attention_votes(queries, keys, budget, first_voter, window) for window in windows]
+
+
+def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, window) -> dict[int, float]:
+    """Attention of the last tokens to every candidate."""
     length, dim = keys.shape
     queries, keys = queries.double(), keys.double()
     candidates = naive_candidates(length, budget)
-    voters = [p for p in range(length - budget.window, length) if p >= first_voter]
+    voters = [p for p in range(length - window, length) if p >= first_voter]
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
         for voter in voters:
@@ -61,15 +67,15 @@ def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dic
     return votes
 
 
-def naive_smooth(votes: dict[int, float], keys: Tensor, budget) -> dict[int, float]:
+def naive_smooth(votes: list[dict[int, float]], keys: Tensor, budget) -> dict[int, float]:
     """Scores of votes."""
     policy = budget.policy
-    pooled = naive_pool(votes, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg"))
-    if policy.name != "snapstream-keydiff":
-        return pooled
-    differences = naive_key_differences(keys, budget, policy.key_kernel)
-    by_votes, by_keys = (sorted(scores, key=lambda p: (-scores[p], p)) for scores in (pooled, differences))
-    return {p: -min(by_votes.index(p) * policy.keys_per_vote, by_keys.index(p)) for p in votes}
+    pooled = [naive_pool(kind, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg")) for kind in votes]
+    if policy.name != "mixed":
+        return pooled[0]
+    pooled.append(naive_key_differences(keys, budget, policy.key_kernel))
+    orders = [sorted(scores, key=lambda p, scores=scores: (-scores[p], p)) for scores in pooled]
+    return {p: -min(order.index(p) for order in orders) for p in pooled[0]}
 
 
 def naive_candidates(length: int, budget) -> list[int]:

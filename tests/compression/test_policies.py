@@ -21,7 +21,7 @@ from tests.engine.test_engine import greedy, make, naive_generate
 from tests.integrations.test_transformers import generate
 from tests.policies import LargeValues, SpreadVotes
 
-OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "snapstream-keydiff", "random"]
+OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random"]
 OTHERS = ["spread", "large-values"]
 
 

@@ -99,14 +99,18 @@ def choose_entries(
         scores = torch.zeros(keys.shape[:3], device=keys.device)
     else:
         votes = budget.policy.votes(prompt)
-        if votes.dtype != torch.float32 or votes.shape != keys.shape[:3]:
+        if votes.dtype != torch.float32 or votes.shape[-3:] != keys.shape[:3] or votes.dim() > 4:
             raise ConfigurationError(
                 f"policy {budget.policy.name} made votes {tuple(votes.shape)} of {votes.dtype}; they must be "
                 f"{tuple(keys.shape[:3])} of torch.float32"
             )
         if combine is not None and budget.policy.queries:
-            votes = combine(votes)
+            votes = combine(votes) if votes.dim() == 3 else torch.stack([combine(kind) for kind in votes])
         scores = budget.policy.smooth(votes.masked_fill(~is_candidate, 0.0), prompt)
+        if scores.shape != keys.shape[:3]:
+            raise ConfigurationError(
+                f"policy {budget.policy.name} made scores {tuple(scores.shape)}; they must be {tuple(keys.shape[:3])}"
+            )
         scores = scores + 0.0  # no negative zero: select_entries() looks at bits
     scores = scores.masked_fill(~is_candidate, -1.0)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

@@ -37,31 +37,3 @@ def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk
     mean = F.normalize(mean, dim=2)
     cosines = torch.cat([torch.matmul(directions(start), mean)[..., 0] for start in starts], -1)
     return torch.where(is_candidate[..., 0], (1 - cosines).clamp(min=0.0), 0.0)
-
-
-def take_in_turn(one: Tensor, other: Tensor, layout: LayoutTensors, *, sink: int, others: int) -> Tensor:
-    """Scores by which the best are taken from two lists in turn: one from the first, then some from the second.
-
-    A token has the better one of its two ranks, so what both lists put high leaves room for what comes next on either.
-
-    Args:
-        one: Scores, float32 ``[B, N, L]``, 0 or more; of equal ones the earlier is better.
-        other: The same of another kind.
-        layout: Layout of each sequence. What is no candidate takes no rank, so that padding does not matter.
-        sink: Sinks (``S``).
-        others: How many are taken from ``other`` for each that is taken from ``one``.
-
-    Returns:
-        float32 ``[B, N, L]``, ``1 / (1 + rank)``: above 0, at most 1.
-    """
-    position = torch.arange(one.shape[2], device=one.device)
-    is_other = ~candidates(position, layout.candidate_end, sink)[:, None]
-    first, second = (_ranks(scores.masked_fill(is_other, -1.0)) for scores in (one, other))
-    return 1.0 / (1.0 + torch.minimum(first * others, second))
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Place of each score in its row, from 0 for the highest, float32."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
-    return torch.empty_like(scores, dtype=torch.float32).scatter_(-1, order, places.expand_as(scores))

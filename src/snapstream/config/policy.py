@@ -79,8 +79,8 @@ class Policy(ABC):
         sink = 4
         if not cls.pins:
             return sink, capacity - sink, 0
-        # Below 128 entries a quarter is too short for a question, and 32 voters ask for more than there is room for.
-        recent = max(capacity // 4, min(32, capacity * 3 // 8))
+        # Where recent tokens that matter are pinned, fewer are needed. Below 128 entries a question is longer than that.
+        recent = max(capacity // (8 if cls.pins_recent else 4), min(32, capacity * 3 // 8))
         return sink, recent, capacity - sink - recent
 
     @property
@@ -93,7 +93,8 @@ class Policy(ABC):
         """How much each token deserves to be kept; a pure function whose shapes do not depend on data.
 
         Returns:
-            float32 ``[B, N, L]``, 0 or more; what is no candidate does not matter.
+            float32 ``[B, N, L]``, 0 or more; what is no candidate does not matter. Several kinds of votes, which
+            :meth:`smooth` makes one of, may come as ``[V, B, N, L]``.
         """
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
@@ -119,7 +120,7 @@ _BUILT_IN = {
     "sage-kv": "snapstream.compression.policies.last_token:LastTokenVotes",
     "snapstream": "snapstream.compression.policies.window:WindowVotes",
     "keydiff": "snapstream.compression.policies.keydiff:KeyDifferences",
-    "snapstream-keydiff": "snapstream.compression.policies.window_keydiff:WindowVotesAndKeys",
+    "mixed": "snapstream.compression.policies.mixed:Mixed",
     "random": "snapstream.compression.policies.random:RandomVotes",
 }
 
