@@ -106,7 +106,7 @@ class Bench:
         """The paper's table 4: what each part of a layer's prefill takes at the longest prompt."""
         length, chunk = self.scale.lengths[-1], self.scale.chunk
         prefill, block = self._prefill(self.model, length), self.model.layers[0]
-        budget = CacheBudget.of(self.scale.cache)
+        budget = CacheBudget.preset("snapstream", self.scale.cache)
         seconds: dict[str, float] = {}
 
         def add(name: str, work: Callable[[], object]) -> None:

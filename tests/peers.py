@@ -5,7 +5,6 @@ The full cache stays in transformers' ``DynamicCache``; only which of its positi
 """
 
 import copy
-from dataclasses import replace
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache

@@ -8,10 +8,13 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from snapstream import CacheBudget, ConfigurationError, RequestError
 from snapstream.compression import choose_entries, lay_out, layout_tensors
+from snapstream.compression.ranks import take_in_turn
 from snapstream.config import EngineConfig, LayerPrompt, Policy, make_policy, policy_names
 from snapstream.config import policy as registry
 from snapstream.config.policy import ALL
@@ -20,6 +23,7 @@ from tests.checkpoints import prompt
 from tests.engine.test_engine import greedy, make, naive_generate
 from tests.integrations.test_transformers import generate
 from tests.policies import LargeValues, SpreadVotes
+from tests.reference import naive_compress
 
 OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random"]
 OTHERS = ["spread", "large-values"]
@@ -94,6 +98,43 @@ def test_votes_of_a_batch_are_those_of_each(name):
     together = chosen({part: torch.cat([one[part] for one in both]) for part in both[0]}, layouts)
     for row, (one, layout) in enumerate(zip(both, layouts, strict=True)):
         assert torch.equal(together[row : row + 1], chosen(one, [layout]))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from(["keydiff", "mixed"]),
+    st.integers(1, 120),
+    st.integers(0, 20),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.sampled_from([16, 31, 48]),
+    st.sampled_from(["elastic", "paper"]),
+    st.integers(0, 60),
+    st.integers(0, 99),
+)
+def test_choices_equal_the_oracle(name, length, padding, heads, capacity, ring, first_voter, seed):
+    """In float64, from lists; what is padding holds NaN."""
+    H, N = heads
+    budget = replace(CacheBudget.preset(name, capacity), ring=ring)
+    parts = layer(length, length + padding, seed, H=H, N=N)
+    parts["keys"][:, :, length:] = float("nan")
+    layout = lay_out(length, budget, min(first_voter, length - 1))
+    shown = LayerPrompt(**parts, layout=layout_tensors([layout]), sink=budget.sink, scale=8**-0.5)
+    window = length - budget.window
+    rows = parts["queries"] if window >= 0 else torch.nn.functional.pad(parts["queries"], (0, 0, -window, 0))
+    chosen = choose_entries(replace(shown, queries=rows[:, :, -budget.window :]), budget)[0]
+    for n in range(N):
+        keys, group = parts["keys"][0, n, :length], parts["queries"][0, n * H // N : (n + 1) * H // N]
+        want = naive_compress(group, keys, budget, first_voter=layout.first_voter).tokens()
+        assert chosen[n, : layout.count].tolist() == want
+
+
+def test_a_token_has_the_best_of_its_ranks():
+    layout = layout_tensors([lay_out(7, CacheBudget(sink=1, recent=8, top_k=10, window=4))])
+    layout = replace(layout, candidate_end=torch.tensor([6]))
+    one = torch.tensor([[[99.0, 5, 4, 3, 2, 1, 99]]])
+    other = torch.tensor([[[99.0, 0, 0, 7, 0, 9, 99]]])
+    ranks = 1 / take_in_turn([one, other], layout, sink=1) - 1
+    assert ranks[0, 0, 1:6].round().tolist() == [0, 1, 1, 3, 0]
 
 
 @pytest.mark.parametrize("name", [*OWN[:-1], *OTHERS])

@@ -32,7 +32,7 @@ from snapstream.commands.options import (
     quiet,
     say_what_a_shipped_model_is,
 )
-from snapstream.config import EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
 from snapstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def chat(
     model: ModelArgument = None,
     model_option: Model = None,
     budget: Budget = None,
-    policy: Policy = "snapstream",
+    policy: Policy = DEFAULT_POLICY,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A text that begins the first message.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,

@@ -28,7 +28,7 @@ from snapstream.commands.options import (
     quiet,
     say_what_a_shipped_model_is,
 )
-from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to put what is left of it.")],
     model: NamedModel = None,
     budget: Budget = None,
-    policy: Policy = "snapstream",
+    policy: Policy = DEFAULT_POLICY,
     system: Annotated[str | None, typer.Option(help="A system message of the conversation about the text.")] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Read the text as it is, also if the model has a chat template.")

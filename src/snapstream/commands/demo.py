@@ -13,7 +13,7 @@ from rich.table import Table
 
 from snapstream.assets import SHIPPED, TASK_MODEL
 from snapstream.commands.options import Compiled, Json, eager, messages, parse_budget, quiet
-from snapstream.config import CacheBudget
+from snapstream.config import DEFAULT_POLICY, CacheBudget
 from snapstream.errors import ConfigurationError
 
 
@@ -40,7 +40,7 @@ def demo(
 
     if model not in SHIPPED:
         raise ConfigurationError(f"the demo's text is for the shipped models ({', '.join(SHIPPED)}), not {model!r}")
-    small = parse_budget(budget, "snapstream", lambda: tokens)
+    small = parse_budget(budget, DEFAULT_POLICY, lambda: tokens)
     assert small is not None
     with quiet():
         tokenizer = load_tokenizer(str(SHIPPED[model]))

@@ -25,7 +25,7 @@ from snapstream.commands.options import (
     eager,
     messages,
 )
-from snapstream.config import EngineConfig, policy_names
+from snapstream.config import DEFAULT_POLICY, EngineConfig, policy_names
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.evaluation.policies import (
     ENDPOINT_POLICIES,
@@ -36,6 +36,7 @@ from snapstream.evaluation.policies import (
     parse_sizes,
     parse_sweeps,
     split_names,
+    swept_of,
 )
 from snapstream.evaluation.tasks import TASKS, find_tasks
 
@@ -146,12 +147,13 @@ def evaluate(
 
     if model is not None or model_option is not None:
         model = chosen_model(model, model_option)
-    default = "served" if endpoint else "full,streaming,snapstream"
+    default = "served" if endpoint else f"full,streaming,snapstream,{DEFAULT_POLICY}"
     allowed = ENDPOINT_POLICIES if endpoint else tuple(dict.fromkeys([*ENGINE_POLICIES, *policy_names()]))
     chosen = split_names(policies or default, "policies")
-    if sweep and (endpoint or "snapstream" not in chosen):
+    if sweep and (endpoint or swept_of(chosen) is None):
         raise ConfigurationError(
-            "sweep: settings are swept on the engine, for the policy snapstream; an endpoint takes them when it starts"
+            "sweep: settings are swept on the engine, for the policy snapstream or mixed; an endpoint takes them when "
+            "it starts"
         )
     if "served" in chosen and not served_as:
         raise ConfigurationError(
@@ -222,7 +224,7 @@ def _endpoint(
         timeout=timeout,
         concurrency=concurrency,
         chat=chat,
-        needs_budgets=any(variant.policy == "snapstream" for variant in variants),
+        needs_budgets=any(variant.policy == DEFAULT_POLICY for variant in variants),
         served_as=served_as,
     )
 

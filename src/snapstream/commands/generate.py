@@ -32,7 +32,7 @@ from snapstream.commands.options import (
     quiet,
     say_what_a_shipped_model_is,
 )
-from snapstream.config import EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
 from snapstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def generate(
     ] = None,
     model: NamedModel = None,
     budget: Budget = None,
-    policy: Policy = "snapstream",
+    policy: Policy = DEFAULT_POLICY,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,

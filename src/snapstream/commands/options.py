@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from snapstream.assets import PACKAGED, SHIPPED, TASK_MODEL, is_shipped
-from snapstream.config import CacheBudget, policy_names
+from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
@@ -40,7 +40,8 @@ Budget = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help="What the budget keeps: snapstream, streaming, sage-kv, random, full, or one that was installed.",
+        help="What the budget keeps: mixed, snapstream (the paper's rule), keydiff, sage-kv, streaming, random, full, "
+        "or one that was installed.",
         rich_help_panel=CACHE,
     ),
 ]
@@ -143,11 +144,11 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
     if policy not in policy_names():
         raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(policy_names())}")
     if budget is None:
-        if policy not in ("snapstream", "full"):
+        if policy not in (DEFAULT_POLICY, "full"):
             raise ConfigurationError(f"policy {policy} needs a --budget")
         return None
     if budget.lstrip().startswith(("{", "[", '"')):
-        if policy != "snapstream":
+        if policy != DEFAULT_POLICY:
             raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
         return CacheBudget.parse(budget)
     if is_share(budget):

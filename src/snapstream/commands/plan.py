@@ -28,7 +28,7 @@ from snapstream.commands.options import (
     parse_budget,
     quiet,
 )
-from snapstream.config import EngineConfig
+from snapstream.config import DEFAULT_POLICY, EngineConfig
 from snapstream.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def plan(
     model: ModelArgument = None,
     model_option: Model = None,
     budget: Budget = None,
-    policy: Policy = "snapstream",
+    policy: Policy = DEFAULT_POLICY,
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 4,
     sessions: Annotated[int, typer.Option(help="Conversations that may keep their cache between turns.")] = 0,
     max_model_len: MaxLength = None,

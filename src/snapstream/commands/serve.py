@@ -37,7 +37,7 @@ from snapstream.commands.options import (
     parse_budget,
     quiet,
 )
-from snapstream.config import EngineConfig
+from snapstream.config import DEFAULT_POLICY, EngineConfig
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
@@ -62,7 +62,7 @@ def serve(
     speculative_tokens: SpeculativeTokens = 7,
     draft_model: DraftModel = None,
     budget: Budget = None,
-    policy: Policy = "snapstream",
+    policy: Policy = DEFAULT_POLICY,
     slots: Annotated[int, typer.Option(help="Sequences decoded at a time.", rich_help_panel=CACHE)] = 8,
     sessions: Annotated[
         int, typer.Option(help="Conversations that may keep their cache between turns.", rich_help_panel=CACHE)

@@ -40,7 +40,7 @@ def plain_selected(
     """See :func:`select_entries`; ``base``, ``count`` and ``length`` are of the layouts."""
     B, N, L = scores.shape
     device = scores.device
-    entry, position = torch.arange(capacity, device=device), torch.arange(L, device=device)
+    position = torch.arange(L, device=device)
     base, count, length = base[:, None, None], count[:, None, None], length[:, None, None]
     is_pinned = torch.zeros(scores.shape, dtype=torch.bool, device=device)
     kept = min(top_k, L)

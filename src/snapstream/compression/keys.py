@@ -1,4 +1,4 @@
-"""How unlike the others each key is (KeyDiff, arXiv 2504.15364): what a prompt says once, and no query has asked for."""
+"""How unlike the others each key is (KeyDiff, arXiv 2504.15364): what a text says once, asked for or not."""
 
 from __future__ import annotations
 

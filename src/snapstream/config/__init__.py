@@ -2,10 +2,20 @@
 
 from snapstream.config.budget import MIN_CAPACITY, CacheBudget, Ring
 from snapstream.config.engine import EngineConfig
-from snapstream.config.policy import WINDOW, LayerPrompt, Normalize, Policy, Pooling, make_policy, policy_names
+from snapstream.config.policy import (
+    DEFAULT_POLICY,
+    WINDOW,
+    LayerPrompt,
+    Normalize,
+    Policy,
+    Pooling,
+    make_policy,
+    policy_names,
+)
 from snapstream.config.sampling import SamplingParams
 
 __all__ = [
+    "DEFAULT_POLICY",
     "MIN_CAPACITY",
     "WINDOW",
     "CacheBudget",

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from snapstream.config.checks import is_integer, require_integer
 from snapstream.config.policy import (
     ALL,
+    DEFAULT_POLICY,
     WINDOW,
     Policy,
     enough_queries,
@@ -70,7 +71,7 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Of the policy ``snapstream``, the default one; so are ``pooling``, ``kernel`` and ``normalize``.
+            window: Of ``mixed``, the default policy, and ``snapstream``; so are ``pooling``, ``kernel``, ``normalize``.
             pooling: See :class:`~snapstream.compression.policies.attention.AttentionVotes`.
             kernel: The same.
             normalize: The same.
@@ -125,30 +126,23 @@ class CacheBudget:
 
     @classmethod
     def of(cls, capacity: int) -> CacheBudget:
-        """SnapStream with the settings that were found best for a cache of ``capacity`` entries.
+        """The policy and the settings that were found best for a cache of ``capacity`` entries.
 
-        Four sinks, a quarter of the cache for recent tokens, the rest for voted ones; 32 voters; votes averaged over
-        seven neighbours; an elastic ring. Below 128 entries the share of recent tokens grows to three eighths, and a
-        quarter of the entries is the number of voters.
-
-        Why (docs/accuracy.md, right answers in points on the shipped model at 1/8 and 1/16 of the prompt, with 95 %
-        intervals): a ring of an eighth loses 9 (6 to 12), of a half 4 (2 to 6), because a question must fit into it and
-        what is voted needs the rest; windows of 16 to 32 are alike, 64 and 8 lose 7 to 12; no pooling loses 45, three
-        neighbours 5, fifteen 10; average or max pooling, and either normalisation, make no difference that could
-        be told; the paper's ring of fixed length loses 8 to 10 where fewer tokens are decoded than the elastic ring
-        holds, and nothing later. With 64 entries, 24 recent tokens and 16 voters are 23 (16 to 30) better than 32 and
-        32.
+        Four sinks, an eighth of the cache for recent tokens, the rest for chosen ones, by the policy ``mixed``; an
+        elastic ring. In a cache of less than 256 entries 32 are for recent tokens, at most three eighths of it.
+        docs/accuracy.md has what that rests on. The rule of the paper is the preset ``snapstream``.
         """
-        return cls.preset("snapstream", capacity)
+        return cls.preset(DEFAULT_POLICY, capacity)
 
     @classmethod
     def preset(cls, name: str, capacity: int) -> CacheBudget:
         """A named policy with ``capacity`` entries and the settings that suit them.
 
         Args:
-            name: ``full`` (nothing is dropped while the sequence fits ``capacity``), ``streaming`` (StreamingLLM:
-                sinks and recent tokens only), ``sage-kv`` (only the last token votes), ``snapstream``, ``random``
-                (a random choice in place of the voted one), or what another package calls its own.
+            name: ``mixed`` (the default), ``snapstream`` (the paper's: a window votes), ``sage-kv`` (only the last
+                token votes), ``keydiff`` (keys unlike the others), ``streaming`` (StreamingLLM: sinks and recent tokens
+                only), ``full`` (nothing is dropped while the sequence fits ``capacity``), ``random`` (a random
+                choice), or what another package calls its own.
             capacity: Entries per layer and KV head.
 
         Raises:
@@ -183,7 +177,7 @@ class CacheBudget:
         if not isinstance(value, Mapping):
             raise ConfigurationError(f"cache budget: {value!r} is neither a number of entries nor a JSON object")
         given = dict(value)
-        name = given.pop("policy", "snapstream")
+        name = given.pop("policy", DEFAULT_POLICY)
         if not isinstance(name, str):
             raise ConfigurationError(f"cache budget: policy is {name!r}; give its name")
         capacity = given.pop("capacity", None)
@@ -295,11 +289,11 @@ over ``window`` may have a row for random choice."""
 
 def _policy_with(policy: Policy | str | None, selection: str | None, settings: dict[str, Any]) -> Policy:
     """A policy with some settings changed; ``selection`` may ask for another one than ``snapstream``."""
-    name = policy.name if isinstance(policy, Policy) else policy or "snapstream"
-    if selection == "random" and name == "snapstream":
+    name = policy.name if isinstance(policy, Policy) else policy or DEFAULT_POLICY
+    if selection == "random" and name == DEFAULT_POLICY:
         name = policy = "random"
     elif policy is None or (selection == "votes" and name == "random"):
-        name = policy = "snapstream"
+        name = policy = DEFAULT_POLICY
     own = {one.name for one in fields(policy_class(name) if isinstance(policy, str) else policy)}  # type: ignore[arg-type]
     changed = {key: value for key, value in settings.items() if key in own or key not in _SETTINGS}
     if isinstance(policy, str):

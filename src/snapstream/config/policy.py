@@ -24,6 +24,8 @@ ENTRY_POINTS = "snapstream.policies"
 WINDOW = 32
 """Voters of a cache of 128 entries or more. Every host keeps at least this number of queries, whatever its own policy
 needs, so that a request may ask for any cache that is no larger than the host's."""
+DEFAULT_POLICY = "mixed"
+"""What a number of entries means by itself; chosen in docs/accuracy.md."""
 ALL = -1
 """As :attr:`Policy.queries`: every query of the prompt."""
 
@@ -79,7 +81,7 @@ class Policy(ABC):
         sink = 4
         if not cls.pins:
             return sink, capacity - sink, 0
-        # Where recent tokens that matter are pinned, fewer are needed. Below 128 entries a question is longer than that.
+        # Where recent tokens that matter are pinned, fewer are needed. In a small cache a question needs more of it.
         recent = max(capacity // (8 if cls.pins_recent else 4), min(32, capacity * 3 // 8))
         return sink, recent, capacity - sink - recent
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.assets import SHIPPED
+from snapstream.config import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError, RequestError, missing_extra
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.tasks import Task
@@ -110,7 +111,7 @@ class EndpointHost:
     def _ask(self, job: Job) -> Answer:
         extra: dict[str, Any] = {}
         entries = job.variant.entries(job.length)
-        if job.variant.policy == "snapstream":
+        if job.variant.policy == DEFAULT_POLICY:
             # The plugin reads vllm_xargs, the built-in server the plain field.
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
         # The beginning of an answer cannot be put into the assistant's turn over this interface.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine import LLM, RequestOutput
 from snapstream.errors import ConfigurationError, RequestError, SnapStreamError, missing_extra
 
@@ -74,8 +74,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         Args:
             pretrained: Directory of a checkpoint, or a hub id.
             budget: Cache entries per sequence; ``None`` is a full cache.
-            policy: What the budget keeps: ``snapstream`` (the default with a budget), ``streaming``, ``sage-kv``,
-                ``random``; or ``full``, without a budget.
+            policy: What the budget keeps: ``mixed`` (the default with a budget), ``snapstream``, ``streaming``,
+                ``sage-kv``, ``random``; or ``full``, without a budget.
             max_length: Longest prompt plus output; by default what the model was made for.
             slots: Sequences decoded at a time; by default the batch size.
             prefill_chunk: Prompt tokens per prefill launch.
@@ -370,7 +370,7 @@ def _budget(budget: object, policy: str | None, settings: Mapping[str, Any]) -> 
     if policy == "full" and (capacity is not None or given):
         raise ConfigurationError("model_args: policy=full keeps everything; leave budget and its settings out")
     if capacity is not None:
-        return CacheBudget.parse({"capacity": capacity, "policy": policy or "snapstream"} | given)
+        return CacheBudget.parse({"capacity": capacity, "policy": policy or DEFAULT_POLICY} | given)
     if policy not in (None, "full"):
         raise ConfigurationError(f"model_args: policy={policy} needs a budget, such as budget=1024")
     return CacheBudget.parse(given) if given else None

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from snapstream.config import MIN_CAPACITY, CacheBudget
+from snapstream.config import DEFAULT_POLICY, MIN_CAPACITY, CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
-ENGINE_POLICIES = ("full", "truncated", "streaming", "sage-kv", "random", "snapstream")
-ENDPOINT_POLICIES = ("served", "truncated", "snapstream")
+ENGINE_POLICIES = ("full", "truncated", "streaming", "sage-kv", "random", "keydiff", "snapstream", "mixed")
+ENDPOINT_POLICIES = ("served", "truncated", DEFAULT_POLICY)
 UNSIZED = ("full", "served")
 """Policies without a size: a full cache, and whatever an endpoint does by itself."""
 
 _SWEPT: dict[str, type] = {
     "window": int,
     "kernel": int,
+    "key_kernel": int,
     "recent": str,
     "sink": int,
     "pooling": str,
@@ -124,7 +125,7 @@ def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
 def make_variants(
     policies: Sequence[str], sizes: Sequence[str], sweeps: Sequence[tuple[tuple[str, str], ...]], allowed: Sequence[str]
 ) -> list[Variant]:
-    """Every policy at every size; settings are swept for ``snapstream`` alone.
+    """Every policy at every size; settings are swept for ``snapstream``, or where it is not chosen for ``mixed``.
 
     Raises:
         ConfigurationError: A policy that is not allowed here, or one that needs a size without any.
@@ -140,9 +141,14 @@ def make_variants(
         if policy in UNSIZED:
             made.append(Variant(policy))
             continue
-        settings = sweeps if policy == "snapstream" else [()]
+        settings = sweeps if policy == swept_of(policies) else [()]
         made += [Variant(policy, size, setting) for size in dict.fromkeys(sizes) for setting in settings]
     return made
+
+
+def swept_of(policies: Sequence[str]) -> str | None:
+    """Whose settings are swept."""
+    return next((policy for policy in ("snapstream", "mixed") if policy in policies), None)
 
 
 LEAST_PROMPT = 64

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from snapstream.config import CacheBudget, policy_names
+from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
 
@@ -85,10 +85,12 @@ class Extra(Body):
 
 
 class Budget(Body):
-    """A cache whose policy is not SnapStream's own."""
+    """A cache whose policy is not the default one."""
 
     capacity: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="Entries.")
-    policy: Annotated[str, Field(max_length=64)] = Field("snapstream", description="snapstream, streaming, ...")
+    policy: Annotated[str, Field(max_length=64)] = Field(
+        DEFAULT_POLICY, description="mixed, snapstream, streaming, ..."
+    )
 
 
 Entries = Annotated[int, Field(ge=1, lt=2**31)] | Budget

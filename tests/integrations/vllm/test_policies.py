@@ -28,7 +28,9 @@ def prompts():
     return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("name", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random", "large-values"])
+@pytest.mark.parametrize(
+    "name", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random", "large-values"]
+)
 def test_equals_the_built_in_engine(llama, prompts, name):
     budget = CacheBudget.preset(name, 128)
     with vllm_engine(llama, budget, max_num_batched_tokens=48) as llm:

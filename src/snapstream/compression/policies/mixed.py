@@ -23,8 +23,8 @@ class Mixed(WindowVotes):
     """Three ways of choosing fail on different questions, so each has a third of the places.
 
     Votes of a window (SnapKV) keep what several words of a question ask for, but are spread where the question is
-    shorter than the window. Votes of the last token (SAGE-KV) are not, but it may ask for one thing only. A key unlike the
-    others (KeyDiff) is kept for what nobody has asked for yet. docs/accuracy.md has what each keeps alone, and together.
+    shorter than the window. Votes of the last token (SAGE-KV) are not, but it may ask for one thing only. A key unlike
+    the others (KeyDiff) is kept for what nobody has asked for yet. What each keeps, and all together: docs/accuracy.md.
 
     Attributes:
         key_kernel: Odd width of the average of keys' differences along the sequence; 1 switches it off.

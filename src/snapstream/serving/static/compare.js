@@ -6,7 +6,7 @@ import { bytes, number, say } from "./slots.js";
 const POLICIES = [
   { name: "full", title: "Full cache" },
   { name: "streaming", title: "StreamingLLM" },
-  { name: "snapstream", title: "SnapStream" },
+  { name: "mixed", title: "SnapStream" },
 ];
 const LEVELS = 5; // shades of a token, by how many heads keep it
 
@@ -147,7 +147,7 @@ function card(title, answer, figures) {
 }
 
 function layers() {
-  const count = found.snapstream.kept.positions.length;
+  const count = found.mixed.kept.positions.length;
   if ($("kept-layer").options.length === count + 1) return;
   const options = ["all layers", ...Array.from({ length: count }, (_, layer) => `layer ${layer + 1}`)];
   $("kept-layer").replaceChildren(...options.map((text, index) => new Option(text, index - 1)));

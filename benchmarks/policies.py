@@ -1,0 +1,102 @@
+"""What choosing tokens costs, policy by policy: time beside that of reading the prompt, and memory.
+
+One reading of a prompt is compressed by every policy, so all of a row is measured on the same text, next to each other.
+Prints Markdown.
+
+    python benchmarks/policies.py    # about five minutes on 2 cores, on a quiet machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import CPU, Spread, make_checkpoint, seconds
+from limits import as_the_command_does
+from snapstream import CacheBudget
+from snapstream.attention import choose_backend
+from snapstream.engine.prefill import Prefill
+from snapstream.engine.reading import Reading, Target
+from snapstream.models import DecoderModel, load_model
+from snapstream.models.weights import load_spec
+
+POLICIES = ("streaming", "sage-kv", "snapstream", "keydiff", "mixed")
+LENGTHS = (2048, 8192, 32768)
+CHUNK = 2048
+
+
+class Reader:
+    """Reads prompts, and adds up what each policy takes of it."""
+
+    def __init__(self, model: DecoderModel, length: int) -> None:
+        self.model, spec = model, model.spec
+        self.budgets = {name: CacheBudget.preset(name, length // 4) for name in POLICIES}
+        backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
+        padded = -(-length // CHUNK) * CHUNK
+        self.prefill = Prefill(model, backend, queries=32, padded=padded, chunk=CHUNK)
+        self.slots = {
+            name: [spec.entry.empty(1, length // 4, dtype=torch.bfloat16) for _ in range(spec.layers)]
+            for name in POLICIES
+        }
+
+    def read(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
+        """Seconds of reading without compression, and of compression by each policy."""
+        spent = dict.fromkeys(POLICIES, 0.0)
+        compress, reading = Prefill._compress_into, Reading(self.model.spec, tokens)
+        names = {id(reading.add(self.budgets[name], self.slots[name])): name for name in POLICIES}
+
+        def timed(target: Target, of: Reading) -> None:
+            spent[names[id(target)]] += seconds(lambda: compress(self.prefill, target, of))
+
+        self.prefill._compress_into = timed  # type: ignore[method-assign]
+
+        def work() -> None:
+            while not reading.finished:
+                self.prefill.advance(reading)
+
+        whole = seconds(work)
+        return whole - sum(spent.values()), spent
+
+    def most_memory(self, name: str, tokens: list[int]) -> int:
+        """Most bytes that the policy holds at a time in one layer."""
+        reading = Reading(self.model.spec, tokens)
+        target = reading.add(self.budgets[name], self.slots[name])
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, torch.inference_mode():
+            Prefill._compress_into(self.prefill, target, reading)
+        held = most = 0
+        for event in sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        return most
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure")
+    rounds = parser.parse_args().rounds
+    print("| tokens | policy | percent of the time of reading | more memory, MiB | of the layer's keys and values |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as checkpoint:
+        make_checkpoint(checkpoint)
+        model = load_model(Path(checkpoint), load_spec(Path(checkpoint)), torch.bfloat16, CPU)
+        for length in LENGTHS:
+            reader, tokens = Reader(model, length), torch.randint(0, 4096, (length,)).tolist()
+            reader.read(tokens)
+            measured = [reader.read(tokens) for _ in range(rounds)]
+            staged = sum(tensor.nbytes for tensor in reader.prefill.staging.tensors)
+            for name in POLICIES:
+                share = Spread([100 * spent[name] / reading for reading, spent in measured])
+                memory = reader.most_memory(name, tokens)
+                cells = f"{share.show(2)} | {memory / 2**20:.1f} | {100 * memory / staged:.0f} %"
+                print(f"| {length} | {name} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    as_the_command_does()
+    main()
