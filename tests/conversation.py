@@ -78,6 +78,5 @@ class NaiveConversation:
 
     def positions(self):
         return [
-            [sorted(self.caches[layer, n].tokens()) for n in range(self.spec.kv_heads)]
-            for layer in range(self.spec.layers)
+            [self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)] for layer in range(self.spec.layers)
         ]

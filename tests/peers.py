@@ -54,7 +54,7 @@ class Oracle:
         if self.latent:
             kinds = zip(*votes, strict=True)
             votes = [[{p: sum(v[p] for v in kind) / len(kind) for p in kind[0]} for kind in kinds]]
-        scores = [naive_smooth(v, key[n], self.budget) for n, v in enumerate(votes)]
+        scores = [naive_smooth(v, self.budget) for v in votes]
         caches = [naive_compress(query, key[n], self.budget, scores=s) for n, s in enumerate(scores)]
         return caches * key.shape[0] if self.latent else caches
 

@@ -39,13 +39,16 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
 
     queries [G, L, D] of the whole prompt, keys [L, D].
     """
-    return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter), keys, budget)
+    return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter), budget)
 
 
 def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> list[dict[int, float]]:
-    """Attention of the window to every candidate; under the mixed policy that of the last token, too."""
-    windows = [budget.window, 1] if budget.policy.name == "mixed" else [budget.window]
-    return [naive_attention_votes(queries, keys, budget, first_voter, window) for window in windows]
+    """Attention of the window to every candidate; under the mixed policy that of the last token and the keys', too."""
+    votes = [naive_attention_votes(queries, keys, budget, first_voter, budget.window)]
+    if budget.policy.name == "mixed":
+        votes.append(naive_attention_votes(queries, keys, budget, first_voter, 1))
+        votes.append(naive_key_differences(keys, budget))
+    return votes
 
 
 def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, window) -> dict[int, float]:
@@ -67,13 +70,13 @@ def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, wi
     return votes
 
 
-def naive_smooth(votes: list[dict[int, float]], keys: Tensor, budget) -> dict[int, float]:
+def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     """Scores of votes."""
     policy = budget.policy
-    pooled = [naive_pool(kind, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg")) for kind in votes]
-    if policy.name != "mixed":
+    pooled = [naive_pool(kind, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg")) for kind in votes[:2]]
+    if policy.name != "mixed" or not votes[0]:
         return pooled[0]
-    pooled.append(naive_key_differences(keys, budget, policy.key_kernel))
+    pooled.append(naive_pool(votes[2], policy.key_kernel))
     orders = [sorted(scores, key=lambda p, scores=scores: (-scores[p], p)) for scores in pooled]
     return {p: -min(order.index(p) for order in orders) for p in pooled[0]}
 
@@ -94,12 +97,12 @@ def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg") -> di
     return pooled
 
 
-def naive_key_differences(keys: Tensor, budget, kernel: int) -> dict[int, float]:
-    """One minus the cosine of every candidate's key to their mean direction, smoothed."""
+def naive_key_differences(keys: Tensor, budget) -> dict[int, float]:
+    """One minus the cosine of every candidate's key to their mean direction."""
     at = naive_candidates(len(keys), budget)
     directions = {p: keys[p].double() / keys[p].double().norm() for p in at}
     mean = sum(directions.values()) if at else None
-    return naive_pool({p: 1 - float(directions[p] @ mean / mean.norm()) for p in at}, kernel)
+    return {p: 1 - float(directions[p] @ mean / mean.norm()) for p in at}
 
 
 def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -> dict[int, float]:
@@ -108,7 +111,7 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -
     if hasattr(policy, "naive_scores"):  # a policy of a test, with an oracle of its own
         return policy.naive_scores(queries, keys, values, budget)
     if policy.name == "keydiff":
-        return naive_key_differences(keys, budget, policy.kernel)
+        return naive_pool(naive_key_differences(keys, budget), policy.kernel)
     return naive_votes(queries, keys, budget, first_voter)
 
 

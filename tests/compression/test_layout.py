@@ -22,6 +22,7 @@ def budgets(draw):
         kernel=draw(st.sampled_from([1, 3, 5])),
         normalize=draw(st.sampled_from(["all", "candidates"])),
         ring=draw(st.sampled_from(["elastic", "paper"])),
+        policy="snapstream",
     )
 
 

@@ -195,14 +195,15 @@ def test_what_is_no_policy_is_refused():
             CacheBudget.preset(name, 64)
 
 
-def test_budgets_written_for_earlier_versions_mean_the_same():
+def test_budgets_written_for_earlier_versions_are_read():
     old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
-    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates"}
+    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates", "key_kernel": 5}
     assert (old.ring, old.policy.settings()) == ("paper", settings)
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
-    assert replace(CacheBudget.of(64), window=1).policy == make_policy("snapstream", {"window": 1})
+    assert replace(CacheBudget.of(64), window=1).policy == make_policy("mixed", {"window": 1})
+    assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
     assert replace(CacheBudget.of(64), selection="random").policy == make_policy("random", {})
-    assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("snapstream", {})
+    assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("mixed", {})
     text = '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
     assert CacheBudget.parse(text).policy.name == "random"
     assert CacheBudget.parse({"capacity": 64, "policy": "random", "seed": 7}).policy.seed == 7

@@ -61,8 +61,8 @@ def model(request, tmp_path_factory):
 
 BUDGETS = {
     "full": CacheBudget.preset("full", 256),
-    "elastic": BUDGET,
-    "paper": CacheBudget(2, 9, 14, window=8, kernel=5, ring="paper"),
+    "elastic": CacheBudget(4, 24, 20, window=8, kernel=5, policy="snapstream"),
+    "paper": CacheBudget(2, 9, 14, window=8, kernel=5, ring="paper", policy="snapstream"),
     "streaming": CacheBudget(2, 14, 0, window=1),
 }
 
@@ -97,8 +97,9 @@ def test_what_it_guesses_is_verified(model):
     """By itself, with nobody to help it: the same tokens, and those that were right are counted."""
     path, module = model
     tokens = prompt(90, seed=90)
-    made, guesses = peer_guesses(path, module, tokens, BUDGET, 40, 3)
-    out = make(path, speculative="mtp", speculative_tokens=3).generate(tokens, greedy(40))[0]
+    made, guesses = peer_guesses(path, module, tokens, BUDGETS["elastic"], 40, 3)
+    llm = make(path, BUDGETS["elastic"], speculative="mtp", speculative_tokens=3)
+    out = llm.generate(tokens, greedy(40))[0]
     assert list(out.token_ids) == made
     at, accepted = 1, 0
     while at < 40:

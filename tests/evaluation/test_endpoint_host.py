@@ -117,15 +117,13 @@ def keyed(path, **names):
 
 def test_the_same_scores_as_the_engine(tmp_path, endpoint):
     tasks = ["--tasks", "multikey,kv,late-question"]
-    done = command(
-        endpoint, tmp_path / "http", *tasks, "--policies", "served,truncated,snapstream", "--budgets", "1/2,1/4"
-    )
+    done = command(endpoint, tmp_path / "http", *tasks, "--policies", "served,truncated,mixed", "--budgets", "1/2,1/4")
     assert done.exit_code == 0, done.output
     assert (
         "left out: late-question, which goes on in a compressed cache" in (tmp_path / "http" / "report.md").read_text()
     )
     local = ["eval", *tasks[:1], "multikey,kv", "--lengths", "300,500", "--samples", "3", "-o", str(tmp_path / "local")]
-    done = CliRunner().invoke(app, [*local, "--policies", "full,truncated,snapstream", "--budgets", "1/2,1/4"])
+    done = CliRunner().invoke(app, [*local, "--policies", "full,truncated,mixed", "--budgets", "1/2,1/4"])
     assert done.exit_code == 0, done.output
     ours, theirs = keyed(tmp_path / "local"), keyed(tmp_path / "http")
     assert len(ours) == 2 * 3 * (5 + 4)  # a quarter of 300 tokens leaves no room for a truncated prompt
@@ -168,7 +166,7 @@ def test_what_is_served_needs_a_name_and_is_not_mixed(tmp_path, endpoint):
 
 def test_a_server_that_would_ignore_budgets_is_refused(tmp_path, endpoint):
     endpoint.metrics = 'vllm:num_requests_running{model_name="snapstream_prompts_compressed"} 0'
-    done = command(endpoint, tmp_path, "--policies", "snapstream")
+    done = command(endpoint, tmp_path, "--policies", "mixed")
     assert "shows no SnapStream counters at /metrics, so it would ignore cache budgets" in str(done.exception)
     assert endpoint.bodies == []
 

@@ -52,7 +52,7 @@ def run(tmp_path, **changes):
 def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
     """Every policy and task; the reference has an engine, a reading and a second turn of its own for each."""
     _, records = run(tmp_path)
-    assert len(records) == 3 * 3 * 5 + 3  # a truncated prompt has no room for what follows in the other two
+    assert len(records) == 3 * 3 * 7 + 3  # a truncated prompt has no room for what follows in the other two
     engines = {}
     for record in records:
         entries = LENGTH // 4
@@ -89,7 +89,7 @@ def test_all_policies_share_one_reading(tmp_path, monkeypatch):
     )
     policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
     run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)
-    assert begun == [13] * 3 * 2
+    assert begun == [19] * 3 * 2
 
 
 def test_one_picture_of_what_was_kept_per_cell(tmp_path):
@@ -109,10 +109,11 @@ def test_the_shipped_model_can_do_what_its_card_says(tmp_path):
     _, records = run(tmp_path, tasks=find_tasks(["needle", "multikey", "multiquery", "passkey", "kv"]), samples=12)
     share = {
         policy: sum(r.right for r in records if r.policy == policy) / sum(r.policy == policy for r in records)
-        for policy in ("full", "snapstream", "streaming", "random")
+        for policy in ("full", "snapstream", "mixed", "streaming", "random")
     }
     assert share["full"] > 0.9
     assert share["snapstream"] > 0.8
+    assert share["mixed"] > 0.8
     assert max(share["streaming"], share["random"]) < 0.5
 
 
@@ -187,7 +188,7 @@ def test_the_command_writes_records_and_reports(tmp_path):
     )
     assert done.exit_code == 0, done.output
     header, records = read_records(tmp_path / "results.jsonl")
-    assert len(records) == 2 * 2 * 3 * 5
+    assert len(records) == 2 * 2 * 3 * 7
     assert header["model"] == "task-model"
     assert header["checkpoint"] == fingerprint(TASK_MODEL)
     assert (tmp_path / "report.md").read_text() in done.stdout
@@ -251,7 +252,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
     assert whole.returncode == 0
     killed, left = (read_records(tmp_path / name / "results.jsonl") for name in ("killed", "whole"))
     assert killed[0] == left[0]
-    assert len(killed[1]) == len({record.key for record in killed[1]}) == 2 * 2 * 3 * 4
+    assert len(killed[1]) == len({record.key for record in killed[1]}) == 2 * 2 * 4 * 4
     assert sorted(killed[1], key=lambda r: r.key) == sorted(left[1], key=lambda r: r.key)
     assert 1 < sizes[0] < sizes[1] < 1 + len(killed[1])
     assert (tmp_path / "killed" / "report.md").read_text() == (tmp_path / "whole" / "report.md").read_text()
@@ -309,7 +310,7 @@ def test_an_error_in_mid_run_keeps_what_finished(tmp_path, monkeypatch):
     assert f"the machine caught fire; 4 new answers are kept in {tmp_path}/results.jsonl" in str(done.exception)
     monkeypatch.undo()
     assert command(*arguments).exit_code == 0
-    assert len(read_records(tmp_path / "results.jsonl")[1]) == 12
+    assert len(read_records(tmp_path / "results.jsonl")[1]) == 16
 
 
 def test_fingerprints_tell_checkpoints_apart(tmp_path):

@@ -91,7 +91,7 @@ def test_ask_about_the_example(page, server):
     page.get_by_text("2,996 tokens of prompt, 4 generated").wait_for()
     page.get_by_text("4 slots free, ").click()
     slot = page.locator(".slot", has=page.get_by_text("as it was left")).first
-    slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 380 pinned, 128 in the ring").wait_for()
+    slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 444 pinned, 64 in the ring").wait_for()
     slot.get_by_role("img", name="of the prompt, 17 % was kept").wait_for()
     slot.get_by_text("768 KiB of memory; a full cache would take 4.4 MiB by now").wait_for()
     colours = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
@@ -422,7 +422,7 @@ def test_three_policies_side_by_side(compared, example):
     assert "broad vase" not in kept
     assert len(kept) > 500
     assert shown.endswith(kept[-400:])
-    page.locator("#kept-policy").select_option("snapstream")
+    page.locator("#kept-policy").select_option("mixed")
     layers = page.locator("#kept-layer option").count() - 1
     assert layers == page.server.llm.engine.spec.layers
     each = set()

@@ -101,9 +101,10 @@ class CompressedSequence:
             _require(all(map(bool, finite)), "an entry is no number")
         for layer, positions in zip(self.layers, self.positions, strict=False):
             _require(positions.shape == (layer.keys.shape[1], layout.count), "positions have another shape")
-            _require(bool((positions[:, 1:] > positions[:, :-1]).all()), "entries are not in the order of the text")
-            _require(int(positions[:, 0].min()) >= 0, "a position is negative")
-            _require(int(positions[:, -1].max()) < len(self.tokens), "a position is behind the end")
+            in_order = positions.sort(dim=-1).values  # a pinned recent token stands before older ones in the ring
+            _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry is there twice")
+            _require(int(in_order[:, 0].min()) >= 0, "a position is negative")
+            _require(int(in_order[:, -1].max()) < len(self.tokens), "a position is behind the end")
 
     def save(self, path: str | Path, *, model: str) -> None:
         """Write the sequence to a file; whatever was there is replaced in one step, or not at all.

@@ -85,8 +85,8 @@ def choose_entries(
     Args:
         prompt: The layer.
         budget: Capacity and policy; ``prompt.layout`` is of this budget.
-        combine: Applied to votes ``[B, N, L]`` that come from queries, before they are smoothed. A host that splits
-            the query heads of a KV head over devices sums their votes here, or each device would keep other tokens.
+        combine: Applied to votes ``[B, N, L]`` before they are smoothed. A host that splits the query heads of a KV
+            head over devices sums their votes here, or each device would keep other tokens.
 
     Returns:
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
@@ -104,12 +104,12 @@ def choose_entries(
                 f"policy {budget.policy.name} made votes {tuple(votes.shape)} of {votes.dtype}; they must be "
                 f"{tuple(keys.shape[:3])} of torch.float32"
             )
-        if combine is not None and budget.policy.queries:
+        if combine is not None:
             votes = combine(votes) if votes.dim() == 3 else torch.stack([combine(kind) for kind in votes])
         scores = budget.policy.smooth(votes.masked_fill(~is_candidate, 0.0), prompt)
-        if scores.shape != keys.shape[:3]:
+        if scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
-                f"policy {budget.policy.name} made scores {tuple(scores.shape)}; they must be {tuple(keys.shape[:3])}"
+                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of votes {tuple(votes.shape)}"
             )
         scores = scores + 0.0  # no negative zero: select_entries() looks at bits
     scores = scores.masked_fill(~is_candidate, -1.0)

@@ -26,8 +26,10 @@ def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int) -
     """
     position = torch.arange(lists[0].shape[2], device=lists[0].device)
     is_none = ~candidates(position, layout.candidate_end, sink)[:, None]
-    ranks = torch.stack([_ranks(scores.masked_fill(is_none, -1.0)) for scores in lists])
-    return 1.0 / (1.0 + ranks.amin(0))
+    best = _ranks(lists[0].masked_fill(is_none, -1.0))
+    for scores in lists[1:]:
+        torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0)), out=best)
+    return 1.0 / (1.0 + best)
 
 
 def _ranks(scores: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Target:
     def kept_tokens(self) -> KeptTokens:
         """Telemetry of the whole prompt."""
         mass, *layers = to_host([torch.stack(self.mass), *self.positions[: len(self.mass)]])
-        positions = tuple(tuple(tuple(head) for head in layer.tolist()) for layer in layers)
+        positions = tuple(tuple(tuple(head) for head in layer.sort(-1).values.tolist()) for layer in layers)
         return KeptTokens(tuple(mass.tolist()), positions)
 
     def kept_shares(self, length: int) -> tuple[float, ...]:

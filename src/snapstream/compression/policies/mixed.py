@@ -51,13 +51,14 @@ class Mixed(WindowVotes):
         return cls(window=min(WINDOW, capacity // 4))
 
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """The window's and the last token's, ``[2, B, N, L]``."""
+        """The window's, the last token's, and the keys', ``[3, B, N, L]``."""
         last = replace(prompt, queries=prompt.queries[:, :, -1:])
-        return torch.stack([super().votes(prompt), super().votes(last)])
+        differences = key_differences(prompt.keys, prompt.layout, sink=prompt.sink)
+        return torch.stack([super().votes(prompt), super().votes(last), differences])
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         """See :meth:`Policy.smooth`."""
-        differences = key_differences(prompt.keys, prompt.layout, sink=prompt.sink)
-        by_keys = pool_votes(differences, pooling="avg", kernel=self.key_kernel)
-        by_votes = [super(Mixed, self).smooth(kind, prompt) for kind in votes]
-        return take_in_turn([*by_votes, by_keys], prompt.layout, sink=prompt.sink)
+        window, last, differences = votes
+        lists = [super().smooth(window, prompt), super().smooth(last, prompt)]
+        lists.append(pool_votes(differences, pooling="avg", kernel=self.key_kernel))
+        return take_in_turn(lists, prompt.layout, sink=prompt.sink)

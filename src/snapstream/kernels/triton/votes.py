@@ -100,7 +100,8 @@ def _sum(
     tl.store(votes + both * entries + position, result / GROUP, mask=position < entries)
 
 
-@triton.jit(do_not_specialize=["entries", "width", "largest"])
+# Several kinds of votes come in one tensor, so where one of them begins is any address.
+@triton.jit(do_not_specialize=["entries", "width", "largest"], do_not_specialize_on_alignment=["votes"])
 def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
