@@ -28,7 +28,7 @@ def caches(length: int) -> dict[str, CacheBudget | None]:
     """Caches by name; ``None`` keeps everything."""
     found: dict[str, CacheBudget | None] = {"full": None}
     for share in (4, 8):
-        for policy in ("snapstream", "sage-kv", "streaming", "random"):
+        for policy in ("mixed", "snapstream", "keydiff", "sage-kv", "streaming", "random"):
             found[f"{policy}, 1/{share}"] = CacheBudget.preset(policy, length // share)
     return found
 
@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     longest = max(lengths) + FORCED
-    llm = LLM(arguments.model, max_model_len=longest, slots=9, report_plan=lambda plan: None)
+    llm = LLM(arguments.model, max_model_len=longest, slots=13, report_plan=lambda plan: None)
     book = llm.tokenizer.encode("\n".join(paragraphs()), add_special_tokens=False)
     print("| prompt | cache | perplexity | times the full cache's | greedy words before the first difference |")
     print("|---|---|---|---|---|")
