@@ -21,8 +21,8 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 
 .PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
-  test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-speculative bench-vllm \
-  bench-transformers bench-deepseek train clean
+  test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
+  bench-vllm bench-transformers bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -58,10 +58,11 @@ bench-beginnings: $(STAMP)
 # What smaller caches cost the shipped model, task by task; a few minutes. The report: eval-results/report.html.
 eval: $(STAMP)
 	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
-	  --policies full,truncated,streaming,sage-kv,random,snapstream --output eval-results
+	  --policies full,truncated,streaming,sage-kv,random,snapstream,mixed --output eval-results
 
 # The matrix of docs/accuracy.md, and the settings behind the defaults; about an hour on two cores. It can be stopped and
 # started again: what is in eval-results is not done twice.
+CHOSEN := needle,multikey,multiquery,passkey,number,kv,tracking,late-question,long-decode
 POLICIES := full,truncated,streaming,sage-kv,random,snapstream
 EVAL := $(BIN)/snapstream eval --slots 24 --prefill-chunk 1024
 SETTINGS := $(EVAL) --policies snapstream --lengths 2k --budgets 1/8,1/16 --samples 40 --decode 1024 \
@@ -70,6 +71,8 @@ RING := $(EVAL) --policies snapstream --lengths 512 --samples 40 --tasks long-de
 eval-full: $(STAMP)
 	$(EVAL) --tasks all --lengths 1k,2k,4k,8k --budgets 1/2,1/4,1/8,1/16 --samples 25 --policies $(POLICIES) \
 	  --output eval-results/matrix
+	$(EVAL) --tasks $(CHOSEN) --lengths 1k,2k,4k,8k --budgets 1/4,1/8 --samples 25 --output eval-results/default \
+	  --policies full,sage-kv,keydiff,snapstream,mixed
 	$(SETTINGS) --sweep pooling=avg,max --output eval-results/pooling
 	$(SETTINGS) --sweep kernel=7,1,3,15 --output eval-results/kernel
 	$(SETTINGS) --sweep normalize=all,candidates --output eval-results/normalize
@@ -87,7 +90,7 @@ eval-full: $(STAMP)
 # The same for a real model: the second table of docs/accuracy.md, and how it goes on with a novel; two hours on two cores.
 eval-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream eval smollm2 --tasks prose --lengths 1k,2k,4k --budgets 1/4,1/8 --samples 100 --slots 24 --no-telemetry \
-	  --policies full,streaming,sage-kv,random,snapstream --sweep window=32,16 --output eval-results/smollm2
+	  --policies full,streaming,sage-kv,random,snapstream,mixed --sweep window=32,16 --output eval-results/smollm2
 	$(BIN)/python -m benchmarks.continuations --model smollm2
 
 lint: $(STAMP)
@@ -142,6 +145,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/prefill.py
 	$(BIN)/python benchmarks/reading.py $(if $(AGAINST),--against $(AGAINST))
+
+# What choosing tokens costs, policy by policy: the table of docs/accuracy.md; ten minutes, on a quiet machine.
+bench-policies: $(STAMP)
+	$(BIN)/python benchmarks/policies.py
 
 # Speculative decoding: the tables of docs/speculation.md; about half an hour, on a quiet machine.
 bench-speculative: $(STAMP)
