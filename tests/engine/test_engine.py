@@ -225,18 +225,18 @@ def test_first_come_first_served(checkpoint):
 
 def test_stop_token_stop_string_and_length(checkpoint):
     llm = make(checkpoint)
-    base = llm.generate(prompt(50), greedy(20))[0]
+    base = llm.generate(prompt(50, 1), greedy(20))[0]
     assert (base.finish_reason, len(base.token_ids)) == ("length", 20)
     fifth = base.token_ids[5]
     first = base.token_ids.index(fifth)
-    by_token = llm.generate(prompt(50), greedy(20, stop_token_ids=(fifth,)))[0]
+    by_token = llm.generate(prompt(50, 1), greedy(20, stop_token_ids=(fifth,)))[0]
     assert by_token.finish_reason == "stop"
     assert by_token.token_ids == base.token_ids[: first + 1]
     assert by_token.text == "".join(f"w{t}" for t in base.token_ids[:first])
     # A stop string that begins in one token and ends in the next.
     words = [f"w{t}" for t in base.token_ids]
     stop = words[3][-1] + words[4]
-    by_string = llm.generate(prompt(50), greedy(20, stop=stop))[0]
+    by_string = llm.generate(prompt(50, 1), greedy(20, stop=stop))[0]
     assert by_string.finish_reason == "stop"
     assert by_string.text == "".join(words)[: "".join(words).index(stop)]
 

@@ -60,7 +60,7 @@ def address(row, token, size):
 @pytest.mark.parametrize("ring", ["elastic", "paper"])
 def test_equals_the_life_of_each_sequence(manager, kernel, ring):
     rng = random.Random(manager * 100 + kernel)
-    budget = CacheBudget(**(BUDGET.as_dict() | {"ring": ring}))
+    budget = CacheBudget.parse(BUDGET.as_dict() | {"ring": ring})
     for _ in range(60):
         sequences, rows, computed, scheduled, layouts, table = batch(rng, manager, kernel, budget)
         sequences.begin(rows, computed, scheduled)
