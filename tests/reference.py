@@ -60,7 +60,9 @@ def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, wi
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
         for voter in voters:
-            seen = candidates if getattr(budget.policy, "normalize", "all") == "candidates" else list(range(voter + 1))
+            seen = list(range(voter + 1))
+            if getattr(budget.policy, "normalize", "all") == "candidates":
+                seen = [p for p in candidates if p <= voter]
             logits = {p: float(queries[head, voter] @ keys[p]) / math.sqrt(dim) for p in seen}
             top = max(logits.values(), default=0.0)
             total = sum(math.exp(x - top) for x in logits.values())

@@ -204,6 +204,8 @@ def test_budgets_written_for_earlier_versions_are_read():
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
     assert replace(CacheBudget.of(64), selection="random").policy == make_policy("random", {})
     assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("mixed", {})
+    assert CacheBudget.parse({"capacity": 64, "policy": "snapstream", "selection": "random"}).policy.name == "random"
+    assert CacheBudget(**CacheBudget.of(64).as_dict()) == CacheBudget.of(64)
     text = '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
     assert CacheBudget.parse(text).policy.name == "random"
     assert CacheBudget.parse({"capacity": 64, "policy": "random", "seed": 7}).policy.seed == 7

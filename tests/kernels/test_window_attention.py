@@ -28,7 +28,8 @@ def exactly(queries, keys, lengths, scale, members):
         for h in range(H):
             for w in range(W):
                 position = length - W + w
-                first, end = (0, position + 1) if members == scoring.EVERYTHING else (members, candidate_end)
+                end = position + 1 if members == scoring.EVERYTHING else min(position + 1, candidate_end)
+                first = max(members, 0)
                 if position >= first_voter and end > first:
                     seen = keys[b, h // (H // N), first:end].double()
                     votes[b, h // (H // N), first:end] += (seen @ queries[b, h, w].double() * scale).softmax(0)

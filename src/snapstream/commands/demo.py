@@ -55,7 +55,7 @@ def demo(
     budgets = {
         "full": None,
         "streaming": CacheBudget.preset("streaming", small.capacity),
-        "snapstream": small,
+        DEFAULT_POLICY: small,
     }
     if not as_json:
         messages.print(

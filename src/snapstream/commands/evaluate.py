@@ -84,7 +84,8 @@ def evaluate(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Settings of snapstream to compare: window=8,32 or pooling=avg,max; may be given again.",
+            help="Settings of snapstream, or else of mixed, to compare: window=8,32 or pooling=avg,max; may be given "
+            "again.",
             rich_help_panel=LAB,
         ),
     ] = None,

@@ -102,11 +102,14 @@ def choose_entries(
         if votes.dtype != torch.float32 or votes.shape[-3:] != keys.shape[:3] or votes.dim() > 4:
             raise ConfigurationError(
                 f"policy {budget.policy.name} made votes {tuple(votes.shape)} of {votes.dtype}; they must be "
-                f"{tuple(keys.shape[:3])} of torch.float32"
+                f"{tuple(keys.shape[:3])} of torch.float32, or several of them, stacked"
             )
         if combine is not None:
-            votes = combine(votes) if votes.dim() == 3 else torch.stack([combine(kind) for kind in votes])
-        scores = budget.policy.smooth(votes.masked_fill(~is_candidate, 0.0), prompt)
+            kinds = votes.shape[:-3]
+            combined = combine(votes.flatten(0, -3))
+            votes = combined.view(*kinds, len(keys), *combined.shape[1:])
+        votes = votes.masked_fill(~is_candidate, 0.0)
+        scores = budget.policy.smooth(votes, prompt)
         if scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
                 f"policy {budget.policy.name} made scores {tuple(scores.shape)} of votes {tuple(votes.shape)}"

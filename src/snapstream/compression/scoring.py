@@ -128,7 +128,7 @@ def plain_window_attention(
         if members == EVERYTHING:
             member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
         else:
-            member = candidates(position, candidate_end, members)[:, None]
+            member = candidates(position, candidate_end, members)[:, None] & (position <= query_position[..., None])
         return values, member[:, None, None]
 
     starts = range(0, L, key_chunk)

@@ -36,9 +36,10 @@ class CacheBudget:
 
     Attributes:
         sink: First tokens of the prompt, always kept (``S``).
-        recent: Last tokens of the prompt that are kept, and the least length of the ring of recent tokens (``R``); at
-            least the window of a policy that has one, so that every voter sees every candidate.
-        top_k: Prompt tokens between sinks and recent ones that are kept by vote (``K``).
+        recent: Last tokens of the prompt that are kept, apart from those that are chosen, and the least length of the
+            ring of recent tokens (``R``); at least the window of a policy that has one.
+        top_k: Prompt tokens that are chosen by the policy (``K``), between sinks and recent ones or, if it
+            :attr:`~Policy.pins_recent`, among all behind the sinks.
         ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
             full; ``paper``: the ring always has ``recent`` entries.
         policy: How the ``top_k`` are chosen, with settings of its own (:mod:`snapstream.compression.policies`).
@@ -63,6 +64,7 @@ class CacheBudget:
         selection: str | None = None,
         seed: int | None = None,
         *,
+        key_kernel: int | None = None,
         policy: Policy | str | None = None,
     ) -> None:
         """Check every field.
@@ -78,12 +80,14 @@ class CacheBudget:
             ring: See the class.
             selection: ``votes``, or ``random`` for the policy of this name.
             seed: Of the policy ``random``.
+            key_kernel: Of the policy ``mixed``.
             policy: A policy, or its name; single settings above are set in it.
 
         Raises:
             ConfigurationError: A field, or a combination, that cannot work; the message says what to change.
         """
         given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize, "seed": seed}
+        given["key_kernel"] = key_kernel
         settings = {name: value for name, value in given.items() if value is not None}
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")
@@ -282,15 +286,15 @@ class CacheBudget:
         return sizes | {"policy": self.policy.name} | self.policy.settings()
 
 
-_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed")
+_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel")
 """Settings of built-in policies that may be given to a budget itself. A policy without one of them ignores it: a sweep
 over ``window`` may have a row for random choice."""
 
 
 def _policy_with(policy: Policy | str | None, selection: str | None, settings: dict[str, Any]) -> Policy:
-    """A policy with some settings changed; ``selection`` may ask for another one than ``snapstream``."""
+    """A policy with some settings changed; ``selection`` may ask for ``random`` in place of a voted choice."""
     name = policy.name if isinstance(policy, Policy) else policy or DEFAULT_POLICY
-    if selection == "random" and name == DEFAULT_POLICY:
+    if selection == "random" and name in (DEFAULT_POLICY, "snapstream"):
         name = policy = "random"
     elif policy is None or (selection == "votes" and name == "random"):
         name = policy = DEFAULT_POLICY

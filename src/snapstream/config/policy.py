@@ -22,8 +22,8 @@ Normalize = Literal["all", "candidates"]
 ENTRY_POINTS = "snapstream.policies"
 """Group of entry points in which other packages register policies of their own, by name."""
 WINDOW = 32
-"""Voters of a cache of 128 entries or more. Every host keeps at least this number of queries, whatever its own policy
-needs, so that a request may ask for any cache that is no larger than the host's."""
+"""Voters of the paper's rule with 128 entries or more. Every host keeps at least so many queries, whatever its own
+policy needs, so that a request may ask for any cache that is no larger than the host's."""
 DEFAULT_POLICY = "mixed"
 """What a number of entries means by itself; chosen in docs/accuracy.md."""
 ALL = -1
@@ -61,8 +61,8 @@ class Policy(ABC):
         name: What users call it.
         needs_values: Whether :meth:`votes` looks at values.
         pins: Whether tokens between sinks and recent ones are kept at all.
-        pins_recent: Whether recent tokens before the voters may be pinned, too, and so outlive the ring's turns; the
-            ring then begins with tokens that are as much older.
+        pins_recent: Whether recent tokens may be chosen, too, and so outlive the ring's turns; the ring then holds the
+            last of all other tokens.
     """
 
     name: ClassVar[str]

@@ -22,6 +22,8 @@ from snapstream.models.weights import parameter_bytes
 
 SAMPLING_BYTES = 56
 """Of each token of the vocabulary and each slot, while a token is drawn: sorted logits, their order, and noise."""
+CHOICE_BYTES = 80
+"""Per token and KV head, while a layer is compressed: three kinds of votes, copies of them, and their orders."""
 LIBRARY_WORKSPACE = 64 * 2**20
 """What cuBLAS keeps on a CUDA device."""
 
@@ -207,7 +209,9 @@ def _plan(
     if setup.device.type == "cpu":  # the library packs a weight before it multiplies
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = WINDOW if queries == ALL else queries
-    votes = spec.heads * voters * min(padded, KEY_CHUNK) * 4 * 2 + spec.kv_heads * padded * (4 + 8 * 2)
+    # Logits or directions of a chunk of keys; votes of three kinds, their copies, and what orders them.
+    of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
+    votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
     # What is kept of one layer is gathered before it is put into its slot.
     leaving = entries * spec.entry.nbytes(setup.dtype)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3

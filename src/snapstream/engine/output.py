@@ -36,8 +36,8 @@ class CacheUse:
     Attributes:
         prompt_tokens: Length of the prompt, with the turns before it.
         sink: First tokens kept.
-        pinned: Tokens kept by vote.
-        recent: Last tokens kept.
+        pinned: Tokens that were chosen.
+        recent: Last of all other tokens, in the ring.
         dropped: Tokens left out, now or in a turn before.
         limit: Most entries the sequence will ever hold.
         bytes_held: Keys and values of ``limit`` entries.

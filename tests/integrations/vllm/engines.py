@@ -6,7 +6,9 @@ from unittest import mock
 
 from snapstream.config import CacheBudget
 
-BUDGET = CacheBudget(sink=4, recent=64, top_k=60, window=32)
+# Oracles see keys of heads, not latents, so latent attention is compared under the policy that needs queries alone.
+BUDGET = CacheBudget(sink=4, recent=64, top_k=60, window=32, policy="snapstream")
+MIXED = CacheBudget(sink=4, recent=32, top_k=92, window=16)
 # Stock vLLM computes MLA on a CPU as transformers does only without its own rotary kernel. Where there is AMX, it would
 # take a backend that knows no float32.
 MLA = {

@@ -8,6 +8,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import (
     BUDGET,
+    MIXED,
     MLA,
     free_blocks,
     generate,
@@ -302,8 +303,9 @@ def test_latent_attention_equals_transformers(deepseek, prompts):
 
 def test_latent_attention_equals_the_built_in_engine(deepseek, prompts):
     """Two hosts of one method: the same checkpoint, budget and prompts give the same tokens."""
-    with vllm_engine(deepseek, BUDGET, **MLA) as llm:
-        assert generate(llm, prompts, 60) == builtin(deepseek, prompts, BUDGET, 60)
+    for budget in (BUDGET, MIXED):
+        with vllm_engine(deepseek, budget, **MLA) as llm:
+            assert generate(llm, prompts, 60) == builtin(deepseek, prompts, budget, 60)
 
 
 def test_compiled_equals_eager(llama, prompts, expected):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.integrations.vllm.engines import BUDGET, MLA
+from tests.integrations.vllm.engines import BUDGET, MIXED, MLA
 from tests.integrations.vllm.offline import run_offline
 from tests.peers import peer_generate
 
@@ -37,8 +37,8 @@ def test_tensor_parallel_with_one_kv_head_on_both_ranks(tmp_path, prompts):
     """Each rank sees half of the query heads that share the KV head: their votes are summed."""
     save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
     save_tokenizer(tmp_path)
-    got = run_offline(tmp_path, prompts, 60, BUDGET, ranks(2), tensor_parallel_size=2)
-    assert got == [peer_generate(tmp_path, tokens, BUDGET, 60) for tokens in prompts]
+    got = run_offline(tmp_path, prompts, 60, MIXED, ranks(2), tensor_parallel_size=2)
+    assert got == [peer_generate(tmp_path, tokens, MIXED, 60) for tokens in prompts]
 
 
 def test_tensor_parallel_latent_attention(deepseek, prompts):

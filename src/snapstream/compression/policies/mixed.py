@@ -15,8 +15,6 @@ from snapstream.compression.ranks import take_in_turn
 from snapstream.compression.scoring import pool_votes
 from snapstream.config.policy import LayerPrompt
 
-WINDOW = 16
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(WindowVotes):
@@ -33,7 +31,7 @@ class Mixed(WindowVotes):
     name: ClassVar[str] = "mixed"
     pins_recent: ClassVar[bool] = True
 
-    window: int = WINDOW
+    window: int = 16
     key_kernel: int = 5
 
     def __post_init__(self) -> None:
@@ -48,7 +46,7 @@ class Mixed(WindowVotes):
     @classmethod
     def sized(cls, capacity: int) -> Mixed:
         """A quarter of a small cache is the number of voters."""
-        return cls(window=min(WINDOW, capacity // 4))
+        return cls(window=min(cls.window, capacity // 4))
 
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """The window's, the last token's, and the keys', ``[3, B, N, L]``."""

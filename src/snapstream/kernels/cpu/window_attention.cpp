@@ -134,7 +134,7 @@ void attend_window(const Problem<typename K::Number>& p, const WindowArguments& 
   for (int64_t row = 0; row < w.rows; ++row) {
     const int64_t position = length - W + row % W;
     if (position < a.first_voter[b]) continue;
-    w.last[row] = static_cast<int32_t>(everything ? position : a.candidate_end[b] - 1);
+    w.last[row] = static_cast<int32_t>(everything ? position : std::min(position, a.candidate_end[b] - 1));
     for (int64_t head = 0; head < N; ++head) w.normalizer[head * width + row] = 0.0f;
   }
   w.queries.resize(N * w.tiles * (D / K::PER_OPERAND) * QUERIES);

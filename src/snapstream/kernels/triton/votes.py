@@ -37,7 +37,7 @@ def _logits(
     if sink < 0:
         last_seen, first_seen = voter_position, 0
     else:
-        last_seen, first_seen = voter_position * 0 + candidate_end - 1, sink
+        last_seen, first_seen = tl.minimum(voter_position, candidate_end - 1), sink
     seen = (position[None, :] <= last_seen[:, None]) & (position >= first_seen)[None, :]
     return logits, seen & is_row[:, None] & is_key[None, :]
 

@@ -3,10 +3,11 @@
 import { $, ask, show } from "./api.js";
 import { bytes, number, say } from "./slots.js";
 
+const OURS = "mixed"; // the library's default
 const POLICIES = [
   { name: "full", title: "Full cache" },
   { name: "streaming", title: "StreamingLLM" },
-  { name: "mixed", title: "SnapStream" },
+  { name: OURS, title: "SnapStream" },
 ];
 const LEVELS = 5; // shades of a token, by how many heads keep it
 
@@ -147,7 +148,7 @@ function card(title, answer, figures) {
 }
 
 function layers() {
-  const count = found.mixed.kept.positions.length;
+  const count = found[OURS].kept.positions.length;
   if ($("kept-layer").options.length === count + 1) return;
   const options = ["all layers", ...Array.from({ length: count }, (_, layer) => `layer ${layer + 1}`)];
   $("kept-layer").replaceChildren(...options.map((text, index) => new Option(text, index - 1)));
