@@ -14,7 +14,7 @@ from snapstream.cli import app
 from snapstream.evaluation.plots import kept_tokens
 from snapstream.evaluation.records import read_records
 
-POLICIES = "streaming,random,sage-kv,snapstream"
+POLICIES = "streaming,sage-kv,keydiff,snapstream,mixed"
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def test_what_a_cpu_allocates(checkpoint, attention):
 
 
 def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
-    """On CUDA: no masks, and no logits of ``L x T``. Staging grows, by what a token has there, and what choosing takes."""
+    """On CUDA: no masks, and no logits of ``L x T``. Only staging grows, by what a token has there, and the choice."""
     short, long = (plan_of(checkpoint, "cuda", max_model_len=length) for length in (2**14, 2**17))
     heads = set_up(str(checkpoint), 256, EngineConfig(device="cuda"), must_exist=False).spec.kv_heads
     assert 0 <= long.workspace - short.workspace <= heads * CHOICE_BYTES * (2**17 - 2**14)
