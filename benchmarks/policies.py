@@ -3,7 +3,7 @@
 One reading of a prompt is compressed by every policy, so all of a row is measured on the same text, next to each other.
 Prints Markdown.
 
-    python benchmarks/policies.py    # about five minutes on 2 cores, on a quiet machine
+    python benchmarks/policies.py    # about ten minutes on 2 cores, on a quiet machine
 """
 
 from __future__ import annotations
