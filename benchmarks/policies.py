@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine import CPU, Spread, make_checkpoint, seconds
 from limits import as_the_command_does
+from prefill import CHUNK, Reader
 from snapstream import CacheBudget
-from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading, Target
 from snapstream.models import DecoderModel, load_model
@@ -26,24 +26,20 @@ from snapstream.models.weights import load_spec
 
 POLICIES = ("streaming", "sage-kv", "snapstream", "keydiff", "mixed")
 LENGTHS = (2048, 8192, 32768)
-CHUNK = 2048
 
 
-class Reader:
+class Compressor(Reader):
     """Reads prompts, and adds up what each policy takes of it."""
 
     def __init__(self, model: DecoderModel, length: int) -> None:
-        self.model, spec = model, model.spec
+        super().__init__(model, length, CHUNK)
         self.budgets = {name: CacheBudget.preset(name, length // 4) for name in POLICIES}
-        backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
-        padded = -(-length // CHUNK) * CHUNK
-        self.prefill = Prefill(model, backend, queries=32, padded=padded, chunk=CHUNK)
         self.slots = {
-            name: [spec.entry.empty(1, length // 4, dtype=torch.bfloat16) for _ in range(spec.layers)]
+            name: [model.spec.entry.empty(1, length // 4, dtype=torch.bfloat16) for _ in range(model.spec.layers)]
             for name in POLICIES
         }
 
-    def read(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
+    def read_for_all(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
         """Seconds of reading without compression, and of compression by each policy."""
         spent = dict.fromkeys(POLICIES, 0.0)
         compress, reading = Prefill._compress_into, Reading(self.model.spec, tokens)
@@ -86,9 +82,9 @@ def main() -> None:
         make_checkpoint(checkpoint)
         model = load_model(Path(checkpoint), load_spec(Path(checkpoint)), torch.bfloat16, CPU)
         for length in LENGTHS:
-            reader, tokens = Reader(model, length), torch.randint(0, 4096, (length,)).tolist()
-            reader.read(tokens)
-            measured = [reader.read(tokens) for _ in range(rounds)]
+            reader, tokens = Compressor(model, length), torch.randint(0, 4096, (length,)).tolist()
+            reader.read_for_all(tokens)
+            measured = [reader.read_for_all(tokens) for _ in range(rounds)]
             staged = sum(tensor.nbytes for tensor in reader.prefill.staging.tensors)
             for name in POLICIES:
                 share = Spread([100 * spent[name] / reading for reading, spent in measured])

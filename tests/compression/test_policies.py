@@ -78,6 +78,7 @@ def test_what_every_policy_keeps(name, length):
         if budget.policy.pins_recent and length > 48:  # what is pinned of them leaves room for older ones
             assert ring == [p for p in range(length) if p not in pinned][-len(ring) :]
         else:
+            assert positions == sorted(positions)
             assert positions[-recent:] == list(range(length - recent, length))
         assert head[layout.count :].eq(-1).all()
 

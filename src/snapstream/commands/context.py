@@ -69,10 +69,10 @@ def read(
         llm = _load(name, parsed, config)
         tokens, opened = llm.context_tokens(text, chat=False if plain else None, system=system)
         params = SamplingParams(max_tokens=0)
-        read = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
-        if read.saved is None:
-            raise RequestError(f"the text could not be read: {read.error}")
-        context = llm.context_of(read.saved, opened, system)
+        done = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
+        if done.saved is None:
+            raise RequestError(f"the text could not be read: {done.error}")
+        context = llm.context_of(done.saved, opened, system)
         llm.save_context(context, output)
     from snapstream.engine.memory import gigabytes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import candidates
+from snapstream.compression.scoring import candidate_mask
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.errors import ConfigurationError
 
@@ -56,8 +56,8 @@ def plain_selected(
     entry_of_other = base + is_other.cumsum(-1) - 1 - (length - count)
     target = torch.where(is_pinned, sink + is_pinned.cumsum(-1) - 1, entry_of_other)
     target = torch.where(position < sink, position, target)
-    is_kept = (position < sink) | is_pinned | (is_other & (entry_of_other >= base))
-    target = torch.where(is_kept & (position < length) & (target < count), target, capacity)
+    is_kept = (position < length) & ~(is_other & (entry_of_other < base))
+    target = torch.where(is_kept, target, capacity)
     positions = torch.full((B, N, capacity + 1), -1, device=device, dtype=torch.int64)
     positions.scatter_(-1, target, position.expand(scores.shape))
     return positions[..., :capacity]
@@ -92,9 +92,7 @@ def choose_entries(
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
     """
     keys, layout = prompt.keys, prompt.layout
-    is_candidate = candidates(torch.arange(keys.shape[2], device=keys.device), layout.candidate_end, prompt.sink)[
-        :, None
-    ]
+    is_candidate = candidate_mask(keys, layout, prompt.sink)
     if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
         scores = torch.zeros(keys.shape[:3], device=keys.device)
     else:

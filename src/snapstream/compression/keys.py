@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import KEY_CHUNK, candidates
+from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
 
 
 def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk: int = KEY_CHUNK) -> Tensor:
@@ -23,8 +23,7 @@ def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk
         float32 ``[B, N, L]`` from 0 to 2; 0 for what is no candidate.
     """
     B, N, L, D = keys.shape
-    position = torch.arange(L, device=keys.device)
-    is_candidate = candidates(position, layout.candidate_end, sink)[:, None, :, None]
+    is_candidate = candidate_mask(keys, layout, sink)[..., None]
     starts = range(0, L, key_chunk)
 
     def directions(start: int) -> Tensor:

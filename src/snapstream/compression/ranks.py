@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import candidates
+from snapstream.compression.scoring import candidate_mask
 
 
 def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int) -> Tensor:
@@ -24,8 +24,7 @@ def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int) -
     Returns:
         float32 ``[B, N, L]``, ``1 / (1 + rank)``: above 0, at most 1.
     """
-    position = torch.arange(lists[0].shape[2], device=lists[0].device)
-    is_none = ~candidates(position, layout.candidate_end, sink)[:, None]
+    is_none = ~candidate_mask(lists[0], layout, sink)
     best = _ranks(lists[0].masked_fill(is_none, -1.0))
     for scores in lists[1:]:
         torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0)), out=best)

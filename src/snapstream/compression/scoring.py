@@ -48,8 +48,7 @@ def observation_votes(
     """
     members = EVERYTHING if normalize == "all" else sink
     sums = _attention(queries, keys, layout, scale, members, key_chunk)
-    position = torch.arange(keys.shape[2], device=keys.device)
-    return sums.masked_fill(~candidates(position, layout.candidate_end, sink)[:, None], 0.0)
+    return sums.masked_fill(~candidate_mask(keys, layout, sink), 0.0)
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
@@ -232,3 +231,9 @@ def _mix(x: Tensor) -> Tensor:
 def candidates(position: Tensor, candidate_end: Tensor, sink: int) -> Tensor:
     """Whether each position of ``[P]`` may be evicted, ``[B, P]``; see :class:`LayoutTensors` for ``candidate_end``."""
     return (position >= sink) & (position < candidate_end[:, None])
+
+
+def candidate_mask(of_prompt: Tensor, layout: LayoutTensors, sink: int) -> Tensor:
+    """Whether each token of keys or scores, ``[B, N, L, ...]``, may be evicted, ``[B, 1, L]``."""
+    position = torch.arange(of_prompt.shape[2], device=of_prompt.device)
+    return candidates(position, layout.candidate_end, sink)[:, None]

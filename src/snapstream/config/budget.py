@@ -86,8 +86,8 @@ class CacheBudget:
         Raises:
             ConfigurationError: A field, or a combination, that cannot work; the message says what to change.
         """
-        given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize, "seed": seed}
-        given["key_kernel"] = key_kernel
+        given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
+        given |= {"key_kernel": key_kernel, "seed": seed}
         settings = {name: value for name, value in given.items() if value is not None}
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")

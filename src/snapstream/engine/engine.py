@@ -260,7 +260,7 @@ class Engine:
             RequestError: There can be no such cache.
         """
         entries = lay_out(tokens, self.budget.for_request(kv_budget, self.config.kept_queries)).count
-        return entries * (self.plan.bytes_per_token + self.spec.cached_layers * self.spec.kv_heads * 4)
+        return entries * self.spec.saved_bytes_per_entry(self.dtype)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt as the engine reads it; may be called from any thread.

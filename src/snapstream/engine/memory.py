@@ -227,7 +227,7 @@ def _plan(
         # Captured graphs keep what they have sampled with, apart from what prompts are read with.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * entries * (per_token + spec.cached_layers * spec.kv_heads * 4),
+        sessions=config.sessions * entries * spec.saved_bytes_per_entry(setup.dtype),
         contexts=config.context_bytes,
         prefixes=_prefixes(setup, length) * per_token,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),

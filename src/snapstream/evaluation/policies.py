@@ -148,7 +148,7 @@ def make_variants(
 
 def swept_of(policies: Sequence[str]) -> str | None:
     """Whose settings are swept."""
-    return next((policy for policy in ("snapstream", "mixed") if policy in policies), None)
+    return next((policy for policy in ("snapstream", DEFAULT_POLICY) if policy in policies), None)
 
 
 LEAST_PROMPT = 64

@@ -219,6 +219,10 @@ class ModelSpec:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
         return self.cached_layers * self.entry.nbytes(dtype)
 
+    def saved_bytes_per_entry(self, dtype: torch.dtype) -> int:
+        """Bytes of an entry over all layers where a sequence is kept to go on from: with each head's true position."""
+        return self.kv_bytes_per_token(dtype) + self.cached_layers * self.kv_heads * 4
+
 
 def end_tokens(value: Any) -> tuple[int, ...]:
     """The ``eos_token_id`` of a configuration, which may be one token, several or none."""

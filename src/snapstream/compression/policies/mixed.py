@@ -43,11 +43,6 @@ class Mixed(WindowVotes):
         super().__post_init__()
         require_kernel("key_kernel", self.key_kernel)
 
-    @classmethod
-    def sized(cls, capacity: int) -> Mixed:
-        """A quarter of a small cache is the number of voters."""
-        return cls(window=min(cls.window, capacity // 4))
-
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """The window's, the last token's, and the keys', ``[3, B, N, L]``."""
         last = replace(prompt, queries=prompt.queries[:, :, -1:])

@@ -37,7 +37,7 @@ class WindowVotes(AttentionVotes):
     @classmethod
     def sized(cls, capacity: int) -> WindowVotes:
         """A quarter of a small cache is the number of voters."""
-        return cls(window=min(WINDOW, capacity // 4))
+        return cls(window=min(cls.window, capacity // 4))
 
     @property
     def queries(self) -> int:

@@ -9,6 +9,7 @@ const POLICIES = [
   { name: "streaming", title: "StreamingLLM" },
   { name: OURS, title: "SnapStream" },
 ];
+const KEPT = POLICIES.slice(1).reverse(); // what is shown of the text; ours first
 const LEVELS = 5; // shades of a token, by how many heads keep it
 
 let model = null;
@@ -125,7 +126,7 @@ async function compare(isNewest) {
     $("answers").children[at].replaceWith(card(title, answer, figures.join("; ")));
   }
   // What was kept is asked for apart: it is much to write and to send, and would be in the times.
-  for (const { name } of POLICIES.slice(1)) {
+  for (const { name } of KEPT) {
     const { reply } = await post(...request(name, { telemetry: true, max_tokens: 1 }));
     if (!isNewest()) return;
     found[name] = reply.choices[0].cache;
@@ -214,5 +215,6 @@ $("entries").addEventListener("input", () => {
   if ($("answers").childElementCount) waiting = setTimeout(() => attempt(compare), 300);
 });
 window.addEventListener("pagehide", forget);
+$("kept-policy").replaceChildren(...KEPT.map(({ name, title }) => new Option(title, name)));
 $("kept-policy").addEventListener("change", mark);
 $("kept-layer").addEventListener("change", mark);
