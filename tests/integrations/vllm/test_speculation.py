@@ -150,8 +150,8 @@ def test_prompts_as_long_as_the_model_allows(llama):
 
 
 def test_guesses_beyond_the_longest_sequence(guess, llama):
-    """vLLM cuts them off."""
-    some, budget = [prompt(n, n) for n in range(370, 382)], CacheBudget.of(380)
+    """vLLM cuts them off. No ring turns: what a guess sees is exactly what it would see alone."""
+    some, budget = [prompt(n, n) for n in range(370, 382)], CacheBudget.of(384)
     want = [peer_generate(llama, tokens, budget, 384 - len(tokens)) for tokens in some]
     with vllm_engine(llama, budget, speculative_config=NGRAM, max_model_len=384) as llm:
         guess(Knower(some, want))
