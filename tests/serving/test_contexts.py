@@ -40,7 +40,7 @@ def listed(server, headers=None):
     return [one["id"] for one in httpx.get(f"{server.url}/v1/contexts", headers=headers).json()["data"]]
 
 
-def test_a_context_is_read_once_and_asked_many_times(server):
+def test_a_context_is_read_once_and_asked_many_times(server, checkpoint):
     made = read(server, name="words")
     assert made["id"].startswith("ctx-")
     assert {k: made[k] for k in ("object", "name", "tokens", "entries", "chat", "on_disk")} == {
@@ -51,9 +51,9 @@ def test_a_context_is_read_once_and_asked_many_times(server):
         "chat": False,
         "on_disk": False,
     }
-    context = server.llm.read(WORDS, chat=False) if idle(server) else None
     texts = {ask(server, made["id"])["choices"][0]["text"] for _ in range(3)}
-    assert texts == {server.llm.generate("w5 w6 w7", one, context=context)[0].text for one in [PARAMS]}
+    twin = make(checkpoint, sessions=1)  # the server's own engine answers to the server alone
+    assert texts == {twin.generate("w5 w6 w7", PARAMS, context=twin.read(WORDS, chat=False))[0].text}
     reply = ask(server, made["id"], prompt=["w5 w6 w7", "w8"], n=2)
     assert [choice["text"] for choice in reply["choices"][:2]] == [*texts] * 2
     assert reply["usage"]["prompt_tokens"] == 2 * 100 + 3 + 1
