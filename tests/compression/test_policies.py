@@ -134,8 +134,9 @@ def test_a_token_has_the_best_of_its_ranks():
     layout = replace(layout, candidate_end=torch.tensor([6]))
     one = torch.tensor([[[99.0, 5, 4, 3, 2, 1, 99]]])
     other = torch.tensor([[[99.0, 0, 0, 7, 0, 9, 99]]])
-    ranks = 1 / take_in_turn([one, other], layout, sink=1) - 1
-    assert ranks[0, 0, 1:6].round().tolist() == [0, 1, 1, 3, 0]
+    for most, want in ((7, [0, 1, 1, 3, 0]), (2, [0, 1, 1, 2, 0]), (9, [0, 1, 1, 3, 0])):
+        ranks = 1 / take_in_turn([one, other], layout, sink=1, most=most) - 1
+        assert ranks[0, 0, 1:6].round().tolist() == want
 
 
 @pytest.mark.parametrize("name", [*OWN[:-1], *OTHERS])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
+from snapstream.compression.ranks import ordered
 from snapstream.compression.scoring import candidate_mask
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.errors import ConfigurationError
@@ -45,10 +47,7 @@ def plain_selected(
     is_pinned = torch.zeros(scores.shape, dtype=torch.bool, device=device)
     kept = min(top_k, L)
     if kept:
-        # topk breaks ties arbitrarily. Bits of a non-negative float order like the float itself, so the score in the
-        # high half and the reversed position in the low half make every key unique and the choice stable.
-        bits = scores.contiguous().view(torch.int32).to(torch.int64)
-        chosen = (bits * 2**32 + (L - 1 - position)).topk(kept, dim=-1).indices
+        chosen = ordered(scores).topk(kept, dim=-1).indices
         is_real = torch.arange(kept, device=device) < base - sink
         is_pinned.scatter_(-1, chosen, is_real.expand(chosen.shape))
     is_other = (position >= sink) & (position < length) & ~is_pinned
@@ -107,7 +106,7 @@ def choose_entries(
             combined = combine(votes.flatten(0, -3))
             votes = combined.view(*kinds, len(keys), *combined.shape[1:])
         votes = votes.masked_fill(~is_candidate, 0.0)
-        scores = budget.policy.smooth(votes, prompt)
+        scores = budget.policy.smooth(votes, replace(prompt, top_k=budget.top_k))
         if scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
                 f"policy {budget.policy.name} made scores {tuple(scores.shape)} of votes {tuple(votes.shape)}"

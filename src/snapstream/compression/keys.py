@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
 
+SHORTEST = 1e-12
+"""Length that a key is taken to have at least."""
+
 
 def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk: int = KEY_CHUNK) -> Tensor:
     """One minus the cosine between each candidate's key and the mean direction of all candidates' keys.
@@ -23,16 +26,22 @@ def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk
         float32 ``[B, N, L]`` from 0 to 2; 0 for what is no candidate.
     """
     B, N, L, D = keys.shape
-    is_candidate = candidate_mask(keys, layout, sink)[..., None]
+    is_candidate = candidate_mask(keys, layout, sink)
     starts = range(0, L, key_chunk)
 
-    def directions(start: int) -> Tensor:
-        chunk = F.normalize(keys[:, :, start : start + key_chunk].float(), dim=-1)
-        return torch.where(is_candidate[:, :, start : start + key_chunk], chunk, 0.0)  # what is padding may be NaN
+    def chunk_of(start: int) -> Tensor:
+        chunk = keys[:, :, start : start + key_chunk].to(torch.float32, copy=True)
+        return chunk.nan_to_num_(0.0, 0.0, 0.0)  # what is padding may be NaN
 
-    mean = torch.zeros(B, N, D, 1, device=keys.device)
+    # Directions are never written out: a key is divided by its length in sums and products.
+    factors = torch.empty(B, N, L, device=keys.device)
+    mean = torch.zeros(B, N, 1, D, device=keys.device)
     for start in starts:
-        mean += directions(start).sum(2)[..., None]
-    mean = F.normalize(mean, dim=2)
-    cosines = torch.cat([torch.matmul(directions(start), mean)[..., 0] for start in starts], -1)
-    return torch.where(is_candidate[..., 0], (1 - cosines).clamp(min=0.0), 0.0)
+        chunk = chunk_of(start)
+        lengths = torch.linalg.vector_norm(chunk, dim=-1).clamp_(min=SHORTEST)
+        factor = is_candidate[..., start : start + key_chunk] / lengths
+        factors[..., start : start + key_chunk] = factor
+        mean += torch.matmul(factor[:, :, None], chunk)
+    mean = F.normalize(mean, dim=-1).mT
+    cosines = torch.cat([torch.matmul(chunk_of(start), mean)[..., 0] for start in starts], -1)
+    return torch.where(is_candidate, (1 - cosines * factors).clamp_(min=0.0), 0.0)

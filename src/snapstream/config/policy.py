@@ -43,6 +43,7 @@ class LayerPrompt:
         sink: Sinks (``S``); candidates are the tokens ``[S, layout.candidate_end)``.
         scale: Factor on attention's logits, usually ``D ** -0.5``.
         layer: Which layer.
+        top_k: Most candidates that are kept; known to :meth:`Policy.smooth`.
     """
 
     queries: Tensor
@@ -52,6 +53,7 @@ class LayerPrompt:
     sink: int
     scale: float
     layer: int | Tensor = 0
+    top_k: int = 0
 
 
 class Policy(ABC):

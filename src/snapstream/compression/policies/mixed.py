@@ -54,4 +54,4 @@ class Mixed(WindowVotes):
         window, last, differences = votes
         lists = [super().smooth(window, prompt), super().smooth(last, prompt)]
         lists.append(pool_votes(differences, pooling="avg", kernel=self.key_kernel))
-        return take_in_turn(lists, prompt.layout, sink=prompt.sink)
+        return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)
