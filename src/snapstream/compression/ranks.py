@@ -42,9 +42,9 @@ def _ranks(scores: Tensor, most: int) -> Tensor:
 def ordered(scores: Tensor) -> Tensor:
     """Numbers, int64 like ``scores``, that order as scores do, and of equal ones the earlier first.
 
-    Torch's ``topk`` breaks ties as it likes. Bits of a float that is not negative order like the float itself, and those
-    of a negative one are below them all; so with the bits in the high half and the reversed position in the low half, no
-    two numbers are equal.
+    Torch's ``topk`` breaks ties as it likes. Bits of a float that is not negative order like the float itself, and
+    those of a negative one are below them all; so with the bits in the high half and the reversed position in the low
+    half, no two numbers are equal.
 
     Args:
         scores: float32 ``[B, N, L]``; no negative zero, and negative ones are all the same.

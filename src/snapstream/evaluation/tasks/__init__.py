@@ -111,6 +111,7 @@ TASKS: dict[str, Task] = {
             True,
             "late",
         ),
+        Task("records", "prose", "all of eight phone numbers, as JSON lines", prose.records(8), 192, False),
     )
 }
 

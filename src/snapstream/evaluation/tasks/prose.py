@@ -8,6 +8,7 @@ and their filler is what people write, not what a grammar draws.
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable
 
@@ -24,6 +25,8 @@ THINGS = _words(
     """passport umbrella guitar camera violin telescope suitcase bicycle compass typewriter ladder lantern"""
 )
 ROOMS = _words("""cellar attic kitchen garage library bathroom greenhouse chapel stable workshop pantry laundry""")
+
+RECORDS = "Write down every phone number in this text as JSON lines, one line for each person."
 
 Draw = Callable[[random.Random, int], list[tuple[str, str, str]]]
 """Draws a number of facts: the sentence, its question, and the answer."""
@@ -70,6 +73,31 @@ def facts(draw: Draw, number: int) -> Callable[[random.Random, int, Count, float
         return TaskText(HEADER + "\n" + body, questions)
 
     return build
+
+
+def records(number: int) -> Callable[[random.Random, int, Count, float | None], TaskText]:
+    """What builds a task that needs all of a text: each of so many phone numbers is to be written down.
+
+    The first line is given, as a small model does not know the form otherwise; the other numbers are scored.
+    """
+
+    def build(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+        drawn = phones(rng, number)
+        lines = [_line(sentence, value) for sentence, _, value in drawn]
+        values = tuple(value for _, _, value in drawn)
+        hidden = [f"\n{sentence}" for sentence, _, _ in drawn]
+        places = list(zip(sorted(depths(rng, number, None)), hidden, strict=True))
+        body = hide(rng, room - count(HEADER) - count(RECORDS) - count(lines[0]), count, _prose_from(rng), places)
+        question = Question(f"\n\n{RECORDS}", lines[0] + "\n", "\n".join(lines[1:]), values[1:])
+        return TaskText(HEADER + "\n" + body, (question,))
+
+    return build
+
+
+def _line(sentence: str, value: str) -> str:
+    """What is to be written: ``{"name": "Maria", "phone": "5831"}``."""
+    who = sentence.removeprefix("The phone number of ").partition(" is ")[0]
+    return json.dumps({"name": who, "phone": value})
 
 
 def _prose_from(rng: random.Random) -> Callable[[random.Random], str]:

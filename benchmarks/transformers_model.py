@@ -1,0 +1,53 @@
+"""A model of transformers to measure caches in: from a checkpoint or a GGUF file, in one plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from snapstream.assets import PACKAGED, TASK_MODEL
+from snapstream.models.gguf.configuration import configuration, load_gguf_spec
+from snapstream.models.gguf.container import open_container
+from snapstream.models.gguf.tokenizer import load_gguf_tokenizer
+from snapstream.models.gguf.weights import fill
+from snapstream.models.names import Place
+
+
+def model_path(name: str, folder: Path) -> Path:
+    """A checkpoint that transformers reads: the shipped model's, or what a GGUF file holds, written to ``folder``."""
+    if name not in PACKAGED:
+        return TASK_MODEL if name == "task-model" else Path(name)
+    file = PACKAGED[name].find()
+    config = configuration(open_container(file))
+    model = LlamaForCausalLM(config)
+    parameters = dict(model.named_parameters())
+    places = {key: Place(key, tuple(parameter.shape)) for key, parameter in parameters.items()}
+    with torch.no_grad():
+        fill(file, load_gguf_spec(file), places, parameters, torch.ones(config.head_dim // 2))
+    model.save_pretrained(folder)
+    load_gguf_tokenizer(file).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def read(model, tokens, cache, context=None):
+    """Read a prompt; returns the logits of its last token."""
+    # kvpress looks for cache positions, which newer versions of transformers do not make any more.
+    positions = torch.arange(tokens.shape[1])
+    with context or contextlib.nullcontext():
+        out = model(tokens, past_key_values=cache, logits_to_keep=1, cache_position=positions)
+    return out.logits[:, -1]
+
+
+@torch.no_grad()
+def decode(model, logits, cache, length, steps, **more):
+    """Decode greedily; positions are given, as a pressed DynamicCache does not know them."""
+    made = [logits.argmax(-1)]
+    for step in range(steps - 1):
+        position = torch.full((len(logits), 1), length + step)
+        out = model(made[-1][:, None], past_key_values=cache, position_ids=position, **more)
+        made.append(out.logits[:, -1].argmax(-1))
+    return torch.stack(made, 1)
