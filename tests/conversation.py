@@ -3,7 +3,7 @@
 import torch
 
 from snapstream.models.weights import load_model, load_spec
-from tests.reference import naive_attention, naive_compress
+from tests.reference import naive_attention, naive_compress, naive_renew
 
 
 class NaiveConversation:
@@ -44,6 +44,7 @@ class NaiveConversation:
                     for h in range(n * group, (n + 1) * group):
                         out[i, h] = self.attend(layer, query[i], n, h, past + new[: i + 1])
                 staged = past + new
+                self.staged = len(staged)
                 unknown = torch.zeros(group, len(past), spec.head_dim)
                 queries = torch.cat((unknown, query[:, n * group : (n + 1) * group].transpose(0, 1)), 1)
                 keys = torch.stack([self.keys[layer, p][n] for p in staged])
@@ -59,7 +60,11 @@ class NaiveConversation:
             out = []
             for h in range(spec.heads):
                 if h % group == 0:
-                    self.caches[layer, h // group].append(self.length)
+                    cache = self.caches[layer, h // group]
+                    if self.budget.ring == "resnap":
+                        known = {p: self.keys[layer, p][h // group] for p in cache.tokens()}
+                        naive_renew(cache, known, self.budget, self.staged, self.staged + self.length - self.began)
+                    cache.append(self.length)
                 out.append(self.attend(layer, query[0], h // group, h, self.caches[layer, h // group].tokens()))
             return torch.stack(out)[None]
 
@@ -67,6 +72,7 @@ class NaiveConversation:
             hidden = self.model(torch.tensor(tokens), torch.tensor(new), attend_prompt)
             made = [int(self.model.logits(hidden[-1:])[:, 3:].argmax()) + 3]
             self.length += len(tokens)
+            self.began = self.length
             while len(made) < steps:
                 hidden = self.model(torch.tensor([made[-1]]), torch.tensor([self.length]), attend_token)
                 self.length += 1

@@ -131,8 +131,31 @@ def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_vot
     if scores is None:
         scores = naive_scores(queries, keys, values, budget, first_voter)
     sink, pinned, recent = naive_select(scores, length, budget)
-    spare = budget.top_k - len(pinned) if budget.ring == "elastic" else 0
+    spare = budget.top_k - len(pinned) if budget.ring != "paper" else 0
     return NaiveCache(sink, pinned, recent, budget.sink, budget.recent + spare)
+
+
+def naive_renew(cache: NaiveCache, keys: dict[int, Tensor], budget, length: int, position: int) -> None:
+    """Before the token at ``position`` is stored, give pinned places anew if it is time; ``length`` is the prompt's.
+
+    All behind the sinks compete by their keys, but for the newest few, which have to stay in the ring. It is time when
+    a cache is full whose prompt was not compressed, and later when the first token that did not compete is about to be
+    dropped.
+    """
+    newest = min(16, budget.recent // 2)
+    first = budget.capacity if length <= budget.capacity else length + budget.recent - newest
+    if position < first or (position - first) % (budget.recent - newest):
+        return
+    behind = [*cache.pinned, *cache.ring]
+    judged = behind[:-newest]
+    directions = [keys[p].double() / keys[p].double().norm() for p in judged]
+    mean = sum(directions)
+    scores = naive_pool({at: 1 - float(d @ mean / mean.norm()) for at, d in enumerate(directions)}, 3)
+    places = len(behind) - budget.recent
+    best = sorted(scores, key=lambda at: (-scores[at], at))[:places]
+    cache.pinned = [behind[at] for at in sorted(best)]
+    cache.ring = [p for at, p in enumerate(behind) if at not in best]
+    cache.ring_limit = budget.recent
 
 
 def naive_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def check_turns(checkpoint, seed):
         top_k=rng.randrange(8, 24),
         window=window,
         kernel=rng.choice([1, 5]),
-        ring=rng.choice(["elastic", "paper"]),
+        ring=rng.choice(["elastic", "paper", "resnap"]),
         normalize=rng.choice(["all", "candidates"]),
         pooling=rng.choice(["avg", "max"]),
         policy=rng.choice(["snapstream", "mixed"]),

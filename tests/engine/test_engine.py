@@ -17,7 +17,7 @@ from snapstream.engine.detokenizer import Detokenizer, special_tokens
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.reference import naive_attention, naive_compress
+from tests.reference import naive_attention, naive_compress, naive_renew
 
 BUDGET = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
 
@@ -62,6 +62,9 @@ def naive_generate(checkpoint, tokens, budget, steps, forced=(), seen=None):
             n = h // group
             cache = caches[layer, n]
             if h % group == 0:
+                if budget.ring == "resnap":
+                    known = {p: keys[layer][p][n] for p in cache.tokens()}
+                    naive_renew(cache, known, budget, len(tokens), position)
                 cache.append(position)
             kept = cache.tokens()
             k = torch.stack([keys[layer][p][n] for p in kept])
@@ -80,7 +83,7 @@ def naive_generate(checkpoint, tokens, budget, steps, forced=(), seen=None):
     return tuple(made)
 
 
-@pytest.mark.parametrize("ring", ["elastic", "paper"])
+@pytest.mark.parametrize("ring", ["elastic", "paper", "resnap"])
 @pytest.mark.parametrize("length", [1, 3, 4, 27, 28, 29, 47, 48, 49, 130])
 def test_equals_naive_decoding(checkpoint, ring, length):
     """Below, at and above every boundary; 120 tokens wrap the ring several times."""

@@ -69,7 +69,7 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
     pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
     base = budget.sink + pinned
-    limit = budget.capacity if budget.ring == "elastic" else base + budget.recent
+    limit = base + budget.recent if budget.ring == "paper" else budget.capacity
     # Of a prompt that fits, entry i is token i under every policy.
     protected = 0 if budget.policy.pins_recent and length > limit else budget.recent
     return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter)

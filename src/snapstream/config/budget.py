@@ -20,9 +20,11 @@ from snapstream.config.policy import (
 )
 from snapstream.errors import ConfigurationError, RequestError
 
-Ring = Literal["elastic", "paper"]
+Ring = Literal["elastic", "paper", "resnap"]
 
 MIN_CAPACITY = 16
+LEAST_RENEWED = 6
+"""Least ring whose entries can compete for pinned places before they fall out of it."""
 _SIZES = ("sink", "recent", "top_k")
 _SELECTIONS = ("votes", "random")
 
@@ -41,7 +43,8 @@ class CacheBudget:
         top_k: Prompt tokens that are chosen by the policy (``K``), between sinks and recent ones or, if it
             :attr:`~Policy.pins_recent`, among all behind the sinks.
         ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
-            full; ``paper``: the ring always has ``recent`` entries.
+            full; ``paper``: the ring always has ``recent`` entries; ``resnap``: as ``elastic``, and about once per turn
+            of the ring all entries compete for the pinned places again (the built-in engine only).
         policy: How the ``top_k`` are chosen, with settings of its own (:mod:`snapstream.compression.policies`).
     """
 
@@ -105,6 +108,11 @@ class CacheBudget:
                 raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
         if self.ring not in get_args(Ring):
             raise ConfigurationError(f"cache budget: ring is {self.ring!r}; allowed: {', '.join(get_args(Ring))}")
+        if self.ring == "resnap" and (self.recent < LEAST_RENEWED or not self.top_k):
+            raise ConfigurationError(
+                f"cache budget: recent is {self.recent} and top_k {self.top_k}; ring='resnap' needs recent of at least "
+                f"{LEAST_RENEWED}, and places to give"
+            )
         if self.recent < 1:
             raise ConfigurationError(f"cache budget: recent is {self.recent}; it must be 1 or more")
         if self.window > self.recent:
@@ -117,6 +125,15 @@ class CacheBudget:
                 f"cache budget: {self.capacity} entries (sink {self.sink} + recent {self.recent} + top_k {self.top_k}) "
                 f"are too few to be useful; give at least {MIN_CAPACITY}"
             )
+
+    def require_fixed_places(self, host: str) -> None:
+        """See that pinned places are given once, for a host whose entries cannot change places later.
+
+        Raises:
+            ConfigurationError: They are given anew.
+        """
+        if self.ring == "resnap":
+            raise ConfigurationError(f"cache budget: ring='resnap' works in the built-in engine, not in {host}")
 
     @property
     def window(self) -> int:

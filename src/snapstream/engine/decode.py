@@ -8,6 +8,7 @@ without waiting for the host. Elsewhere the modules of the model run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,19 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.cache import CompressedSequence, LayerCache
-from snapstream.compression import Layout, entry_of, next_slot
-from snapstream.config import CacheBudget
+from snapstream.compression import (
+    Layout,
+    choose_entries,
+    entry_of,
+    layout_tensors,
+    next_slot,
+    surviving_tokens,
+)
+from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.ahead import Ahead
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
+from snapstream.engine.renewal import Stand, choice, renewed
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.engine.settings import Setup
 from snapstream.engine.verification import Verification, most_tokens
@@ -27,6 +36,26 @@ from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.parts import Slots
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Some entries of a slot, in the order they were stored in: their number in that order, and where they are."""
+
+    stored: Tensor
+    places: Tensor
+    layout: Layout
+
+    def positions(self, before: Tensor, position: int) -> Tensor:
+        """Their true positions, int32, in one layer.
+
+        Args:
+            before: Of the entries that were there when places were given, ``[N, count]``.
+            position: Of the next token at that time.
+        """
+        count = self.layout.count
+        later = self.stored + position - count
+        return torch.where(self.stored < count, before[:, self.stored.clamp(max=count - 1)], later).int()
 
 
 class Decode:
@@ -183,31 +212,61 @@ class Decode:
         Args:
             slot: Which.
             indices: Tokens to take, in the order they were stored in.
-            layout: The sequence's layout.
-            position: See :meth:`start`.
-            positions: Per layer, true positions of its prompt's entries, ``[N, count]``.
+            layout: The sequence's layout when its places were given.
+            position: See :meth:`start`; of that time.
+            positions: Per layer, true positions of its entries then, ``[N, count]``.
             tokens: See :class:`CompressedSequence`.
             answer: See :class:`CompressedSequence`.
             logits: See :class:`CompressedSequence`.
             budget: See :class:`CompressedSequence`.
         """
-        stored = to_device(indices, self.token.device)
-        entries = to_device([entry_of(layout, index) for index in indices], self.token.device)
-        dropped = position - layout.count  # a decoded token's position less its index
-        of_prompt = stored < layout.count
-
-        def true(prompt: Tensor) -> Tensor:
-            return torch.where(of_prompt, prompt[:, stored.clamp(max=layout.count - 1)], stored + dropped).int()
-
+        taken = self._entries(indices, layout)
         return CompressedSequence(
-            layers=[layer.take(slot, entries) for layer in self.layers],
-            positions=[true(prompt) for prompt in positions],
+            layers=[layer.take(slot, taken.places) for layer in self.layers],
+            positions=[taken.positions(each, position) for each in positions],
             layout=layout.turned_to(len(indices)),
             tokens=tuple(tokens),
             logits=logits,
             budget=budget,
             answer=answer,
         )
+
+    @torch.inference_mode()
+    def renew(
+        self, slot: int, stand: Stand, count: int, position: int, budget: CacheBudget, positions: Sequence[Tensor]
+    ) -> tuple[Stand, list[Tensor]]:
+        """Give the pinned places of a full slot anew, between two launches; see :mod:`snapstream.engine.renewal`.
+
+        Args:
+            slot: Which.
+            stand: Since its places were given.
+            count: Entries ever stored, by its layout.
+            position: True position of the next token at the time of ``stand``.
+            budget: The sequence's.
+            positions: Per layer, true positions of its entries at the time of ``stand``; or none.
+
+        Returns:
+            Where the cache stands now, and positions of its entries.
+        """
+        layout = renewed(stand.layout, budget)
+        chooses, laid_out = choice(layout, budget), layout_tensors([layout], self.token.device)
+        aged = self._entries(surviving_tokens(stand.layout, count, count), stand.layout)
+        moved = list[Tensor]()
+        for number, layer in enumerate(self.layers):
+            mine = layer.take(slot, aged.places)
+            nobody = mine.keys[:, :, :0]
+            shown = LayerPrompt(nobody, mine.keys, None, laid_out, budget.sink, self.scale, number)
+            chosen = choose_entries(shown, chooses)[0]
+            mine.gather(chosen, layer.row(slot, layout.limit))
+            if positions:
+                moved.append(aged.positions(positions[number], position).gather(1, chosen))
+        self.base[slot].fill_(layout.base)
+        self.count[slot].fill_(layout.count)
+        return Stand(layout, stand.decoded + count - stand.layout.count, stand.renewals + 1), moved
+
+    def _entries(self, indices: Sequence[int], layout: Layout) -> _Entries:
+        device = self.token.device
+        return _Entries(to_device(indices, device), to_device([entry_of(layout, at) for at in indices], device), layout)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:

@@ -26,10 +26,11 @@ from snapstream.engine.pace import StepCost
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.prefixes import Prefix, Prefixes
 from snapstream.engine.reading import Reading, Target, kept_shares
+from snapstream.engine.renewal import Stand, newest
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
@@ -81,6 +82,14 @@ class Executor:
         for target in reading.targets:
             if target.error is not None:
                 raise target.error
+        self._rehearse_renewal(budget.capacity)
+
+    def _rehearse_renewal(self, entries: int) -> None:
+        """Give the places of a free slot anew, as any request may ask for it."""
+        each = CacheBudget.of(entries)
+        layout = lay_out(entries + 1, each)
+        self.decode.renew(0, Stand(layout), layout.count, entries + 1, each, ())
+        self.decode.release(0)
 
     # -- reading prompts ----------------------------------------------------------------------------------------------
 
@@ -213,6 +222,7 @@ class Executor:
         request.phase = Phase.DECODE
         if request.finish_reason is None or request.keep:
             position = request.before + len(request.prompt)
+            request.stand = Stand(layout)
             self.decode.start(slot, layout, position, token, self._first_token, active=bool(request.max_tokens))
 
     @torch.inference_mode()
@@ -236,6 +246,9 @@ class Executor:
             Whose own work failed, such as making text of tokens, and how.
         """
         greedy = all(request.params.plain_greedy for request in going)
+        for request in going:
+            if request.until_renewal <= 0:
+                self._renew(request)
         if self.drafter is not None:
             self._attempt_to_draft(lambda drafter: drafter.prepare(going))
         began = time.perf_counter()
@@ -245,8 +258,9 @@ class Executor:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
             else:
-                # No more steps than the request that needs most can use.
+                # No more steps than the request that needs most can use, and than come before the next renewal.
                 steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
+                steps = int(min(steps, *(request.until_renewal for request in going)))
                 forced = _next_forced(going, {request.slot: steps for request in going})
                 results, certain = self.decode.launch(steps, greedy=greedy, forced=forced), None
             # One copy for all steps of a launch, one for each kind of detail.
@@ -309,7 +323,19 @@ class Executor:
         most = request.pace.most(self._guesses, self._cost)
         if request.keep and request.params.stop:  # which may be anywhere
             most = min(most, self.steps - 1)
-        return min(most, request.max_tokens - len(request.tokens) - 1)
+        return int(min(most, request.max_tokens - len(request.tokens) - 1, request.until_renewal - 1))
+
+    def _renew(self, request: Request) -> None:
+        """Give the pinned places of a request's cache anew."""
+        stand, slot = request.stand, request.slot
+        assert stand is not None
+        assert slot is not None
+        position = request.before + len(request.prompt) + stand.decoded
+        count = stand.count(request.decoded)
+        with current_device(self.device):
+            request.stand, request.positions = self.decode.renew(
+                slot, stand, count, position, request.budget, request.positions
+            )
 
     def save(self, request: Request) -> CompressedSequence:
         """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
@@ -317,17 +343,19 @@ class Executor:
         How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
         as it can: the same conversation always continues from the same cache.
         """
-        layout, slot = request.layout, request.slot
-        assert layout is not None
+        stand, slot = request.stand, request.slot
+        assert stand is not None
         assert slot is not None
         tokens = request.text.whole_tokens()
-        decoded = len(request.tokens) - 1 + self.steps if request.tokens else 0
-        indices = surviving_tokens(layout, layout.count + tokens, layout.count + decoded)
+        if stand.decoded - tokens > newest(request.budget):
+            raise RequestError("the text ends before tokens that have places in its cache already; it cannot be kept")
+        decoded = request.decoded + self.steps if request.tokens else 0
+        indices = surviving_tokens(stand.layout, stand.count(tokens), stand.count(decoded))
         return self.decode.extract(
             slot,
             indices,
-            layout,
-            request.before + len(request.prompt),
+            stand.layout,
+            request.before + len(request.prompt) + stand.decoded,
             positions=request.positions,
             tokens=[*request.all_tokens, *request.tokens[:tokens]],
             answer=request.text.of(tokens),

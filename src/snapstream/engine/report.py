@@ -5,6 +5,7 @@ from __future__ import annotations
 from snapstream.cache import CompressedSequence
 from snapstream.compression import entry_of
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse
+from snapstream.engine.renewal import Stand
 from snapstream.engine.request import Request
 
 
@@ -30,11 +31,10 @@ def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
 
 def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
     """What a request that is being decoded holds."""
-    layout = request.layout
-    assert layout is not None
+    assert request.layout is not None
     assert request.slot is not None
-    # The last token is stored when the next step reads it.
-    stored = layout.count + max(len(request.tokens) - 1, 0)
+    stand = request.stand or Stand(request.layout)
+    layout, stored = stand.layout, stand.count(request.decoded)
     sink = min(request.budget.sink, layout.count)
     return SlotUse(
         slot=request.slot,

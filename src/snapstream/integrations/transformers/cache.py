@@ -77,6 +77,7 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
                 f"model.set_attn_implementation('{ATTENTION}') (a model that ignores this is not supported)"
             )
         self.budget = CacheBudget.parse(budget)
+        self.budget.require_fixed_places("transformers")
         windows = _windows(config, name)
         latent = bool(getattr(config, "kv_lora_rank", None))
         layers: list[CacheLayerMixin] = [

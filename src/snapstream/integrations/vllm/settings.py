@@ -42,7 +42,10 @@ def requested_budget(additional_config: Any) -> CacheBudget | None:
         raise ConfigurationError(
             f"{ENVIRONMENT} and --additional-config ask for different cache budgets; leave one of them out"
         )
-    return next(iter(given.values()), None)
+    budget = next(iter(given.values()), None)
+    if budget is not None:
+        budget.require_fixed_places("vLLM")
+    return budget
 
 
 def active_budget(vllm_config: Any) -> CacheBudget | None:
