@@ -1,16 +1,14 @@
 """Pinned places that are given anew while a sequence is decoded; beside lists in float64 in test_engine and others."""
 
-import random
+import functools
 
 import pytest
 import torch
 
 from snapstream import LLM, CacheBudget, ConfigurationError, RequestError, SamplingParams
-from snapstream.assets import TASK_MODEL
 from snapstream.compression import lay_out
 from snapstream.engine.renewal import Stand, choice, newest, renewed
 from snapstream.evaluation.tasks import TASKS, make_sample
-from snapstream.evaluation.tasks.words import filler
 from snapstream.integrations.transformers import SnapStreamCache
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -88,27 +86,32 @@ def test_a_kept_cache_says_where_its_entries_come_from(checkpoint, stop):
 
 
 def test_a_fact_told_while_decoding_is_kept():
-    """Of the shipped model: told early in what is decoded, asked for 1,000 tokens later, out of 256 entries."""
-    llm = LLM(str(TASK_MODEL), budget=256, max_model_len=4096, slots=4, kept_queries=32, enforce_eager=True)
-    elastic = CacheBudget.of(256)
-    resnap = CacheBudget.parse({"capacity": 256, "ring": "resnap"})
-    jobs = []
-    for seed in range(6):
-        rng = random.Random(seed)
-        sample = make_sample(TASKS["long-decode"], 700, seed, lambda text: len(llm.tokenizer.encode(text)), decode=16)
-        note = f" Note for{sample.second.removeprefix(' Recall the note for')} {sample.parts[0]}."
-        assert note in sample.prompt
-        told = note + "".join(filler(rng) for _ in range(90)) + sample.second
-        forced = tuple(llm.tokenizer.encode(told, add_special_tokens=False))
-        jobs.append((sample.prompt.replace(note, ""), forced, sample.parts[0]))
+    """By the shipped model: told early in what is decoded, asked for 1,000 tokens later, out of 256 entries."""
+    llm = LLM("task-model", budget=256, max_model_len=4096, slots=4, enforce_eager=True)
+    encode = functools.partial(llm.tokenizer.encode, add_special_tokens=False)
+    samples = [make_sample(TASKS["told-later"], 700, n, lambda text: len(encode(text)), decode=1000) for n in range(6)]
     right = {}
-    for name, budget in (("elastic", elastic), ("resnap", resnap)):
-        params = [greedy(len(forced) + 12, forced=forced, kv_budget=budget) for _, forced, _ in jobs]
-        outputs = llm.generate([text for text, _, _ in jobs], params)
-        texts = [llm.tokenizer.decode(out.token_ids[len(job[1]) :]) for out, job in zip(outputs, jobs, strict=True)]
-        right[name] = sum(job[2] in text for text, job in zip(texts, jobs, strict=True))
+    for ring in ("elastic", "resnap"):
+        budget = CacheBudget.parse({"capacity": 256, "ring": ring})
+        forced = [tuple(encode(sample.reply + sample.second)) for sample in samples]
+        params = [greedy(len(tokens) + 12, forced=tokens, kv_budget=budget) for tokens in forced]
+        outputs = llm.generate([sample.prompt + sample.lead for sample in samples], params)
+        texts = [llm.tokenizer.decode(out.token_ids[len(each) :]) for out, each in zip(outputs, forced, strict=True)]
+        right[ring] = sum(sample.parts[0] in text for sample, text in zip(samples, texts, strict=True))
     assert right["elastic"] <= 1
     assert right["resnap"] >= 5
+
+
+def test_with_a_next_token_module():
+    """Its cache has places that are given anew, too."""
+    budget = CacheBudget.parse({"capacity": 64, "ring": "resnap"})
+    settings = {"budget": budget, "max_model_len": 1024, "enforce_eager": True, "dtype": "float32"}
+    plain, ahead = LLM("task-model-mla", **settings), LLM("task-model-mla", speculative="mtp", **settings)
+    prompts = [prompt(n, seed=n) for n in (40, 150)]
+    want = [out.token_ids for out in plain.generate(prompts, greedy(200))]
+    outputs = ahead.generate(prompts, greedy(200))
+    assert [out.token_ids for out in outputs] == want
+    assert sum(out.accepted for out in outputs) > 10
 
 
 def test_refusals(checkpoint, tmp_path):
@@ -125,6 +128,6 @@ def test_refusals(checkpoint, tmp_path):
         SnapStreamCache(model.config, BUDGET)
     llm = make(checkpoint, BUDGET, sessions=1)
     params = SamplingParams(max_tokens=5, stop="a stop string that is too long")
-    with pytest.raises(RequestError, match="30 bytes is too long for a conversation .* at most 12 bytes"):
+    with pytest.raises(RequestError, match="30 bytes is too long for a conversation in a cache"):
         llm.engine.add_request(prompt(9), params, keep=True)
     assert llm.generate(prompt(9), params)[0].finish_reason  # not kept, so nothing is taken back

@@ -96,7 +96,10 @@ def evaluate(
         int, typer.Option(min=0, max=100, help="Even steps of depth, in turn; 0 draws depths.", rich_help_panel=LAB)
     ] = 5,
     decode: Annotated[
-        int, typer.Option(min=1, help="Tokens decoded before the question of long-decode.", rich_help_panel=LAB)
+        int,
+        typer.Option(
+            min=1, help="Tokens decoded before the question of long-decode and told-later.", rich_help_panel=LAB
+        ),
     ] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first sample.", rich_help_panel=LAB)] = 0,
     output: Annotated[

@@ -10,7 +10,7 @@ from snapstream.errors import ConfigurationError
 from snapstream.evaluation.policies import Variant, misfit
 from snapstream.evaluation.tasks import Task
 
-_SECOND_TURN = {"none": 0, "late": 64, "long": 96}
+_SECOND_TURN = {"none": 0, "late": 64, "long": 96, "told": 128}
 """Most forced tokens besides ``decode``: a first answer, the scored question, the end of a sentence, a template."""
 
 
@@ -48,11 +48,11 @@ class Grid:
 
     def decoded(self, task: Task) -> int:
         """Most tokens that go through the ring before the scored answer."""
-        return (self.decode if task.follow_up == "long" else 0) + _SECOND_TURN[task.follow_up]
+        return (self.decode if task.decodes_filler else 0) + _SECOND_TURN[task.follow_up]
 
     def misfit(self, variant: Variant, task: Task, length: int) -> str | None:
         """Why a cache measures nothing in a task at some length, or ``None`` if it does."""
-        turning = self.decode if task.follow_up == "long" else 0
+        turning = self.decode if task.decodes_filler else 0
         return misfit(variant, length, turning, self.decoded(task) + task.max_tokens)
 
     def variants_of(self, task: Task, length: int) -> list[Variant]:

@@ -32,7 +32,8 @@ class Task:
         follow_up: What happens between the prompt, which is compressed, and the question that is scored. ``late``:
             the prompt ends with another question, and its answer and the scored question come in a second turn.
             ``long``: the prompt ends with the scored question, thousands of tokens of filler are decoded, and it is
-            asked again. Both need a host that goes on in a compressed cache.
+            asked again. ``told``: the prompt ends with another question; what answers the scored one stands in the
+            filler that is decoded. All need a host that goes on in a compressed cache.
     """
 
     name: str
@@ -41,7 +42,12 @@ class Task:
     build: Build
     max_tokens: int
     has_depth: bool = True
-    follow_up: Literal["none", "late", "long"] = "none"
+    follow_up: Literal["none", "late", "long", "told"] = "none"
+
+    @property
+    def decodes_filler(self) -> bool:
+        """Whether the ring turns before the scored question."""
+        return self.follow_up in ("long", "told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,15 @@ TASKS: dict[str, Task] = {
         Task(
             "long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"
         ),
+        Task(
+            "told-later",
+            "continued",
+            "a note early in thousands of generated tokens",
+            needle.untold,
+            16,
+            False,
+            "told",
+        ),
         Task("phone", "prose", "a phone number between the paragraphs of a novel", prose.facts(prose.phones, 1), 24),
         Task("phones", "prose", "one of four phone numbers", prose.facts(prose.phones, 4), 24),
         Task("room", "prose", "where somebody left a thing", prose.facts(prose.rooms, 1), 24),
@@ -145,7 +160,7 @@ def make_sample(
         seed: Equal arguments give equal samples.
         count: Counts tokens of a text.
         depth: Where in the text the answer lies, 0 to 1; drawn if not given.
-        decode: Tokens between prompt and question of a ``long`` follow-up.
+        decode: Tokens between prompt and question of a ``long`` or ``told`` follow-up.
 
     Raises:
         TooShortError: The length is too short for the task.
@@ -155,17 +170,20 @@ def make_sample(
         rng = random.Random(f"{task.name}/{length}/{seed}/{depth}")
         made = task.build(rng, room, count, depth)
         asked = made.questions[0]
-        first = made.questions[1] if task.follow_up == "late" else asked
+        first = made.questions[1] if task.follow_up in ("late", "told") else asked
         prompt = made.text + first.ask
         over = count(prompt + first.lead) - length
         room -= max(over, 0)
     reply, second = "", ""
     if task.follow_up == "late":
         reply, second = first.answer, asked.ask
-    elif task.follow_up == "long":
+    elif task.decodes_filler:
         pieces, size = list[str](), 0
         while size < decode:
             pieces.append(filler(rng))
             size += count(pieces[-1])
+        if task.follow_up == "told":
+            pieces.insert(rng.randrange(len(pieces) // 2 + 1), made.told)
+            pieces.insert(0, first.answer)
         reply, second = "".join(pieces), asked.ask
     return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts, asked.rivals)

@@ -44,8 +44,15 @@ def multikey(rng: random.Random, room: int, count: Count, depth: float | None) -
     return notes(rng, room, count, depth, 1 + _distractors(room))
 
 
-def notes(rng: random.Random, room: int, count: Count, depth: float | None, number: int) -> TaskText:
-    """A text with notes, each asked for by a question of its own.
+def untold(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
+    """One note is asked for that is not in the text, where there are many of other keys."""
+    return notes(rng, room, count, depth, 1 + _distractors(room), told=True)
+
+
+def notes(
+    rng: random.Random, room: int, count: Count, depth: float | None, number: int, *, told: bool = False
+) -> TaskText:
+    """A text with notes, each asked for by a question of its own; of those that are ``told`` the first is left out.
 
     Raises:
         TooShortError: They do not fit, or are more than there are words for.
@@ -56,10 +63,9 @@ def notes(rng: random.Random, room: int, count: Count, depth: float | None, numb
     questions = tuple(_single(key, value, values) for key, value in zip(keys, values, strict=True))
     hidden = [_note(key, value) for key, value in zip(keys, values, strict=True)]
     asked = max(count(question.ask) for question in questions)
-    body = hide(
-        rng, room - count(HEADER) - asked, count, filler, list(zip(depths(rng, number, depth), hidden, strict=True))
-    )
-    return TaskText(HEADER + body, questions)
+    places = list(zip(depths(rng, number, depth), hidden, strict=True))[int(told) :]
+    body = hide(rng, room - count(HEADER) - asked, count, filler, places)
+    return TaskText(HEADER + body, questions, hidden[0] if told else "")
 
 
 def multivalue(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:

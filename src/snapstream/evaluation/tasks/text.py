@@ -41,10 +41,12 @@ class TaskText:
     Attributes:
         text: From its instruction to its last sentence.
         questions: The first is the one whose depth was asked for.
+        told: What answers the first question and is no part of the text, where that is told later.
     """
 
     text: str
     questions: tuple[Question, ...]
+    told: str = ""
 
 
 def hide(
