@@ -120,9 +120,10 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -
 def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[int], list[int], list[int]]:
     """Positions of sinks, pinned and recent tokens, each in prompt order."""
     sink = list(range(min(budget.sink, length)))
-    best = sorted(scores, key=lambda p: (-scores[p], p))[: budget.top_k]
+    fits = length <= budget.capacity  # nothing is dropped, so nothing is chosen
+    best = sorted(scores, key=lambda p: (0 if fits else -scores[p], p))[: budget.top_k - naive_given_later(budget)]
     others = [p for p in range(budget.sink, length) if p not in best]
-    return sink, sorted(best), others[-budget.recent :]
+    return sink, sorted(best), others[-budget.recent - naive_given_later(budget) :]
 
 
 def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None) -> NaiveCache:
@@ -138,24 +139,31 @@ def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_vot
 def naive_renew(cache: NaiveCache, keys: dict[int, Tensor], budget, length: int, position: int) -> None:
     """Before the token at ``position`` is stored, give pinned places anew if it is time; ``length`` is the prompt's.
 
-    All behind the sinks compete by their keys, but for the newest few, which have to stay in the ring. It is time when
-    a cache is full whose prompt was not compressed, and later when the first token that did not compete is about to be
-    dropped.
+    It is time when a cache is full whose prompt was not compressed: all behind the sinks compete by their keys, but for
+    the newest few, which have to stay in the ring. From then on, and after a compressed prompt, the first three
+    quarters of the places stay as they are; it is time when a token that did not compete is about to be dropped.
     """
-    newest = min(16, budget.recent // 2)
-    first = budget.capacity if length <= budget.capacity else length + budget.recent - newest
+    newest, later = min(16, budget.recent // 2), naive_given_later(budget)
+    first = budget.capacity if length <= budget.capacity else length + budget.recent + later - newest
     if position < first or (position - first) % (budget.recent - newest):
         return
-    behind = [*cache.pinned, *cache.ring]
+    begins = length <= budget.capacity and position == first
+    stay = 0 if begins else budget.top_k - later
+    behind = [*cache.pinned[stay:], *cache.ring]
     judged = behind[:-newest]
     directions = [keys[p].double() / keys[p].double().norm() for p in judged]
     mean = sum(directions)
     scores = naive_pool({at: 1 - float(d @ mean / mean.norm()) for at, d in enumerate(directions)}, 3)
     places = len(behind) - budget.recent
     best = sorted(scores, key=lambda at: (-scores[at], at))[:places]
-    cache.pinned = [behind[at] for at in sorted(best)]
+    cache.pinned = [*cache.pinned[:stay], *(behind[at] for at in sorted(best))]
     cache.ring = [p for at, p in enumerate(behind) if at not in best]
     cache.ring_limit = budget.recent
+
+
+def naive_given_later(budget) -> int:
+    """Pinned places that a prompt does not get."""
+    return budget.top_k // 4 if budget.ring == "resnap" else 0
 
 
 def naive_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

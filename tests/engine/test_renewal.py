@@ -38,7 +38,7 @@ def test_what_is_about_to_be_dropped_has_competed(length):
         if stand.count(decoded + 1) > stand.layout.limit:
             assert stored - ring <= max(judged, length)
     assert stand.renewals > 10
-    assert choice(stand.layout, BUDGET).capacity == BUDGET.capacity
+    assert choice(stand, BUDGET).capacity == BUDGET.capacity
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +115,9 @@ def test_with_a_next_token_module():
 
 
 def test_refusals(checkpoint, tmp_path):
-    with pytest.raises(ConfigurationError, match="recent is 5 and top_k 40; ring='resnap' needs recent of at least 6"):
+    with pytest.raises(
+        ConfigurationError, match="recent is 5 and top_k 40; ring='resnap' needs recent of at least 6 and"
+    ):
         CacheBudget(4, 5, 40, ring="resnap", policy="keydiff")
     with pytest.raises(ConfigurationError, match="top_k 0"):
         CacheBudget(4, 40, 0, ring="resnap", policy="streaming")

@@ -67,7 +67,7 @@ class LayoutTensors:
 
 def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
-    pinned = min(max(length - budget.sink - budget.recent, 0), budget.top_k)
+    pinned = min(max(length - budget.sink - budget.recent, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
     # Of a prompt that fits, entry i is token i under every policy.

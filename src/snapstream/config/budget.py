@@ -44,7 +44,7 @@ class CacheBudget:
             :attr:`~Policy.pins_recent`, among all behind the sinks.
         ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
             full; ``paper``: the ring always has ``recent`` entries; ``resnap``: as ``elastic``, and about once per turn
-            of the ring all entries compete for the pinned places again (the built-in engine only).
+            of the ring its entries compete for a quarter of the pinned places (the built-in engine only).
         policy: How the ``top_k`` are chosen, with settings of its own (:mod:`snapstream.compression.policies`).
     """
 
@@ -108,10 +108,10 @@ class CacheBudget:
                 raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
         if self.ring not in get_args(Ring):
             raise ConfigurationError(f"cache budget: ring is {self.ring!r}; allowed: {', '.join(get_args(Ring))}")
-        if self.ring == "resnap" and (self.recent < LEAST_RENEWED or not self.top_k):
+        if self.ring == "resnap" and (self.recent < LEAST_RENEWED or self.top_k < 4):
             raise ConfigurationError(
                 f"cache budget: recent is {self.recent} and top_k {self.top_k}; ring='resnap' needs recent of at least "
-                f"{LEAST_RENEWED}, and places to give"
+                f"{LEAST_RENEWED} and top_k of at least 4"
             )
         if self.recent < 1:
             raise ConfigurationError(f"cache budget: recent is {self.recent}; it must be 1 or more")
@@ -134,6 +134,14 @@ class CacheBudget:
         """
         if self.ring == "resnap":
             raise ConfigurationError(f"cache budget: ring='resnap' works in the built-in engine, not in {host}")
+
+    @property
+    def fixed(self) -> int:
+        """Entries of a compressed prompt that stay for good: sinks and pinned ones (``S + K``).
+
+        With ``ring="resnap"`` a quarter of the pinned places is given anew, time after time, to what has come since.
+        """
+        return self.sink + self.top_k - (self.top_k // 4 if self.ring == "resnap" else 0)
 
     @property
     def window(self) -> int:

@@ -249,13 +249,13 @@ class Decode:
             Where the cache stands now, and positions of its entries.
         """
         layout = renewed(stand.layout, budget)
-        chooses, laid_out = choice(layout, budget), layout_tensors([layout], self.token.device)
+        chooses, laid_out = choice(stand, budget), layout_tensors([layout], self.token.device)
         aged = self._entries(surviving_tokens(stand.layout, count, count), stand.layout)
         moved = list[Tensor]()
         for number, layer in enumerate(self.layers):
             mine = layer.take(slot, aged.places)
             nobody = mine.keys[:, :, :0]
-            shown = LayerPrompt(nobody, mine.keys, None, laid_out, budget.sink, self.scale, number)
+            shown = LayerPrompt(nobody, mine.keys, None, laid_out, chooses.sink, self.scale, number)
             chosen = choose_entries(shown, chooses)[0]
             mine.gather(chosen, layer.row(slot, layout.limit))
             if positions:

@@ -1,10 +1,10 @@
 """Pinned places given anew while a sequence is decoded (``ring="resnap"``).
 
-What an elastic ring forgets is whatever is old. Here, before anything that was not looked at yet falls out of the ring,
-all entries behind the sinks compete for the pinned places once more, by how unlike the others their keys are (KeyDiff,
-arXiv 2504.15364); the others become the ring, oldest first. Nothing is dropped by that: entries change places, and the
-next tokens overwrite those that lost. As seldom as once per ring (R-KV, arXiv 2505.24133), and always after the same
-number of tokens of a sequence, whoever else is being decoded.
+What an elastic ring forgets is whatever is old. Here a prompt gets three quarters of the pinned places, for good.
+Before anything that was not looked at yet falls out of the ring, all entries behind those compete for the last quarter
+by how unlike the others their keys are (KeyDiff, arXiv 2504.15364); the others become the ring, oldest first. Nothing
+is dropped by that: entries change places, and the next tokens overwrite those that lost. As seldom as once per ring
+(R-KV, arXiv 2505.24133), and always after the same number of tokens of a sequence, whoever else is being decoded.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ class Stand:
         """Entries ever stored, as the layout counts, when ``decoded`` tokens have been."""
         return self.layout.count + decoded - self.decoded
 
+    @property
+    def judged(self) -> bool:
+        """Whether places were given to anything by choice."""
+        return self.layout.dropped > 0 or self.renewals > 0
+
     def due(self, budget: CacheBudget) -> int | None:
         """Decoded tokens after which places are given anew; ``None`` for never."""
         if budget.ring != "resnap":
             return None
         layout = self.layout
         full = self.decoded + layout.limit - layout.count
-        if not layout.dropped and not self.renewals:
-            return full  # nothing of it has been judged
+        if not self.judged:
+            return full
         return max(full, self.decoded + layout.limit - layout.base - newest(budget))
 
 
@@ -59,7 +64,8 @@ def renewed(layout: Layout, budget: CacheBudget) -> Layout:
     return Layout(layout.limit, layout.limit - newest(budget), base, layout.limit, layout.limit)
 
 
-def choice(layout: Layout, budget: CacheBudget) -> CacheBudget:
-    """How places are given; ``layout`` is a renewed one."""
-    pinned = layout.base - budget.sink
-    return CacheBudget(budget.sink, layout.limit - layout.base, pinned, policy=KeyDifferences())
+def choice(stand: Stand, budget: CacheBudget) -> CacheBudget:
+    """How places are given next: everything before the candidates is a sink to it."""
+    layout = renewed(stand.layout, budget)
+    fixed = budget.fixed if stand.judged else budget.sink
+    return CacheBudget(fixed, layout.limit - layout.base, layout.base - fixed, policy=KeyDifferences())
