@@ -46,7 +46,8 @@ def test_prompts_have_the_asked_number_of_tokens(tokenizers, task):
             missing = 100 if task.family in ("prose", "aggregation") else 60
             assert length - missing <= tokens <= length, (length, tokens)
             if task.decodes_filler:
-                assert 300 <= count(sample.reply) < 300 + 60 + (40 if task.follow_up == "told" else 0)
+                more = 700 if task.family == "prose" else 60 + (40 if task.follow_up == "told" else 0)
+                assert 300 <= count(sample.reply) < 300 + more
             assert bool(sample.second) == (task.follow_up != "none")
 
 
@@ -106,7 +107,7 @@ def solve(task, sample):
     if task.family == "prose":
         question = asked[asked.rindex("\n\n") + 2 :]
         who = re.fullmatch(r"What is the (phone number of \w+)\?|Where was the (\w+) left\?", question)
-        return re.findall(rf"\nThe {who.group(1) or who.group(2)} (?:is|was left in the) (\w+)\.", prompt)
+        return re.findall(rf"\nThe {who.group(1) or who.group(2)} (?:is|was left in the) (\w+)\.", prompt + sample.reply)
     assert name == "qa"
     thing, seller = re.search(r"Who bought the (\w+) from the (\w+)\?$", prompt).groups()
     return re.findall(rf"The {seller} sold the {thing} to the (\w+)", prompt)
@@ -154,7 +155,9 @@ def test_tasks_are_found_by_name():
     assert [task.name for task in find_tasks(["kv", "needle", "kv"])] == ["kv", "needle"]
     generated, prose = find_tasks(["all"]), find_tasks(["prose"])
     assert [*generated, *prose] == list(TASKS.values())
-    assert [task.name for task in prose] == ["phone", "phones", "room", "late-phone", "records"]
+    assert [task.name for task in prose] == [
+        *("phone", "phones", "room", "late-phone", "long-phone", "told-phone", "records")
+    ]
     assert find_tasks(["prose", "kv"]) == [*prose, TASKS["kv"]]
     with pytest.raises(ConfigurationError, match="unknown task haystack; allowed: all, prose, needle"):
         find_tasks(["needle", "haystack"])

@@ -126,6 +126,24 @@ TASKS: dict[str, Task] = {
             True,
             "late",
         ),
+        Task(
+            "long-phone",
+            "prose",
+            "a phone number, after thousands of generated tokens",
+            prose.facts(prose.phones, 1),
+            24,
+            True,
+            "long",
+        ),
+        Task(
+            "told-phone",
+            "prose",
+            "a phone number early in thousands of generated tokens",
+            prose.facts(prose.phones, 2, told=True),
+            24,
+            False,
+            "told",
+        ),
         Task("records", "prose", "all of eight phone numbers, as JSON lines", prose.records(8), 192, False),
     )
 }
@@ -178,9 +196,9 @@ def make_sample(
     if task.follow_up == "late":
         reply, second = first.answer, asked.ask
     elif task.decodes_filler:
-        pieces, size = list[str](), 0
+        pieces, size, draw = list[str](), 0, made.filler or filler
         while size < decode:
-            pieces.append(filler(rng))
+            pieces.append(draw(rng))
             size += count(pieces[-1])
         if task.follow_up == "told":
             pieces.insert(rng.randrange(len(pieces) // 2 + 1), made.told)

@@ -56,8 +56,13 @@ def phones(rng: random.Random, number: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def facts(draw: Draw, number: int) -> Callable[[random.Random, int, Count, float | None], TaskText]:
-    """What builds a task with so many facts in its text; the first is asked for, at the depth that was chosen."""
+def facts(
+    draw: Draw, number: int, *, told: bool = False
+) -> Callable[[random.Random, int, Count, float | None], TaskText]:
+    """What builds a task with so many facts in its text; the first is asked for, at the depth that was chosen.
+
+    Of those that are ``told`` the first is left out, to be told later.
+    """
 
     def build(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
         drawn = draw(rng, number)
@@ -68,9 +73,10 @@ def facts(draw: Draw, number: int) -> Callable[[random.Random, int, Count, float
         )
         asked = max(count(question.ask) for question in questions)
         hidden = [f"\n{sentence}" for sentence, _, _ in drawn]
-        places = list(zip(depths(rng, number, depth), hidden, strict=True))
-        body = hide(rng, room - count(HEADER) - asked, count, _prose_from(rng), places)
-        return TaskText(HEADER + "\n" + body, questions)
+        places = list(zip(depths(rng, number, depth), hidden, strict=True))[int(told) :]
+        novel = _prose_from(rng)
+        body = hide(rng, room - count(HEADER) - asked, count, novel, places)
+        return TaskText(HEADER + "\n" + body, questions, hidden[0] if told else "", novel)
 
     return build
 

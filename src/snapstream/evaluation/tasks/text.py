@@ -42,11 +42,13 @@ class TaskText:
         text: From its instruction to its last sentence.
         questions: The first is the one whose depth was asked for.
         told: What answers the first question and is no part of the text, where that is told later.
+        filler: Draws what the text goes on with; ``None``: sentences of the generated tasks.
     """
 
     text: str
     questions: tuple[Question, ...]
     told: str = ""
+    filler: Callable[[random.Random], str] | None = None
 
 
 def hide(
