@@ -107,7 +107,8 @@ def solve(task, sample):
     if task.family == "prose":
         question = asked[asked.rindex("\n\n") + 2 :]
         who = re.fullmatch(r"What is the (phone number of \w+)\?|Where was the (\w+) left\?", question)
-        return re.findall(rf"\nThe {who.group(1) or who.group(2)} (?:is|was left in the) (\w+)\.", prompt + sample.reply)
+        what = who.group(1) or who.group(2)
+        return re.findall(rf"\nThe {what} (?:is|was left in the) (\w+)\.", prompt + sample.reply)
     assert name == "qa"
     thing, seller = re.search(r"Who bought the (\w+) from the (\w+)\?$", prompt).groups()
     return re.findall(rf"The {seller} sold the {thing} to the (\w+)", prompt)
