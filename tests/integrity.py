@@ -45,18 +45,18 @@ def check_integrity(engine: Engine) -> None:
 
 
 def _check_slot(engine: Engine, slot: int, request: Request) -> None:
-    decode, stand = engine.executor.decode, request.stand
-    assert stand is not None
-    layout = stand.layout
+    decode, placement = engine.executor.decode, request.placement
+    assert placement is not None
+    layout = placement.layout
     base, count, limit = (int(column[slot]) for column in (decode.base, decode.count, decode.limit))
     assert bool(decode.active[slot])
     assert (base, limit) == (layout.base, layout.limit)
     assert layout.base <= layout.limit <= decode.layers[0].entries
     # Tokens are stored when they are read, so the one drawn last is not there; a launch may have gone past an end.
-    assert count >= stand.count(request.decoded)
-    assert int(decode.position[slot]) - count == request.before + len(request.prompt) - stand.count(0)
+    assert count >= placement.count(request.decoded)
+    assert int(decode.position[slot]) - count == request.before + len(request.prompt) - placement.count(0)
     if request.finish_reason is None:
-        assert count == stand.count(request.decoded)
+        assert count == placement.count(request.decoded)
         assert request.until_renewal >= 0
         assert int(decode.token[slot]) == request.tokens[-1]
     for layer in decode.layers:

@@ -20,6 +20,7 @@ class NaiveCache:
     ring: list
     sink_size: int
     ring_limit: int
+    stay: int = 0
 
     def append(self, token):
         """Store a decoded token; drop the oldest recent one if the ring is over its limit."""
@@ -139,16 +140,18 @@ def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_vot
 def naive_renew(cache: NaiveCache, keys: dict[int, Tensor], budget, length: int, position: int) -> None:
     """Before the token at ``position`` is stored, give pinned places anew if it is time; ``length`` is the prompt's.
 
-    It is time when a cache is full whose prompt was not compressed: all behind the sinks compete by their keys, but for
-    the newest few, which have to stay in the ring. From then on, and after a compressed prompt, the first three
-    quarters of the places stay as they are; it is time when a token that did not compete is about to be dropped.
+    What the prompt has pinned stays, three quarters of the places at most. All behind it compete for the others by
+    their keys, but for the newest few, which have to stay in the ring. It is time when a token that has not competed is
+    about to be dropped: when a cache is full whose prompt fitted, and otherwise when the ring has lost what did.
     """
     newest, later = min(16, budget.recent // 2), naive_given_later(budget)
-    first = budget.capacity if length <= budget.capacity else length + budget.recent + later - newest
+    waiting = 0 if budget.policy.pins_recent else budget.recent
+    first = budget.capacity if length <= budget.capacity else length + budget.recent + later - waiting
     if position < first or (position - first) % (budget.recent - newest):
         return
-    begins = length <= budget.capacity and position == first
-    stay = 0 if begins else budget.top_k - later
+    if position == first:
+        cache.stay = len(cache.pinned)
+    stay = cache.stay
     behind = [*cache.pinned[stay:], *cache.ring]
     judged = behind[:-newest]
     directions = [keys[p].double() / keys[p].double().norm() for p in judged]

@@ -1,13 +1,15 @@
 """Pinned places that are given anew while a sequence is decoded; beside lists in float64 in test_engine and others."""
 
 import functools
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from snapstream import LLM, CacheBudget, ConfigurationError, RequestError, SamplingParams
+from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
 from snapstream.compression import lay_out
-from snapstream.engine.renewal import Stand, choice, newest, renewed
+from snapstream.engine.renewal import Placement, newest
 from snapstream.evaluation.tasks import TASKS, make_sample
 from snapstream.integrations.transformers import SnapStreamCache
 from tests.checkpoints import prompt, save_checkpoint
@@ -20,25 +22,28 @@ BUDGET = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap")
 FAMILIES = {"qwen3": {"head_dim": 32}, "deepseek-v3": {}}
 
 
-@pytest.mark.parametrize("length", [1, 40, 48, 49, 200])
-def test_what_is_about_to_be_dropped_has_competed(length):
-    """Followed token by token: nobody leaves the ring that was not looked at, but for what was pinned then."""
-    stand, decoded = Stand(lay_out(length, BUDGET)), 0
-    judged = length if stand.layout.dropped else 0
+@pytest.mark.parametrize("policy", ["mixed", "snapstream"])
+@pytest.mark.parametrize("length", [1, 3, 40, 47, 48, 49, 200])
+def test_what_is_about_to_be_dropped_has_competed(length, policy):
+    """Followed token by token: nothing leaves the ring that was not looked at, and never more often than needed."""
+    budget = replace(BUDGET, policy=BUDGET.policy if policy == "mixed" else CacheBudget.preset(policy, 48).policy)
+    layout = lay_out(length, budget)
+    placement, renewals = Placement.of_prompt(layout, budget), 0
+    competed = layout.candidate_end if layout.dropped else layout.base  # tokens before this one
     for decoded in range(300):
-        due = stand.due(BUDGET)
-        assert due >= decoded
-        if due == decoded:
-            assert stand.count(decoded) >= stand.layout.limit
-            layout = renewed(stand.layout, BUDGET)
-            stand = Stand(layout, decoded, stand.renewals + 1)
-            judged = length + decoded - newest(BUDGET)
-        stored = length + decoded + 1
-        ring = stand.layout.limit - stand.layout.base
-        if stand.count(decoded + 1) > stand.layout.limit:
-            assert stored - ring <= max(judged, length)
-    assert stand.renewals > 10
-    assert choice(stand, BUDGET).capacity == BUDGET.capacity
+        count, ring = placement.count(decoded), placement.layout.limit - placement.layout.base
+        full = count >= placement.layout.limit
+        overwritten = length + decoded - ring  # by the next token, the oldest in the ring at the earliest
+        if placement.due(budget) == decoded:
+            assert full
+            assert overwritten >= competed  # not before it is time
+            placement, renewals = placement.renewed(decoded, budget), renewals + 1
+            competed, ring = length + decoded - newest(budget), placement.layout.limit - placement.layout.base
+            assert placement.choice().capacity == budget.capacity
+            assert placement.fixed == max(budget.sink, min(layout.base, budget.sink + 15))
+        if full:
+            assert length + decoded - ring < competed
+    assert renewals > 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,25 +69,73 @@ def test_answers_depend_on_nothing_else(tmp_path, family):
     assert [out.token_ids for out in mixed[::2]] == alone[::2]
 
 
-@pytest.mark.parametrize("stop", [None, "w7", "w41 w"])
-def test_a_kept_cache_says_where_its_entries_come_from(checkpoint, stop):
+def renewals_of(llm):
+    """Counts how often places are given anew."""
+    renew, counted = llm.engine.executor._renew, []
+
+    def count(request):
+        renew(request)
+        counted.append(request.placement)
+
+    llm.engine.executor._renew = count
+    return counted
+
+
+def check_where_entries_come_from(saved, full):
     """In the first layer a key is that of its token and position, whatever was dropped before."""
-    llm = make(checkpoint, BUDGET, sessions=1)
-    full = make(checkpoint, None, sessions=1, max_model_len=300)
-    renewed_once = 0
-    for seed in range(12 if stop else 6):
-        tokens = prompt(30 + 17 * seed, seed=seed)
-        params = SamplingParams(
-            max_tokens=90, temperature=1.0, seed=seed, stop=stop or (), logit_bias=NO_SPECIAL, ignore_eos=True
-        )
-        saved = run(llm, tokens, params, keep=True).saved
-        saved.check_integrity()
-        whole = run(full, list(saved.tokens), greedy(1), keep=True).saved
-        for head, positions in enumerate(saved.positions[0].long()):
-            torch.testing.assert_close(saved.layers[0].keys[0, head], whole.layers[0].keys[0, head, positions])
-        heads = {tuple(sorted(head)) for layer in saved.positions for head in layer.tolist()}
-        renewed_once += len(heads) > 1 and max(map(max, heads)) > len(tokens)
-    assert renewed_once
+    saved.check_integrity()
+    whole = run(full, list(saved.tokens), greedy(1), keep=True).saved
+    for head, positions in enumerate(saved.positions[0].long()):
+        torch.testing.assert_close(saved.layers[0].keys[0, head], whole.layers[0].keys[0, head, positions])
+
+
+@pytest.mark.parametrize("policy", ["mixed", "snapstream"])
+def test_a_kept_cache_says_where_its_entries_come_from(checkpoint, policy):
+    budget = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap", policy=policy)
+    llm, full = make(checkpoint, budget, sessions=1), make(checkpoint, None, sessions=1, max_model_len=300)
+    counted = renewals_of(llm)
+    for seed in range(6):
+        params = SamplingParams(max_tokens=90, temperature=1.0, seed=seed, logit_bias=NO_SPECIAL, ignore_eos=True)
+        check_where_entries_come_from(run(llm, prompt(30 + 17 * seed, seed=seed), params, keep=True).saved, full)
+    assert len(counted) > 12
+
+
+def test_a_stop_string_takes_back_tokens_from_before_a_renewal(checkpoint):
+    """A string that ends just behind one; if it has too many tokens, the cache is not kept, and that is all."""
+    llm, full = make(checkpoint, BUDGET, sessions=1), make(checkpoint, None, sessions=1, max_model_len=300)
+    counted = renewals_of(llm)
+    tokens, params = prompt(100, seed=1), SamplingParams(max_tokens=60, logit_bias=NO_SPECIAL, ignore_eos=True)
+    words = re.findall(r"w\d+", llm.generate(tokens, params)[0].text)
+    taken_back = 0
+    for length in (2, 4, 20):
+        for end in range(length + 20, 50):
+            del counted[:]
+            output = run(llm, tokens, replace(params, stop="".join(words[end - length : end])), keep=True)
+            assert output.finish_reason == "stop"
+            before = counted[-1].decoded - output.text.count("w") if counted else 0
+            if before > newest(BUDGET):
+                assert output.saved is None
+            else:
+                check_where_entries_come_from(output.saved, full)
+            taken_back += before > 0
+    assert taken_back > 4
+
+
+def test_a_cache_of_unknown_budget_is_never_renewed(checkpoint):
+    """Its layout may be any; it is decoded as it is."""
+    llm = make(checkpoint, CacheBudget(4, 40, 80, window=8, ring="resnap"), sessions=1)
+    small = CacheBudget(4, 12, 20, window=8)
+    read = run(llm, prompt(100), SamplingParams(max_tokens=0, kv_budget=small), keep=True).saved
+    answers = [run(llm, [], greedy(80), past=each).token_ids for each in (read, replace(read, budget=None))]
+    assert answers[0] == answers[1] == make(checkpoint, small).generate(prompt(100), greedy(80))[0].token_ids
+
+
+def test_with_a_draft_model(checkpoint):
+    """Which has a ring that nobody renews, and guesses as it may."""
+    want = make(checkpoint, BUDGET).generate(prompt(60), greedy(90))[0].token_ids
+    llm = make(checkpoint, BUDGET, speculative="draft-model", draft_model=str(checkpoint), speculative_tokens=3)
+    assert llm.engine.executor.drafter._setup.budget.ring == "elastic"
+    assert llm.generate(prompt(60), greedy(90))[0].token_ids == want
 
 
 def test_a_fact_told_while_decoding_is_kept():
@@ -114,7 +167,7 @@ def test_with_a_next_token_module():
     assert sum(out.accepted for out in outputs) > 10
 
 
-def test_refusals(checkpoint, tmp_path):
+def test_refusals(checkpoint):
     with pytest.raises(
         ConfigurationError, match="recent is 5 and top_k 40; ring='resnap' needs recent of at least 6 and"
     ):
@@ -128,8 +181,3 @@ def test_refusals(checkpoint, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="snapstream")
     with pytest.raises(ConfigurationError, match="ring='resnap' works in the built-in engine, not in transformers"):
         SnapStreamCache(model.config, BUDGET)
-    llm = make(checkpoint, BUDGET, sessions=1)
-    params = SamplingParams(max_tokens=5, stop="a stop string that is too long")
-    with pytest.raises(RequestError, match="30 bytes is too long for a conversation in a cache"):
-        llm.engine.add_request(prompt(9), params, keep=True)
-    assert llm.generate(prompt(9), params)[0].finish_reason  # not kept, so nothing is taken back

@@ -46,7 +46,7 @@ def test_attention_to_the_pages_of_the_highest_bounds(length, more, heads, seed)
                 weights = torch.softmax(keys[n, entries_of] @ query[h] * 0.3, 0)
                 torch.testing.assert_close(out[h], weights @ values[n, entries_of])
             before = -(-(now - 1) // PAGE) if now > length else count
-            new = {page for page in chosen - held[n] if page < before}
+            new = {page for page in chosen - held[n] if page < before} if now > length else ()
             fetched += sum(min(now, (page + 1) * PAGE) - page * PAGE for page in new)
             seen += len(entries_of)
             held[n] = chosen

@@ -97,9 +97,7 @@ def evaluate(
     ] = 5,
     decode: Annotated[
         int,
-        typer.Option(
-            min=1, help="Tokens decoded before the question of long-decode and told-later.", rich_help_panel=LAB
-        ),
+        typer.Option(min=1, help="Tokens decoded before the question of long-* and told-* tasks.", rich_help_panel=LAB),
     ] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first sample.", rich_help_panel=LAB)] = 0,
     output: Annotated[

@@ -6,9 +6,9 @@ mask, only a length::
     [ sink | pinned top-K | ring of recent tokens ]
       0..S   S..base        base..limit
 
-Entries below ``base`` never change after prefill. ``count`` is the number of tokens ever stored; valid entries are the
-prefix ``[0, min(count, limit))``. Recent tokens are stored in order, so the ring starts with its oldest entry at
-``base`` and the first overwrite hits the right one.
+Entries below ``base`` stay as they are (with ``ring="resnap"`` not all, see :mod:`snapstream.engine.renewal`). ``count``
+is the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. Recent tokens are stored in
+order, so the ring starts with its oldest entry at ``base`` and the first overwrite hits the right one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from snapstream.transfers import to_device
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one sequence when its prefill ends.
+    """The layout of one sequence when its prefill ends, or its places were given anew.
 
     Attributes:
-        length: Prompt tokens, 1 or more.
+        length: Prompt tokens, 1 or more; later, entries.
         candidate_end: End of the evictable range ``[S, candidate_end)``; empty if not above ``S``.
         base: First entry of the ring.
         count: Entries in use, ``min(length, limit)``.

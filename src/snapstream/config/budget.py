@@ -24,7 +24,7 @@ Ring = Literal["elastic", "paper", "resnap"]
 
 MIN_CAPACITY = 16
 LEAST_RENEWED = 6
-"""Least ring whose entries can compete for pinned places before they fall out of it."""
+"""Recent tokens that ``ring="resnap"`` needs: a cache of 16 entries has as many, and half of them can be taken back."""
 _SIZES = ("sink", "recent", "top_k")
 _SELECTIONS = ("votes", "random")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
-from snapstream.engine.renewal import newest
 from snapstream.engine.request import Request
 from snapstream.engine.text import OutputText
 from snapstream.errors import RequestError
@@ -70,8 +70,7 @@ class Admission:
             )
         budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
         if past is not None and not tokens:  # decoded as it is
-            budget = past.budget or self.budget
-        self._check_stop(params, budget, keep=keep)
+            budget = past.budget or replace(self.budget, ring="elastic")  # of whose layout nothing is known
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
         return Request(
@@ -92,15 +91,6 @@ class Admission:
             keep=keep,
             sequence=None if tokens else past,
         )
-
-    def _check_stop(self, params: SamplingParams, budget: CacheBudget, *, keep: bool) -> None:
-        """See that tokens of a stop string can be taken back out of a cache that is kept: each has a byte or more."""
-        longest, most = max((len(text.encode()) for text in params.stop), default=0), newest(budget)
-        if keep and budget.ring == "resnap" and longest > most:
-            raise RequestError(
-                f"a stop string of {longest} bytes is too long for a conversation in a cache with ring='resnap', whose "
-                f"last {most} entries can be taken back; use one of at most {most} bytes, or ring='elastic'"
-            )
 
     def _check_past(self, past: CompressedSequence, tokens: list[int], params: SamplingParams) -> None:
         """See whether a cache can be gone on with: by reading ``tokens`` over it, or without any, as it is."""

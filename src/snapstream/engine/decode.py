@@ -28,7 +28,7 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.ahead import Ahead
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
-from snapstream.engine.renewal import Stand, choice, renewed
+from snapstream.engine.renewal import Placement
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.engine.settings import Setup
 from snapstream.engine.verification import Verification, most_tokens
@@ -233,36 +233,43 @@ class Decode:
 
     @torch.inference_mode()
     def renew(
-        self, slot: int, stand: Stand, count: int, position: int, budget: CacheBudget, positions: Sequence[Tensor]
-    ) -> tuple[Stand, list[Tensor]]:
-        """Give the pinned places of a full slot anew, between two launches; see :mod:`snapstream.engine.renewal`.
+        self,
+        slot: int,
+        placement: Placement,
+        decoded: int,
+        position: int,
+        budget: CacheBudget,
+        positions: Sequence[Tensor],
+    ) -> tuple[Placement, list[Tensor]]:
+        """Give pinned places of a full slot anew, between two launches; see :mod:`snapstream.engine.renewal`.
 
         Args:
             slot: Which.
-            stand: Since its places were given.
-            count: Entries ever stored, by its layout.
-            position: True position of the next token at the time of ``stand``.
+            placement: Of its entries until now.
+            decoded: Tokens that have been decoded and stored.
+            position: True position of the next token at the time of ``placement``.
             budget: The sequence's.
-            positions: Per layer, true positions of its entries at the time of ``stand``; or none.
+            positions: Per layer, true positions of its entries at that time; or none.
 
         Returns:
-            Where the cache stands now, and positions of its entries.
+            The new placement, and positions of the entries.
         """
-        layout = renewed(stand.layout, budget)
-        chooses, laid_out = choice(stand, budget), layout_tensors([layout], self.token.device)
-        aged = self._entries(surviving_tokens(stand.layout, count, count), stand.layout)
+        count, after = placement.count(decoded), placement.renewed(decoded, budget)
+        layout, chosen_by = after.layout, after.choice()
+        laid_out = layout_tensors([layout], self.token.device)
+        aged = self._entries(surviving_tokens(placement.layout, count, count), placement.layout)
         moved = list[Tensor]()
         for number, layer in enumerate(self.layers):
             mine = layer.take(slot, aged.places)
             nobody = mine.keys[:, :, :0]
-            shown = LayerPrompt(nobody, mine.keys, None, laid_out, chooses.sink, self.scale, number)
-            chosen = choose_entries(shown, chooses)[0]
+            shown = LayerPrompt(nobody, mine.keys, None, laid_out, chosen_by.sink, self.scale, number)
+            chosen = choose_entries(shown, chosen_by)[0]
             mine.gather(chosen, layer.row(slot, layout.limit))
             if positions:
                 moved.append(aged.positions(positions[number], position).gather(1, chosen))
         self.base[slot].fill_(layout.base)
         self.count[slot].fill_(layout.count)
-        return Stand(layout, stand.decoded + count - stand.layout.count, stand.renewals + 1), moved
+        return after, moved
 
     def _entries(self, indices: Sequence[int], layout: Layout) -> _Entries:
         device = self.token.device

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,11 +27,11 @@ from snapstream.engine.pace import StepCost
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.prefixes import Prefix, Prefixes
 from snapstream.engine.reading import Reading, Target, kept_shares
-from snapstream.engine.renewal import Stand, newest
+from snapstream.engine.renewal import Placement, newest
 from snapstream.engine.request import Phase, Request
 from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
-from snapstream.errors import ConfigurationError, RequestError
+from snapstream.errors import ConfigurationError
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
@@ -85,10 +86,14 @@ class Executor:
         self._rehearse_renewal(budget.capacity)
 
     def _rehearse_renewal(self, entries: int) -> None:
-        """Give the places of a free slot anew, as any request may ask for it."""
-        each = CacheBudget.of(entries)
-        layout = lay_out(entries + 1, each)
-        self.decode.renew(0, Stand(layout), layout.count, entries + 1, each, ())
+        """Give places of a free slot anew, as any request may ask for it."""
+        budget = replace(CacheBudget.of(entries), ring="resnap")
+        placement = Placement.of_prompt(lay_out(entries + 1, budget), budget)
+        heads = self.decode.layers[0].keys.shape[1]
+        nowhere = torch.zeros(heads, entries, dtype=torch.int32, device=self.device)
+        due = placement.due(budget)
+        assert due is not None
+        self.decode.renew(0, placement, due, entries + 1, budget, [nowhere] * len(self.decode.layers))
         self.decode.release(0)
 
     # -- reading prompts ----------------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ class Executor:
         request.phase = Phase.DECODE
         if request.finish_reason is None or request.keep:
             position = request.before + len(request.prompt)
-            request.stand = Stand(layout)
+            request.placement = Placement.of_prompt(layout, request.budget)
             self.decode.start(slot, layout, position, token, self._first_token, active=bool(request.max_tokens))
 
     @torch.inference_mode()
@@ -248,7 +253,7 @@ class Executor:
         greedy = all(request.params.plain_greedy for request in going)
         for request in going:
             if request.until_renewal <= 0:
-                self._renew(request)
+                self._renew(request)  # should it fail, a slot is half done: launch() fails, and with it all that decode
         if self.drafter is not None:
             self._attempt_to_draft(lambda drafter: drafter.prepare(going))
         began = time.perf_counter()
@@ -326,36 +331,38 @@ class Executor:
         return int(min(most, request.max_tokens - len(request.tokens) - 1, request.until_renewal - 1))
 
     def _renew(self, request: Request) -> None:
-        """Give the pinned places of a request's cache anew."""
-        stand, slot = request.stand, request.slot
-        assert stand is not None
+        """Give pinned places of a request's cache anew."""
+        placement, slot = request.placement, request.slot
+        assert placement is not None
         assert slot is not None
-        position = request.before + len(request.prompt) + stand.decoded
-        count = stand.count(request.decoded)
+        position = request.before + len(request.prompt) + placement.decoded
         with current_device(self.device):
-            request.stand, request.positions = self.decode.renew(
-                slot, stand, count, position, request.budget, request.positions
+            request.placement, request.positions = self.decode.renew(
+                slot, placement, request.decoded, position, request.budget, request.positions
             )
 
-    def save(self, request: Request) -> CompressedSequence:
+    def save(self, request: Request) -> CompressedSequence | None:
         """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
 
         How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
         as it can: the same conversation always continues from the same cache.
+
+        Returns:
+            ``None`` if the text ends so long before its last token that later ones have got places for good.
         """
-        stand, slot = request.stand, request.slot
-        assert stand is not None
+        placement, slot = request.placement, request.slot
+        assert placement is not None
         assert slot is not None
         tokens = request.text.whole_tokens()
-        if stand.decoded - tokens > newest(request.budget):
-            raise RequestError("the text ends before tokens that have places in its cache already; it cannot be kept")
+        if placement.decoded - tokens > newest(request.budget):
+            return None
         decoded = request.decoded + self.steps if request.tokens else 0
-        indices = surviving_tokens(stand.layout, stand.count(tokens), stand.count(decoded))
+        layout = placement.layout
         return self.decode.extract(
             slot,
-            indices,
-            stand.layout,
-            request.before + len(request.prompt) + stand.decoded,
+            surviving_tokens(layout, placement.count(tokens), placement.count(decoded)),
+            layout,
+            request.before + len(request.prompt) + placement.decoded,
             positions=request.positions,
             tokens=[*request.all_tokens, *request.tokens[:tokens]],
             answer=request.text.of(tokens),

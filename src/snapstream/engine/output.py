@@ -135,7 +135,8 @@ class RequestOutput:
         cache: What was kept of the prompt; ``None`` until prefill has ended.
         prompt_logprobs: One entry per token of the prompt if asked for, and ``None`` for the first one, which nothing
             comes before; ``None`` until prefill has ended.
-        saved: With the last output, if it was asked for and the request was not cut short: what a next turn goes on
+        saved: With the last output, if it was asked for and the request was not cut short (nor, with ``ring="resnap"``,
+            its text long before its last token, as by a stop string of more than 16 tokens): what a next turn goes on
             from.
     """
 

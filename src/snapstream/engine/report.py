@@ -5,7 +5,7 @@ from __future__ import annotations
 from snapstream.cache import CompressedSequence
 from snapstream.compression import entry_of
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse
-from snapstream.engine.renewal import Stand
+from snapstream.engine.renewal import Placement
 from snapstream.engine.request import Request
 
 
@@ -33,8 +33,8 @@ def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
     """What a request that is being decoded holds."""
     assert request.layout is not None
     assert request.slot is not None
-    stand = request.stand or Stand(request.layout)
-    layout, stored = stand.layout, stand.count(request.decoded)
+    placement = request.placement or Placement.of_prompt(request.layout, request.budget)
+    layout, stored = placement.layout, placement.count(request.decoded)
     sink = min(request.budget.sink, layout.count)
     return SlotUse(
         slot=request.slot,

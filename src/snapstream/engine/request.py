@@ -14,7 +14,7 @@ from snapstream.compression import Layout
 from snapstream.config import CacheBudget, SamplingParams
 from snapstream.engine.output import FinishReason, KeptTokens, TokenLogprobs
 from snapstream.engine.pace import Pace
-from snapstream.engine.renewal import Stand
+from snapstream.engine.renewal import Placement
 from snapstream.engine.text import OutputText
 
 
@@ -45,9 +45,9 @@ class Request:
         slot: Where it decodes, or will once its prompt has been read.
         sequence: Its compressed prompt, if that is there but has no slot yet.
         layout: Of its cache, once the prompt has been read.
-        stand: Of its cache now, once it decodes.
+        placement: How its cache was laid out when places were given last, once it decodes.
         logits: Of the prompt's last token, if the cache is given out with nothing generated.
-        positions: Per layer, true positions of the entries at its stand, if the cache is given out.
+        positions: Per layer, true positions of the entries of its placement, if the cache is given out.
         prompt_logprobs: Of the prompt's tokens, if asked for.
         kept: Which tokens were kept, if asked for.
         shares: How much of each part of the prompt was kept.
@@ -70,7 +70,7 @@ class Request:
     slot: int | None = None
     sequence: CompressedSequence | None = None
     layout: Layout | None = None
-    stand: Stand | None = None
+    placement: Placement | None = None
     logits: Tensor | None = None
     positions: Sequence[Tensor] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -103,8 +103,8 @@ class Request:
 
     @property
     def until_renewal(self) -> float:
-        """Tokens that may be stored before its pinned places are given anew."""
-        due = None if self.stand is None else self.stand.due(self.budget)
+        """Tokens that may be stored before pinned places of its cache are given anew."""
+        due = None if self.placement is None else self.placement.due(self.budget)
         return math.inf if due is None else due - self.decoded
 
     @property

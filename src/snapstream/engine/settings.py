@@ -113,7 +113,9 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
         prefix_contexts=0,
     )
     own = replace(own, decode_steps=1, max_logprobs=1)
-    return set_up(config.draft_model, budget, own, must_exist=must_exist)
+    # Nobody gives its places anew.
+    ring = "elastic" if budget.ring == "resnap" else budget.ring
+    return set_up(config.draft_model, replace(budget, ring=ring), own, must_exist=must_exist)
 
 
 def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:

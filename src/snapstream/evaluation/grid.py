@@ -24,7 +24,7 @@ class Grid:
         variants: Caches.
         samples: Questions per task, length and variant.
         depths: Depths, in turn; empty draws them.
-        decode: Tokens that are decoded before a ``long`` follow-up.
+        decode: Tokens that are decoded before a ``long`` or ``told`` follow-up.
         seed: The first sample's; the others count up.
     """
 

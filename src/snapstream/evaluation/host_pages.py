@@ -31,7 +31,7 @@ class HostPages:
 
     Attributes:
         entries: Of a layer and KV head, what the device has memory for; the bounds of a page take as much as one entry.
-        fetched: Entries that were not there since the step before, over all steps, layers and KV heads.
+        fetched: Entries that were not there since the step before, over all steps but the first, layers and KV heads.
         looked_at: Entries that were attended to, counted in the same way.
         steps: Layers times decoded tokens.
     """
@@ -103,10 +103,9 @@ class HostPages:
         sizes = torch.full((pages.shape[1],), PAGE)
         sizes[-1] = length - (pages.shape[1] - 1) * PAGE
         held = self._held.get(layer)
-        new = pages.clone()
-        if held is not None:
-            new[:, : held.shape[1]] &= ~held
-            new[:, held.shape[1] :] = False  # made on the device
+        new = torch.zeros_like(pages)  # what the first step looks at is there since the prompt was read
+        if held is not None:  # so is what was made since
+            new[:, : held.shape[1]] = pages[:, : held.shape[1]] & ~held
         self.fetched += int((new * sizes).sum())
         self.looked_at += int((pages * sizes).sum())
         self.steps += 1

@@ -199,9 +199,18 @@ def make_sample(
         pieces, size, draw = list[str](), 0, made.filler or filler
         while size < decode:
             pieces.append(draw(rng))
+            if made.filler is not None:  # paragraphs are long
+                pieces[-1] = _cut(pieces[-1], decode - size, count)
             size += count(pieces[-1])
         if task.follow_up == "told":
             pieces.insert(rng.randrange(len(pieces) // 2 + 1), made.told)
             pieces.insert(0, first.answer)
         reply, second = "".join(pieces), asked.ask
     return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts, asked.rivals)
+
+
+def _cut(text: str, room: int, count: Count) -> str:
+    """The first words of a text, as many as fit; at least one."""
+    while count(text) > room and " " in text.strip():
+        text = text.rpartition(" ")[0]
+    return text

@@ -68,7 +68,12 @@ def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
     asked = (extra_args or {}).get(REQUEST_KEY)
     if isinstance(asked, str) and asked.isascii() and asked.isdigit() and len(asked) < 10:
         asked = int(asked)
-    return budget.for_request(asked)
+    granted = budget.for_request(asked)
+    try:
+        granted.require_fixed_places("vLLM")
+    except ConfigurationError as error:
+        raise RequestError(str(error)) from error
+    return granted
 
 
 def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
