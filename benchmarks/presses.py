@@ -35,7 +35,7 @@ from snapstream.integrations.transformers import SnapStreamCache
 
 PRESSES = {
     "kvpress SnapKV": SnapKVPress,
-    "kvpress SnapKV, window 32": lambda ratio: SnapKVPress(ratio, window_size=32, kernel_size=7),
+    "kvpress SnapKV of 32": lambda ratio: SnapKVPress(ratio, window_size=32, kernel_size=7),
     "kvpress StreamingLLM": lambda ratio: StreamingLLMPress(ratio, n_sink=4),
     "kvpress KeyDiff": KeyDiffPress,
     "kvpress Compactor": CompactorPress,

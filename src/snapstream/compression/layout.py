@@ -6,8 +6,8 @@ mask, only a length::
     [ sink | pinned top-K | ring of recent tokens ]
       0..S   S..base        base..limit
 
-Entries below ``base`` stay as they are (with ``ring="resnap"`` not all, see :mod:`snapstream.engine.renewal`). ``count``
-is the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. Recent tokens are stored in
+Entries below ``base`` stay as they are (with ``ring="resnap"`` not all: :mod:`snapstream.engine.renewal`). ``count`` is
+the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. Recent tokens are stored in
 order, so the ring starts with its oldest entry at ``base`` and the first overwrite hits the right one.
 """
 
