@@ -19,7 +19,9 @@ from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
-EXACT = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+EXACT = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
+"""Both sides add in an order of their own: over 1,100 entries each is up to 7e-6 of their size off, on one processor
+or another."""
 CPU = torch.device("cpu")
 BUDGET = CacheBudget(sink=4, recent=600, top_k=500, window=8)
 DRAFTED = (2, 0, 1, 1)
