@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
+from snapstream.compression.scoring import KEY_CHUNK, candidates
 
 SHORTEST = 1e-12
 """Length that a key is taken to have at least."""
@@ -25,8 +25,14 @@ def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk
     Returns:
         float32 ``[B, N, L]`` from 0 to 2; 0 for what is no candidate.
     """
+    differences: Tensor = differences_of_keys(keys, layout.candidate_end, sink, key_chunk)
+    return differences
+
+
+def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, key_chunk: int) -> Tensor:
+    """See :func:`key_differences`; ``candidate_end`` is of the layouts."""
     B, N, L, D = keys.shape
-    is_candidate = candidate_mask(keys, layout, sink)
+    is_candidate = candidates(torch.arange(L, device=keys.device), candidate_end, sink)[:, None]
     starts = range(0, L, key_chunk)
 
     def chunk_of(start: int) -> Tensor:
@@ -45,3 +51,14 @@ def key_differences(keys: Tensor, layout: LayoutTensors, *, sink: int, key_chunk
     mean = F.normalize(mean, dim=-1).mT
     cosines = torch.cat([torch.matmul(chunk_of(start), mean)[..., 0] for start in starts], -1)
     return torch.where(is_candidate, (1 - cosines * factors).clamp_(min=0.0), 0.0)
+
+
+differences_of_keys = torch.library.custom_op(
+    "snapstream::differences_of_keys", plain_differences_of_keys, mutates_args=()
+)
+""":func:`plain_differences_of_keys` as an operation, so that a device may have a kernel for it."""
+
+
+@differences_of_keys.register_fake
+def _differences_of_keys_shape(keys: Tensor, candidate_end: Tensor, sink: int, key_chunk: int) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import candidate_mask
+from snapstream.compression.scoring import candidates
 
 
 def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int) -> Tensor:
@@ -23,13 +23,29 @@ def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, m
         most: Most tokens that will be taken (``K``); ranks from there on are all the same.
 
     Returns:
-        float32 ``[B, N, L]``, ``1 / (1 + rank)``: above 0, at most 1.
+        float32 ``[B, N, L]``, ``1 / (1 + rank)``: above 0, at most 1; 0 for what is no candidate.
     """
-    is_none = ~candidate_mask(lists[0], layout, sink)
+    scores: Tensor = taken_in_turn(list(lists), layout.candidate_end, sink, most)
+    return scores
+
+
+def plain_taken_in_turn(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+    """See :func:`take_in_turn`; ``candidate_end`` is of the layouts."""
+    position = torch.arange(lists[0].shape[-1], device=candidate_end.device)
+    is_none = ~candidates(position, candidate_end, sink)[:, None]
     best = _ranks(lists[0].masked_fill(is_none, -1.0), most)
     for scores in lists[1:]:
         torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most), out=best)
-    return 1.0 / (1.0 + best)
+    return (1.0 / (1.0 + best)).masked_fill(is_none, 0.0)
+
+
+taken_in_turn = torch.library.custom_op("snapstream::taken_in_turn", plain_taken_in_turn, mutates_args=())
+""":func:`plain_taken_in_turn` as an operation, so that a device may have a kernel for it."""
+
+
+@taken_in_turn.register_fake
+def _taken_in_turn_shape(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+    return torch.empty_like(lists[0])
 
 
 def _ranks(scores: Tensor, most: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Votes, smoothing, choice and copy of compression: each asks which kernel there is for its device and type.
+"""Votes, keys, smoothing, choice and copy of compression: each asks which kernel there is for its device and type.
 
 Importing this module registers them with the operations of :mod:`snapstream.compression` and :mod:`snapstream.cache`.
 """
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from snapstream.cache.layer import copy_rows, plain_copy_rows
 from snapstream.compression.compress import plain_selected, selected
+from snapstream.compression.keys import SHORTEST, differences_of_keys, plain_differences_of_keys
+from snapstream.compression.ranks import plain_taken_in_turn, taken_in_turn
 from snapstream.compression.scoring import plain_smoothed, plain_window_attention, smoothed, window_attention
 from snapstream.kernels import cpu, triton
+from snapstream.kernels.cpu import choice
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
 
 DEVICES = ("cpu", "cuda")
@@ -40,6 +43,21 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     return plain_window_attention(queries, keys, *rest)
 
 
+@differences_of_keys.register_kernel(DEVICES)
+def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, key_chunk: int) -> Tensor:
+    rows = keys.dtype in TYPES and keys.stride(3) == 1 and keys.shape[3] % MULTIPLE == 0
+    if cpu.loaded and keys.is_cpu and rows:
+        return choice.key_differences(keys, candidate_end, sink, SHORTEST)
+    return plain_differences_of_keys(keys, candidate_end, sink, key_chunk)
+
+
+@taken_in_turn.register_kernel(DEVICES)
+def _taken_in_turn(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+    if cpu.loaded and lists[0].is_cpu:
+        return choice.take_in_turn(lists, candidate_end, sink, most)
+    return plain_taken_in_turn(lists, candidate_end, sink, most)
+
+
 @smoothed.register_kernel(DEVICES)
 def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     if triton.takes(votes):
@@ -57,6 +75,8 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
 
         with triton.current_device(scores.device):
             return select_entries(scores, *rest)
+    if cpu.loaded and scores.is_cpu:
+        return choice.select_entries(scores, *rest)
     return plain_selected(scores, *rest)
 
 

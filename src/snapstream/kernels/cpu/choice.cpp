@@ -1,0 +1,151 @@
+// What a prompt is reduced to: places of scores, taken in turn from several lists, and which token every entry holds.
+// Whole numbers decide, so it is to the bit what plain torch does (compression/ranks.py, compression/compress.py).
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "instructions.h"
+#include "memory.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace snapstream {
+namespace {
+
+// choice.py fills these structures.
+struct Lists {
+  const float* const* scores;    // of each list: [sequences][heads][length]
+  const int64_t* candidate_end;  // [sequences]
+  float* out;                    // [sequences][heads][length], zeros
+  int64_t lists, sequences, heads, length, sink, most;
+};
+
+struct Selection {
+  const float* scores;                     // [sequences][heads][length]
+  const int64_t *base, *count, *lengths;   // [sequences]
+  int64_t* positions;                      // [sequences][heads][capacity]
+  int64_t sequences, heads, length, sink, top_k, capacity;
+};
+
+int32_t bits_of(float score) {
+  int32_t bits;
+  std::memcpy(&bits, &score, sizeof(bits));
+  return bits;
+}
+
+// Tokens from the highest score to the lowest, of equal ones the earlier first: a radix sort, which keeps what is equal
+// in order. Bits of floats that are not negative order like the floats.
+class Order {
+ public:
+  explicit Order(int64_t length) : items(length), others(length) {}
+
+  // Leaves scores from .. end of a row in order.
+  void sort(const float* scores, int64_t from, int64_t end) {
+    for (auto& counts : starts) counts.fill(0);
+    for (int64_t at = from; at < end; ++at) {
+      const uint32_t key = 0x7FFFFFFFu - static_cast<uint32_t>(bits_of(scores[at]));
+      items.get()[at - from] = {key, static_cast<uint32_t>(at)};
+      for (int pass = 0; pass < PASSES; ++pass) ++starts[pass][digit(key, pass)];
+    }
+    const int64_t count = end - from;
+    for (int pass = 0; pass < PASSES; ++pass) {
+      uint32_t next = 0;
+      for (auto& start : starts[pass]) next += std::exchange(start, next);
+      const Item* here = items.get();
+      Item* there = others.get();
+      for (int64_t i = 0; i < count; ++i) there[starts[pass][digit(here[i].key, pass)]++] = here[i];
+      std::swap(items, others);
+    }
+  }
+
+  uint32_t operator[](int64_t place) const { return items.get()[place].at; }
+
+ private:
+  static constexpr int PASSES = 3, BITS = 11;
+
+  struct Item {
+    uint32_t key, at;
+  };
+
+  static uint32_t digit(uint32_t key, int pass) { return key >> (pass * BITS) & ((1u << BITS) - 1); }
+
+  Memory<Item> items, others;
+  std::array<std::array<uint32_t, 1 << BITS>, PASSES> starts;
+};
+
+void take_in_turn(const Lists& a, int64_t row, Order& order, float* best) {
+  const int64_t from = std::max<int64_t>(a.sink, 0), end = std::min(a.candidate_end[row / a.heads], a.length);
+  if (from >= end) return;
+  std::fill(best + from, best + end, static_cast<float>(a.most));
+  for (int64_t list = 0; list < a.lists; ++list) {
+    order.sort(a.scores[list] + row * a.length, from, end);
+    for (int64_t place = 0; place < std::min(a.most, end - from); ++place) {
+      float& mine = best[order[place]];
+      mine = std::min(mine, static_cast<float>(place));
+    }
+  }
+  float* out = a.out + row * a.length;
+  for (int64_t at = from; at < end; ++at) out[at] = 1.0f / (1.0f + best[at]);
+}
+
+void select_entries(const Selection& a, int64_t row, int32_t* memory) {
+  const int64_t b = row / a.heads, base = a.base[b], count = a.count[b], length = a.lengths[b];
+  const int64_t pinned = std::clamp<int64_t>(base - a.sink, 0, std::min(a.top_k, a.length));
+  const float* scores = a.scores + row * a.length;
+  int64_t* positions = a.positions + row * a.capacity;
+  std::fill(positions, positions + a.capacity, -1);
+  // The score of the last one that is pinned; all above it are, too, and of its equals the first ones.
+  int32_t last = 0;
+  int64_t equals_left = 0;
+  if (pinned > 0) {
+    std::memcpy(memory, scores, a.length * sizeof(float));
+    std::nth_element(memory, memory + pinned - 1, memory + a.length, std::greater<int32_t>());
+    last = memory[pinned - 1];
+    equals_left = std::count(memory, memory + pinned, last);
+  }
+  int64_t next_pinned = a.sink, next_other = base - (length - count);  // the last of the others fill base .. count
+  for (int64_t at = 0; at < std::min(a.length, length); ++at) {
+    const int32_t bits = bits_of(scores[at]);
+    const bool is_pinned = pinned > 0 && (bits > last || (bits == last && equals_left-- > 0));
+    int64_t entry = at;
+    if (is_pinned) entry = next_pinned++;
+    if (at < a.sink) {
+      entry = at;
+    } else if (!is_pinned) {
+      entry = next_other++;
+      if (entry < base) continue;
+    }
+    if (entry < a.capacity) positions[entry] = at;
+  }
+}
+
+}  // namespace
+}  // namespace snapstream
+
+using namespace snapstream;
+
+// Both return whether there was memory.
+EXPORT int64_t snapstream_take_in_turn(const Lists* a, int64_t threads) {
+  try {
+    share_out(threads, a->sequences * a->heads, [a] {
+      return [a, order = Order(a->length), best = Memory<float>(a->length)](int64_t row) mutable {
+        take_in_turn(*a, row, order, best.get());
+      };
+    });
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+EXPORT int64_t snapstream_select_entries(const Selection* a, int64_t threads) {
+  try {
+    share_out(threads, a->sequences * a->heads, [a] {
+      return [a, memory = Memory<int32_t>(a->length)](int64_t row) { select_entries(*a, row, memory.get()); };
+    });
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}

@@ -1,0 +1,115 @@
+"""What a prompt is reduced to: how unlike the others keys are, places of scores, and the token of every entry."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
+from snapstream.kernels.cpu.library import native
+
+
+class _Lists(ctypes.Structure):
+    """``Lists`` of choice.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scores", "candidate_end", "out")),
+        *((name, ctypes.c_int64) for name in ("lists", "sequences", "heads", "length", "sink", "most")),
+    )
+
+
+class _Selection(ctypes.Structure):
+    """``Selection`` of choice.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scores", "base", "count", "lengths", "positions")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "length", "sink", "top_k", "capacity")),
+    )
+
+
+class _Keys(ctypes.Structure):
+    """``Keys`` of key_differences.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "candidate_end", "out")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "length", "size")),
+        *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_row", "sink")),
+        ("shortest", ctypes.c_double),
+    )
+
+
+def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, shortest: float) -> Tensor:
+    """What :func:`snapstream.compression.keys.key_differences` does, by a kernel, for keys of a multiple of 32.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
+    """
+    B, N, L, D = keys.shape
+    check_types(keys)
+    require(keys.stride(3) == 1 and D > 0 and D % MULTIPLE == 0, f"keys must be rows of a multiple of {MULTIPLE}")
+    ends = _lengths(B, candidate_end)[0]
+    out = keys.new_zeros((B, N, L), dtype=torch.float32)
+    strides = dict(zip(("key_sequence", "key_head", "key_row"), keys.stride()[:3], strict=True))
+    shape = {"sequences": B, "heads": N, "length": L, "size": D}
+    arguments = _Keys(
+        keys.data_ptr(), ends.data_ptr(), out.data_ptr(), **shape, **strides, sink=sink, shortest=shortest
+    )
+    _run("key_differences", arguments, TYPES.index(keys.dtype))
+    return out
+
+
+def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+    """What :func:`snapstream.compression.ranks.take_in_turn` does, by a kernel: the same numbers.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
+    """
+    B, N, L = shape = lists[0].shape
+    require(
+        all(each.shape == shape and each.dtype == torch.float32 for each in lists), "scores must be float32 [B, N, L]"
+    )
+    check_types(*lists)
+    ends = _lengths(B, candidate_end)[0]
+    scores = [each.contiguous() for each in lists]
+    out = torch.zeros_like(scores[0])
+    pointers = (ctypes.c_void_p * len(scores))(*(each.data_ptr() for each in scores))
+    sizes = {"lists": len(scores), "sequences": B, "heads": N, "length": L, "sink": sink, "most": most}
+    _run("take_in_turn", _Lists(ctypes.addressof(pointers), ends.data_ptr(), out.data_ptr(), **sizes))
+    return out
+
+
+def select_entries(
+    scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
+) -> Tensor:
+    """What :func:`snapstream.compression.compress.select_entries` does, by a kernel: the same positions.
+
+    Raises:
+        ValueError: Shapes or types that do not go together.
+        MemoryError: There is none for temporaries.
+    """
+    B, N, L = scores.shape
+    require(scores.dtype == torch.float32, "scores must be float32")
+    check_types(scores)
+    scores, lengths = scores.contiguous(), _lengths(B, base, count, length)
+    positions = scores.new_empty((B, N, capacity), dtype=torch.int64)
+    sizes = {"sequences": B, "heads": N, "length": L, "sink": sink, "top_k": top_k, "capacity": capacity}
+    pointers = (each.data_ptr() for each in (scores, *lengths, positions))
+    _run("select_entries", _Selection(*pointers, **sizes))
+    return positions
+
+
+def _lengths(sequences: int, *tensors: Tensor) -> list[Tensor]:
+    fit = all(each.shape == (sequences,) and each.dtype == torch.int64 and each.is_cpu for each in tensors)
+    require(fit, "lengths must be int64 [B]")
+    return [each.contiguous() for each in tensors]
+
+
+def _run(function: str, arguments: ctypes.Structure, *types: int) -> None:
+    call = getattr(native(), f"snapstream_{function}")
+    if not call(ctypes.byref(arguments), *types, torch.get_num_threads()):
+        raise MemoryError("no memory for the temporaries of a choice")

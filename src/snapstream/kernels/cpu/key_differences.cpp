@@ -1,0 +1,107 @@
+// How unlike the others each key is (compression/keys.py), in two passes over the keys.
+#include <algorithm>
+#include <cmath>
+
+#include "instructions.h"
+#include "memory.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace snapstream {
+namespace {
+
+constexpr int64_t SPAN = 512;  // keys of a task: fixed, so that threads do not change a bit
+
+// choice.py fills the structure.
+struct Keys {
+  const void* keys;
+  const int64_t* candidate_end;  // [sequences]
+  float* out;                    // [sequences][heads][length], zeros
+  int64_t sequences, heads, length, size, key_sequence, key_head, key_row, sink;
+  double shortest;  // length that a key is taken to have at least
+};
+
+// Numbers that are not finite count as none.
+vec finite(vec v) {
+  const vec_i32 exponent = vec_i32{} + 0x7F800000;
+  return select(((vec_i32)v & exponent) != exponent, v, vec{});
+}
+
+template <typename T>
+void load_finite(const T* p, vec& low, vec& high) {
+  load_pair(p, low, high);
+  low = finite(low), high = finite(high);
+}
+
+// Calls visit(row, span, key, at) for every candidate's key; spans are those of all rows, one after the other.
+template <typename T, typename Visit>
+void visit_all(const Keys& a, int64_t threads, const Visit& visit) {
+  const int64_t spans = (a.length + SPAN - 1) / SPAN;
+  share_out(threads, a.sequences * a.heads * spans, [&] {
+    return [&](int64_t number) {
+      const int64_t row = number / spans, b = row / a.heads, begin = number % spans * SPAN;
+      const T* keys = static_cast<const T*>(a.keys) + b * a.key_sequence + row % a.heads * a.key_head;
+      const int64_t end = std::min({a.candidate_end[b], a.length, begin + SPAN});
+      for (int64_t at = std::max(begin, a.sink); at < end; ++at) visit(row, number, keys + at * a.key_row, at);
+    };
+  });
+}
+
+template <typename T>
+void key_differences(const Keys& a, int64_t threads) {
+  const int64_t rows = a.sequences * a.heads, spans = (a.length + SPAN - 1) / SPAN;
+  Memory<float> sums(rows * spans * a.size), factors(rows * a.length);
+  std::fill(sums.get(), sums.get() + rows * spans * a.size, 0.0f);
+  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
+    vec squares = {}, low, high;
+    for (int64_t i = 0; i < a.size; i += PAIR) {
+      load_finite(key + i, low, high);
+      squares += low * low + high * high;
+    }
+    const float factor = 1.0f / std::max(std::sqrt(sum(squares)), static_cast<float>(a.shortest));
+    factors.get()[row * a.length + at] = factor;
+    float* total = sums.get() + span * a.size;
+    for (int64_t i = 0; i < a.size; i += PAIR) {
+      load_finite(key + i, low, high);
+      store(total + i, load(total + i) + low * factor);
+      store(total + i + LANES, load(total + i + LANES) + high * factor);
+    }
+  });
+  // Directions of the means, in the first span of each row.
+  for (int64_t row = 0; row < rows; ++row) {
+    float* mean = sums.get() + row * spans * a.size;
+    double squares = 0.0;
+    for (int64_t i = 0; i < a.size; ++i) {
+      for (int64_t span = 1; span < spans; ++span) mean[i] += mean[span * a.size + i];
+      squares += static_cast<double>(mean[i]) * mean[i];
+    }
+    const float factor = static_cast<float>(1.0 / std::max(std::sqrt(squares), a.shortest));
+    for (int64_t i = 0; i < a.size; ++i) mean[i] *= factor;
+  }
+  visit_all<T>(a, threads, [&](int64_t row, int64_t, const T* key, int64_t at) {
+    const float* mean = sums.get() + row * spans * a.size;
+    vec products = {}, low, high;
+    for (int64_t i = 0; i < a.size; i += PAIR) {
+      load_finite(key + i, low, high);
+      products += low * load(mean + i) + high * load(mean + i + LANES);
+    }
+    const int64_t to = row * a.length + at;
+    a.out[to] = std::max(1.0f - sum(products) * factors.get()[to], 0.0f);
+  });
+}
+
+}  // namespace
+}  // namespace snapstream
+
+using namespace snapstream;
+
+// Returns whether there was memory.
+EXPORT int64_t snapstream_key_differences(const Keys* a, int64_t type, int64_t threads) {
+  try {
+    if (type == 0) key_differences<float>(*a, threads);
+    else key_differences<bfloat16>(*a, threads);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
