@@ -33,6 +33,18 @@ from snapstream.evaluation.scoring import found_parts, interval, paired_differen
 from snapstream.evaluation.tasks import TASKS
 from snapstream.integrations.transformers import SnapStreamCache
 
+
+class KVzipPerHead(KVzipPress):
+    """KVzip's scores with as many entries for every KV head, as in caches of one shape."""
+
+    def compress_post(self, model: torch.nn.Module) -> None:
+        """Mask the lowest scores of every head."""
+        for layer, scores in zip(model.model.layers, self.score_val, strict=True):
+            dropped = scores.topk(int(scores.shape[-1] * self.compression_ratio), largest=False).indices
+            rows, heads, _ = torch.ones_like(dropped).nonzero(as_tuple=True)
+            layer.self_attn.masked_key_indices = (rows, heads, dropped.flatten())
+
+
 PRESSES = {
     "kvpress SnapKV": SnapKVPress,
     "kvpress SnapKV of 32": lambda ratio: SnapKVPress(ratio, window_size=32, kernel_size=7),
@@ -40,6 +52,7 @@ PRESSES = {
     "kvpress KeyDiff": KeyDiffPress,
     "kvpress Compactor": CompactorPress,
     "kvpress KVzip": lambda ratio: KVzipPress(ratio, layerwise=True),
+    "kvpress KVzip per head": KVzipPerHead,
 }
 POLICIES = ("streaming", "snapstream", "keydiff", "mixed")
 CONTENDERS = ("full", *PRESSES, *POLICIES)

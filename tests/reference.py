@@ -44,11 +44,10 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
 
 
 def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> list[dict[int, float]]:
-    """Attention of the window to every candidate; under the mixed policy that of the last token and the keys', too."""
+    """Attention of the window to every candidate; under the mixed policy keys' differences, too."""
     votes = [naive_attention_votes(queries, keys, budget, first_voter, budget.window)]
     if budget.policy.name == "mixed":
-        votes.append(naive_attention_votes(queries, keys, budget, first_voter, 1))
-        votes.append(naive_key_differences(keys, budget))
+        votes.append(naive_key_differences(keys, budget, budget.policy.near))
     return votes
 
 
@@ -76,12 +75,16 @@ def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, wi
 def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     """Scores of votes."""
     policy = budget.policy
-    pooled = [naive_pool(kind, getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg")) for kind in votes[:2]]
-    if policy.name != "mixed" or not votes[0]:
-        return pooled[0]
-    pooled.append(naive_pool(votes[2], policy.key_kernel))
-    orders = [sorted(scores, key=lambda p, scores=scores: (-scores[p], p)) for scores in pooled]
-    return {p: -min(order.index(p) for order in orders) for p in pooled[0]}
+    pooled = naive_pool(votes[0], getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg"))
+    if policy.name != "mixed":
+        return pooled
+    return naive_in_turn([pooled, naive_pool(votes[1], policy.key_kernel), votes[1]])
+
+
+def naive_in_turn(lists: list[dict[int, float]]) -> dict[int, float]:
+    """Scores by which the best of several lists come in turn."""
+    orders = [sorted(scores, key=lambda p, scores=scores: (-scores[p], p)) for scores in lists]
+    return {p: -min(order.index(p) for order in orders) for p in lists[0]}
 
 
 def naive_candidates(length: int, budget) -> list[int]:
@@ -100,12 +103,14 @@ def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg") -> di
     return pooled
 
 
-def naive_key_differences(keys: Tensor, budget) -> dict[int, float]:
-    """One minus the cosine of every candidate's key to their mean direction."""
-    at = naive_candidates(len(keys), budget)
-    directions = {p: keys[p].double() / keys[p].double().norm() for p in at}
-    mean = sum(directions.values()) if at else None
-    return {p: 1 - float(directions[p] @ mean / mean.norm()) for p in at}
+def naive_key_differences(keys: Tensor, budget, near=None) -> dict[int, float]:
+    """One minus the cosine of every candidate's key to the mean direction of all, or of those in blocks near it."""
+    directions = {p: keys[p].double() / keys[p].double().norm() for p in naive_candidates(len(keys), budget)}
+    differences = {}
+    for p, direction in directions.items():
+        mean = sum(other for q, other in directions.items() if near is None or abs(q // near - p // near) <= 1)
+        differences[p] = 1 - float(direction @ mean / mean.norm())
+    return differences
 
 
 def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -> dict[int, float]:
@@ -115,6 +120,9 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -
         return policy.naive_scores(queries, keys, values, budget)
     if policy.name == "keydiff":
         return naive_pool(naive_key_differences(keys, budget), policy.kernel)
+    if policy.name == "local-keydiff":
+        differences = naive_key_differences(keys, budget, policy.near)
+        return naive_in_turn([naive_pool(differences, policy.kernel), differences])
     return naive_votes(queries, keys, budget, first_voter)
 
 

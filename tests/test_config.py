@@ -6,7 +6,9 @@ from snapstream import CacheBudget, ConfigurationError, EngineConfig, RequestErr
 
 
 @pytest.mark.parametrize("capacity", [16, 17, 33, 64, 128, 1000, 4096, 32768])
-@pytest.mark.parametrize("policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random"])
+@pytest.mark.parametrize(
+    "policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
+)
 def test_presets_have_the_asked_capacity(policy, capacity):
     budget = CacheBudget.preset(policy, capacity)
     assert budget.capacity == capacity
@@ -60,7 +62,9 @@ def test_budget_parse():
             CacheBudget.parse(bad)
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random"])
+@pytest.mark.parametrize(
+    "policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
+)
 def test_resized_keeps_the_policy(policy):
     budget = CacheBudget.preset(policy, 256)
     for capacity in range(64, 257):

@@ -25,7 +25,7 @@ from tests.integrations.test_transformers import generate
 from tests.policies import LargeValues, SpreadVotes
 from tests.reference import naive_compress
 
-OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random"]
+OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
 OTHERS = ["spread", "large-values"]
 
 
@@ -103,7 +103,7 @@ def test_votes_of_a_batch_are_those_of_each(name):
 
 @settings(deadline=None, max_examples=80)
 @given(
-    st.sampled_from(["keydiff", "mixed"]),
+    st.sampled_from(["keydiff", "local-keydiff", "mixed"]),
     st.integers(1, 120),
     st.integers(0, 20),
     st.sampled_from([(1, 1), (4, 2), (3, 1)]),
@@ -199,7 +199,7 @@ def test_what_is_no_policy_is_refused():
 
 def test_budgets_written_for_earlier_versions_are_read():
     old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
-    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates", "key_kernel": 5}
+    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates", "key_kernel": 5, "near": 32}
     assert (old.ring, old.policy.settings()) == ("paper", settings)
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("mixed", {"window": 1})

@@ -86,9 +86,10 @@ def test_places_are_the_same_with_ties(length, lists, sink, most, levels, data):
     size=st.sampled_from((32, 64, 96, 576)),
     sink=st.integers(0, 5),
     odd=st.sampled_from((None, float("inf"), float("nan"), 0.0)),
+    near=st.sampled_from((keys.EVERYWHERE, 1, 7, 32, 600)),
     data=st.data(),
 )
-def test_differences_of_keys_equal_the_definition(dtype, length, size, sink, odd, data):
+def test_differences_of_keys_equal_the_definition(dtype, length, size, sink, odd, near, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows = torch.randn(2, length + 1, 3, size, generator=generator).to(dtype).transpose(1, 2)[:, :, 1:]
     rows = rows + torch.randn(size, generator=generator).to(dtype)
@@ -99,21 +100,24 @@ def test_differences_of_keys_equal_the_definition(dtype, length, size, sink, odd
     want = torch.zeros(2, 3, length, dtype=torch.float64)
     for b, end in enumerate(ends.tolist()):
         directions = exact[b, :, sink:end] / exact[b, :, sink:end].norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
-        mean = directions.sum(1, keepdim=True)
+        at = torch.arange(sink, max(end, sink)) // (near or length)
+        around = (at[:, None] - at).abs() <= 1  # same block, or side by side
+        mean = around.double() @ directions
         mean = mean / mean.norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
         want[b, :, sink : max(end, sink)] = 1 - (directions * mean).sum(-1)
     for b, end in enumerate(ends.tolist()):
         rows[b, :, end:] = float("nan")  # of padding nothing is read
-    got = on_threads(lambda: choice.key_differences(rows, ends, sink, keys.SHORTEST))
+    got = on_threads(lambda: choice.key_differences(rows, ends, sink, near, keys.SHORTEST))
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
-    plain = keys.plain_differences_of_keys(rows, ends, sink, 64)
+    plain = keys.plain_differences_of_keys(rows, ends, sink, near, 64)
     torch.testing.assert_close(plain.double(), want, rtol=0, atol=2e-6)
 
 
-def test_padding_changes_nothing():
+@pytest.mark.parametrize("near", [keys.EVERYWHERE, 32])
+def test_padding_changes_nothing(near):
     """A prompt in a longer buffer gets the same numbers to the bit, or hosts would keep other tokens."""
     rows, ends = torch.randn(1, 2, 2000, 64), torch.tensor([1500])
-    long, short = (choice.key_differences(each, ends, 4, keys.SHORTEST) for each in (rows, rows[:, :, :1500]))
+    long, short = (choice.key_differences(each, ends, 4, near, keys.SHORTEST) for each in (rows, rows[:, :, :1500]))
     assert torch.equal(long[..., :1500], short)
     assert not long[..., 1500:].any()
     long, short = (choice.take_in_turn([each, 1 - each], ends, 4, 300) for each in (long, short))
@@ -139,9 +143,9 @@ def test_operations_choose_the_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        ("key_differences", (torch.zeros(1, 1, 5, 40), torch.tensor([5]), 0, 1e-12), "multiple of 32"),
-        ("key_differences", (torch.zeros(1, 1, 5, 64).half(), torch.tensor([5]), 0, 1e-12), "float16"),
-        ("key_differences", (torch.zeros(1, 1, 5, 64), torch.tensor([5, 5]), 0, 1e-12), "lengths"),
+        ("key_differences", (torch.zeros(1, 1, 5, 40), torch.tensor([5]), 0, 0, 1e-12), "multiple of 32"),
+        ("key_differences", (torch.zeros(1, 1, 5, 64).half(), torch.tensor([5]), 0, 0, 1e-12), "float16"),
+        ("key_differences", (torch.zeros(1, 1, 5, 64), torch.tensor([5, 5]), 0, 0, 1e-12), "lengths"),
         ("take_in_turn", ([torch.zeros(1, 1, 5), torch.zeros(1, 1, 6)], torch.tensor([5]), 0, 3), "float32"),
         ("take_in_turn", ([torch.zeros(1, 1, 5)], torch.tensor([5]).int(), 0, 3), "int64"),
         ("select_entries", (torch.zeros(1, 1, 5).double(), *[torch.tensor([5])] * 3, 0, 3, 4), "float32"),

@@ -40,8 +40,8 @@ Budget = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help="What the budget keeps: mixed, snapstream (the paper's rule), keydiff, sage-kv, streaming, random, full, "
-        "or one that was installed.",
+        help="What the budget keeps: mixed, snapstream (the paper's rule), local-keydiff, keydiff, sage-kv, streaming, "
+        "random, full, or one that was installed.",
         rich_help_panel=CACHE,
     ),
 ]

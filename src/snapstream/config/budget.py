@@ -68,6 +68,7 @@ class CacheBudget:
         seed: int | None = None,
         *,
         key_kernel: int | None = None,
+        near: int | None = None,
         policy: Policy | str | None = None,
     ) -> None:
         """Check every field.
@@ -84,13 +85,14 @@ class CacheBudget:
             selection: ``votes``, or ``random`` for the policy of this name.
             seed: Of the policy ``random``.
             key_kernel: Of the policy ``mixed``.
+            near: The same, and of ``local-keydiff``.
             policy: A policy, or its name; single settings above are set in it.
 
         Raises:
             ConfigurationError: A field, or a combination, that cannot work; the message says what to change.
         """
         given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
-        given |= {"key_kernel": key_kernel, "seed": seed}
+        given |= {"key_kernel": key_kernel, "near": near, "seed": seed}
         settings = {name: value for name, value in given.items() if value is not None}
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")
@@ -169,9 +171,9 @@ class CacheBudget:
 
         Args:
             name: ``mixed`` (the default), ``snapstream`` (the paper's: a window votes), ``sage-kv`` (only the last
-                token votes), ``keydiff`` (keys unlike the others), ``streaming`` (StreamingLLM: sinks and recent tokens
-                only), ``full`` (nothing is dropped while the sequence fits ``capacity``), ``random`` (a random
-                choice), or what another package calls its own.
+                token votes), ``keydiff`` (keys unlike the others), ``local-keydiff`` (unlike their neighbours),
+                ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is dropped while the
+                sequence fits ``capacity``), ``random`` (a random choice), or what another package calls its own.
             capacity: Entries per layer and KV head.
 
         Raises:
@@ -305,13 +307,25 @@ class CacheBudget:
             )
         return asked
 
+    def for_context(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
+        """The cache of a text that is stored before anybody knows a question, where this is the host's.
+
+        Like :meth:`for_request`, with what the policy has in its place :attr:`for contexts <Policy.for_contexts>`. A
+        whole budget is taken as it is.
+
+        Raises:
+            RequestError: As :meth:`for_request`.
+        """
+        budget = self.for_request(asked, kept_queries)
+        return budget if isinstance(asked, CacheBudget) else replace(budget, policy=budget.policy.for_contexts)
+
     def as_dict(self) -> dict[str, Any]:
         """Fields as plain values, for JSON; :meth:`parse` reads them."""
         sizes = {name: getattr(self, name) for name in (*_SIZES, "ring")}
         return sizes | {"policy": self.policy.name} | self.policy.settings()
 
 
-_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel")
+_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near")
 """Settings of built-in policies that may be given to a budget itself. A policy without one of them ignores it: a sweep
 over ``window`` may have a row for random choice."""
 

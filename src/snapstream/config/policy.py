@@ -92,6 +92,11 @@ class Policy(ABC):
     def queries(self) -> int:
         """Last queries of the prompt that it looks at: 0 for none, :data:`ALL` for all."""
 
+    @property
+    def for_contexts(self) -> Policy:
+        """What takes its place for a text that is stored before anybody knows a question; by default itself."""
+        return self
+
     @abstractmethod
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """How much each token deserves to be kept; a pure function whose shapes do not depend on data.
@@ -124,6 +129,7 @@ _BUILT_IN = {
     "sage-kv": "snapstream.compression.policies.last_token:LastTokenVotes",
     "snapstream": "snapstream.compression.policies.window:WindowVotes",
     "keydiff": "snapstream.compression.policies.keydiff:KeyDifferences",
+    "local-keydiff": "snapstream.compression.policies.local_keydiff:LocalKeyDifferences",
     "mixed": "snapstream.compression.policies.mixed:Mixed",
     "random": "snapstream.compression.policies.random:RandomVotes",
 }

@@ -253,6 +253,10 @@ class Engine:
             uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
         return uses
 
+    def context_budget(self, asked: int | CacheBudget | None = None) -> CacheBudget:
+        """The cache of a text that is stored to be asked about: see :meth:`CacheBudget.for_context`."""
+        return self.budget.for_context(asked, self.config.kept_queries)
+
     def kept_bytes(self, tokens: int, kv_budget: int | CacheBudget | None = None) -> int:
         """Memory of what is left of a prompt of so many tokens, if it is given out (``keep``).
 

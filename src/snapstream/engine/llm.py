@@ -120,7 +120,8 @@ class LLM:
             chat: Let it begin the first message of a conversation in the model's chat template. By default if the model
                 has one, and ``text`` is text.
             system: The system message of this conversation.
-            budget: Cache entries, as :attr:`SamplingParams.kv_budget`; by default the engine's.
+            budget: Cache entries, as :attr:`SamplingParams.kv_budget`; by default the engine's. Unless it is a whole
+                budget, the policy is what the engine's has for contexts: that of ``mixed`` is ``local-keydiff``.
 
         Returns:
             What is left of it, for ``generate(..., context=...)`` and :meth:`save_context`.
@@ -128,7 +129,7 @@ class LLM:
         Raises:
             RequestError: It cannot be read, such as because it is too long.
         """
-        plain = SamplingParams(max_tokens=0, kv_budget=budget)
+        plain = SamplingParams(max_tokens=0, kv_budget=self.engine.context_budget(budget))
         prompt, opened = self.context_tokens(text, chat=chat, system=system)
         name = self.engine.new_name()
         try:

@@ -36,7 +36,7 @@ NAME = "snapstream"
 Job = tuple[list[int], SamplingParams]
 
 _BUDGET_FIELDS = dict.fromkeys(
-    ("sink", "recent", "top_k", "window", "kernel", "key_kernel", "seed"), "int"
+    ("sink", "recent", "top_k", "window", "kernel", "key_kernel", "near", "seed"), "int"
 ) | dict.fromkeys(("pooling", "normalize", "ring", "selection"), "str")
 _SAMPLING = ["top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
@@ -74,8 +74,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         Args:
             pretrained: Directory of a checkpoint, or a hub id.
             budget: Cache entries per sequence; ``None`` is a full cache.
-            policy: What the budget keeps: ``mixed`` (the default with a budget), ``snapstream``, ``keydiff``,
-                ``streaming``, ``sage-kv``, ``random``; or ``full``, without a budget.
+            policy: What the budget keeps: ``mixed`` (the default with a budget), ``snapstream``,
+                ``local-keydiff``, ``keydiff``, ``streaming``, ``sage-kv``, ``random``; or ``full``, without a budget.
             max_length: Longest prompt plus output; by default what the model was made for.
             slots: Sequences decoded at a time; by default the batch size.
             prefill_chunk: Prompt tokens per prefill launch.

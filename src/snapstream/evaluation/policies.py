@@ -12,7 +12,17 @@ from snapstream.config import DEFAULT_POLICY, MIN_CAPACITY, CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
-ENGINE_POLICIES = ("full", "truncated", "streaming", "sage-kv", "random", "keydiff", "snapstream", "mixed")
+ENGINE_POLICIES = (
+    "full",
+    "truncated",
+    "streaming",
+    "sage-kv",
+    "random",
+    "keydiff",
+    "local-keydiff",
+    "snapstream",
+    "mixed",
+)
 ENDPOINT_POLICIES = ("served", "truncated", DEFAULT_POLICY)
 UNSIZED = ("full", "served")
 """Policies without a size: a full cache, and whatever an endpoint does by itself."""
@@ -21,6 +31,7 @@ _SWEPT: dict[str, type] = {
     "window": int,
     "kernel": int,
     "key_kernel": int,
+    "near": int,
     "recent": str,
     "sink": int,
     "pooling": str,

@@ -44,11 +44,11 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
 
 
 @differences_of_keys.register_kernel(DEVICES)
-def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, key_chunk: int) -> Tensor:
+def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
     rows = keys.dtype in TYPES and keys.stride(3) == 1 and keys.shape[3] % MULTIPLE == 0
     if cpu.loaded and keys.is_cpu and rows:
-        return choice.key_differences(keys, candidate_end, sink, SHORTEST)
-    return plain_differences_of_keys(keys, candidate_end, sink, key_chunk)
+        return choice.key_differences(keys, candidate_end, sink, near, SHORTEST)
+    return plain_differences_of_keys(keys, candidate_end, sink, near, key_chunk)
 
 
 @taken_in_turn.register_kernel(DEVICES)

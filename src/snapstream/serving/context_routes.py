@@ -78,7 +78,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         """Read a text and compress it once; requests with its id as context_id go on from there."""
         completions.check_model(body.model)
         store.check()
-        params = SamplingParams(max_tokens=0, kv_budget=budget_of(body.kv_budget))
+        params = SamplingParams(max_tokens=0, kv_budget=parts.llm.engine.context_budget(budget_of(body.kv_budget)))
         state = request.scope["state"]
         spent = time.monotonic() - state["began"]
 

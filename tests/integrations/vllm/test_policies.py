@@ -29,7 +29,8 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "mixed", "random", "large-values"]
+    "name",
+    ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random", "large-values"],
 )
 def test_equals_the_built_in_engine(llama, prompts, name):
     budget = CacheBudget.preset(name, 128)

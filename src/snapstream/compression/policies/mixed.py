@@ -1,8 +1,8 @@
-"""``mixed``: places go in turn to votes of a window, to votes of the last token, and to keys unlike the others."""
+"""``mixed``: places go in turn to votes of a window and to keys unlike their neighbours."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,22 +10,28 @@ from torch import Tensor
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
+from snapstream.compression.policies.local_keydiff import (
+    NEAR,
+    LocalKeyDifferences,
+    by_itself_and_smoothed,
+    require_near,
+)
 from snapstream.compression.policies.window import WindowVotes
 from snapstream.compression.ranks import take_in_turn
-from snapstream.compression.scoring import pool_votes
-from snapstream.config.policy import LayerPrompt
+from snapstream.config.policy import LayerPrompt, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(WindowVotes):
-    """Three ways of choosing fail on different questions, so each has a third of the places.
+    """Votes and keys fail on different questions, so a third of the places goes to the one, the rest to the other.
 
-    Votes of a window (SnapKV) keep what several words of a question ask for, but are spread where the question is
-    shorter than the window. Votes of the last token (SAGE-KV) are not, but it may ask for one thing only. A key unlike
-    the others (KeyDiff) is kept for what nobody has asked for yet. What each keeps, and all together: docs/accuracy.md.
+    Votes of a window (SnapKV) keep what a question at the prompt's end asks for, if its words say so. A key unlike its
+    neighbours is kept for what nobody has asked for yet, and for what the question does not name. What each keeps, and
+    all together: docs/accuracy.md.
 
     Attributes:
-        key_kernel: Odd width of the average of keys' differences along the sequence; 1 switches it off.
+        key_kernel: Odd width of the average of keys' differences along the sequence, for half of what goes to keys.
+        near: Tokens of a block; a key is compared with those of its own and of the ones beside it.
     """
 
     name: ClassVar[str] = "mixed"
@@ -33,6 +39,7 @@ class Mixed(WindowVotes):
 
     window: int = 16
     key_kernel: int = 5
+    near: int = NEAR
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -42,16 +49,20 @@ class Mixed(WindowVotes):
         """
         super().__post_init__()
         require_kernel("key_kernel", self.key_kernel)
+        require_near(self.near)
+
+    @property
+    def for_contexts(self) -> Policy:
+        """Keys alone: nobody asks at the end of a text that is stored."""
+        return LocalKeyDifferences(kernel=self.key_kernel, near=self.near)
 
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """The window's, the last token's, and the keys', ``[3, B, N, L]``."""
-        last = replace(prompt, queries=prompt.queries[:, :, -1:])
-        differences = key_differences(prompt.keys, prompt.layout, sink=prompt.sink)
-        return torch.stack([super().votes(prompt), super().votes(last), differences])
+        """The window's and the keys', ``[2, B, N, L]``."""
+        differences = key_differences(prompt.keys, prompt.layout, sink=prompt.sink, near=self.near)
+        return torch.stack([super().votes(prompt), differences])
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         """See :meth:`Policy.smooth`."""
-        window, last, differences = votes
-        lists = [super().smooth(window, prompt), super().smooth(last, prompt)]
-        lists.append(pool_votes(differences, pooling="avg", kernel=self.key_kernel))
+        window, differences = votes
+        lists = [super().smooth(window, prompt), *by_itself_and_smoothed(differences, self.key_kernel)]
         return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)

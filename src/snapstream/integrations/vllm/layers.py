@@ -21,7 +21,7 @@ from snapstream.integrations.vllm.step import Outgoing, Sequences, Window
 
 _READ_THE_CACHE = {"CPU_ATTN"}
 """Backends whose kernels were seen to find all tokens of a step in the cache, wherever there."""
-_ALIKE = ("mixed", "snapstream", "sage-kv", "keydiff", "streaming", "full")
+_ALIKE = ("mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "streaming", "full")
 """Policies that treat all layers alike; names of layers need not have a number then."""
 
 

@@ -36,12 +36,12 @@ class _Keys(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "candidate_end", "out")),
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "length", "size")),
-        *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_row", "sink")),
+        *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_row", "sink", "near")),
         ("shortest", ctypes.c_double),
     )
 
 
-def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, shortest: float) -> Tensor:
+def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, shortest: float) -> Tensor:
     """What :func:`snapstream.compression.keys.key_differences` does, by a kernel, for keys of a multiple of 32.
 
     Raises:
@@ -55,9 +55,8 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, shortest: fl
     out = keys.new_zeros((B, N, L), dtype=torch.float32)
     strides = dict(zip(("key_sequence", "key_head", "key_row"), keys.stride()[:3], strict=True))
     shape = {"sequences": B, "heads": N, "length": L, "size": D}
-    arguments = _Keys(
-        keys.data_ptr(), ends.data_ptr(), out.data_ptr(), **shape, **strides, sink=sink, shortest=shortest
-    )
+    pointers = (each.data_ptr() for each in (keys, ends, out))
+    arguments = _Keys(*pointers, **shape, **strides, sink=sink, near=near, shortest=shortest)
     _run("key_differences", arguments, TYPES.index(keys.dtype))
     return out
 

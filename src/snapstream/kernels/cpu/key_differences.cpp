@@ -10,7 +10,7 @@
 namespace snapstream {
 namespace {
 
-constexpr int64_t SPAN = 512;  // keys of a task: fixed, so that threads do not change a bit
+constexpr int64_t SPAN = 512;  // keys of a task where all are compared: fixed, so that threads do not change a bit
 
 // choice.py fills the structure.
 struct Keys {
@@ -18,7 +18,11 @@ struct Keys {
   const int64_t* candidate_end;  // [sequences]
   float* out;                    // [sequences][heads][length], zeros
   int64_t sequences, heads, length, size, key_sequence, key_head, key_row, sink;
+  int64_t near;     // tokens of a block; a key is compared with its own and those beside it, or for 0 with all keys
   double shortest;  // length that a key is taken to have at least
+
+  int64_t span() const { return near > 0 ? near : SPAN; }
+  int64_t spans() const { return (length + span() - 1) / span(); }
 };
 
 // Numbers that are not finite count as none.
@@ -36,12 +40,12 @@ void load_finite(const T* p, vec& low, vec& high) {
 // Calls visit(row, span, key, at) for every candidate's key; spans are those of all rows, one after the other.
 template <typename T, typename Visit>
 void visit_all(const Keys& a, int64_t threads, const Visit& visit) {
-  const int64_t spans = (a.length + SPAN - 1) / SPAN;
+  const int64_t spans = a.spans();
   share_out(threads, a.sequences * a.heads * spans, [&] {
     return [&](int64_t number) {
-      const int64_t row = number / spans, b = row / a.heads, begin = number % spans * SPAN;
+      const int64_t row = number / spans, b = row / a.heads, begin = number % spans * a.span();
       const T* keys = static_cast<const T*>(a.keys) + b * a.key_sequence + row % a.heads * a.key_head;
-      const int64_t end = std::min({a.candidate_end[b], a.length, begin + SPAN});
+      const int64_t end = std::min({a.candidate_end[b], a.length, begin + a.span()});
       for (int64_t at = std::max(begin, a.sink); at < end; ++at) visit(row, number, keys + at * a.key_row, at);
     };
   });
@@ -49,8 +53,8 @@ void visit_all(const Keys& a, int64_t threads, const Visit& visit) {
 
 template <typename T>
 void key_differences(const Keys& a, int64_t threads) {
-  const int64_t rows = a.sequences * a.heads, spans = (a.length + SPAN - 1) / SPAN;
-  Memory<float> sums(rows * spans * a.size), factors(rows * a.length);
+  const int64_t rows = a.sequences * a.heads, spans = a.spans();
+  Memory<float> sums(rows * spans * a.size), means(rows * spans * a.size), factors(rows * a.length);
   std::fill(sums.get(), sums.get() + rows * spans * a.size, 0.0f);
   visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
     vec squares = {}, low, high;
@@ -67,19 +71,30 @@ void key_differences(const Keys& a, int64_t threads) {
       store(total + i + LANES, load(total + i + LANES) + high * factor);
     }
   });
-  // Directions of the means, in the first span of each row.
-  for (int64_t row = 0; row < rows; ++row) {
-    float* mean = sums.get() + row * spans * a.size;
-    double squares = 0.0;
-    for (int64_t i = 0; i < a.size; ++i) {
-      for (int64_t span = 1; span < spans; ++span) mean[i] += mean[span * a.size + i];
-      squares += static_cast<double>(mean[i]) * mean[i];
-    }
-    const float factor = static_cast<float>(1.0 / std::max(std::sqrt(squares), a.shortest));
-    for (int64_t i = 0; i < a.size; ++i) mean[i] *= factor;
-  }
-  visit_all<T>(a, threads, [&](int64_t row, int64_t, const T* key, int64_t at) {
-    const float* mean = sums.get() + row * spans * a.size;
+  // What each span is compared with: the direction of the sum of it and its neighbours, or of all spans of its row.
+  share_out(threads, rows, [&] {
+    return [&](int64_t row) {
+      const float* of = sums.get() + row * spans * a.size;
+      float* mean = means.get() + row * spans * a.size;
+      for (int64_t span = 0; span < spans; ++span, mean += a.size) {
+        if (a.near == 0 && span > 0) {
+          std::copy(mean - a.size, mean, mean);
+          continue;
+        }
+        const int64_t from = a.near > 0 ? std::max<int64_t>(span - 1, 0) : 0;
+        const int64_t end = a.near > 0 ? std::min(span + 2, spans) : spans;
+        std::fill(mean, mean + a.size, 0.0f);
+        for (int64_t other = from; other < end; ++other)
+          for (int64_t i = 0; i < a.size; ++i) mean[i] += of[other * a.size + i];
+        double squares = 0.0;
+        for (int64_t i = 0; i < a.size; ++i) squares += static_cast<double>(mean[i]) * mean[i];
+        const float factor = static_cast<float>(1.0 / std::max(std::sqrt(squares), a.shortest));
+        for (int64_t i = 0; i < a.size; ++i) mean[i] *= factor;
+      }
+    };
+  });
+  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
+    const float* mean = means.get() + span * a.size;
     vec products = {}, low, high;
     for (int64_t i = 0; i < a.size; i += PAIR) {
       load_finite(key + i, low, high);
