@@ -140,7 +140,8 @@ bench-transformers: $(KVPRESS_STAMP)
 bench-presses: $(KVPRESS_STAMP)
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses --model smollm2 --tasks phones --lengths 1024 --samples 30 \
-	  --when after --contenders full,"kvpress Compactor","kvpress KVzip",keydiff,mixed
+	  --when after \
+	  --contenders full,"kvpress LagKV","kvpress Compactor","kvpress KVzip","kvpress KVzip per head",keydiff,local-keydiff,mixed
 
 # Eviction beside a full cache in host memory, whose pages are fetched: right answers, for docs/accuracy.md; two hours.
 bench-offload: $(SMOLLM2_STAMP)

@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from kvpress import CompactorPress, KeyDiffPress, KVzipPress, SnapKVPress, StreamingLLMPress
+from kvpress import CompactorPress, KeyDiffPress, KVzipPress, LagKVPress, SnapKVPress, StreamingLLMPress
 from kvpress.presses import kvzip_press
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -50,11 +50,12 @@ PRESSES = {
     "kvpress SnapKV of 32": lambda ratio: SnapKVPress(ratio, window_size=32, kernel_size=7),
     "kvpress StreamingLLM": lambda ratio: StreamingLLMPress(ratio, n_sink=4),
     "kvpress KeyDiff": KeyDiffPress,
+    "kvpress LagKV": LagKVPress,
     "kvpress Compactor": CompactorPress,
     "kvpress KVzip": lambda ratio: KVzipPress(ratio, layerwise=True),
     "kvpress KVzip per head": KVzipPerHead,
 }
-POLICIES = ("streaming", "snapstream", "keydiff", "mixed")
+POLICIES = ("streaming", "snapstream", "keydiff", "local-keydiff", "mixed")
 CONTENDERS = ("full", *PRESSES, *POLICIES)
 BASELINE = "mixed"
 """What the others are compared with, question by question."""

@@ -31,7 +31,7 @@ def require_near(near: int) -> None:
 
 
 def by_itself_and_smoothed(differences: Tensor, kernel: int) -> list[Tensor]:
-    """Two lists: for answers of several tokens, whose neighbours must come along, and for words that stand out alone."""
+    """Lists for answers of several tokens, whose neighbours must come along, and for words that stand out alone."""
     return [pool_votes(differences, pooling="avg", kernel=kernel), differences]
 
 
