@@ -28,7 +28,7 @@ def caches(length: int) -> dict[str, CacheBudget | None]:
     """Caches by name; ``None`` keeps everything."""
     found: dict[str, CacheBudget | None] = {"full": None}
     for share in (4, 8):
-        for policy in ("mixed", "snapstream", "keydiff", "sage-kv", "streaming", "random"):
+        for policy in ("mixed", "snapstream", "local-keydiff", "keydiff", "sage-kv", "streaming", "random"):
             found[f"{policy}, 1/{share}"] = CacheBudget.preset(policy, length // share)
     return found
 
