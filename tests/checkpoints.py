@@ -168,3 +168,15 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     """Random tokens that every checkpoint here knows, none of them special."""
     rng = random.Random(seed)
     return [rng.randrange(3, SMALL["vocab_size"]) for _ in range(length)]
+
+
+def prompt_before_words(generate, length, count):
+    """A prompt behind which a model's first tokens are words, none of them special, whatever the policy keeps.
+
+    Args:
+        generate: Makes token ids of a prompt.
+        length: Tokens of the prompt.
+        count: So many first ones.
+    """
+    prompts = (prompt(length, seed) for seed in range(100))
+    return next(one for one in prompts if min(generate(one)[:count]) > 2)

@@ -76,7 +76,7 @@ def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     """Scores of votes."""
     policy = budget.policy
     pooled = naive_pool(votes[0], getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg"))
-    if policy.name != "mixed":
+    if policy.name != "mixed" or not votes[0]:  # nothing is chosen
         return pooled
     return naive_in_turn([pooled, naive_pool(votes[1], policy.key_kernel), votes[1]])
 

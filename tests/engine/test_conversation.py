@@ -8,7 +8,7 @@ import torch
 from snapstream import CacheBudget, RequestError, SamplingParams
 from snapstream.compression import entry_of, lay_out, next_slot, surviving_tokens
 from snapstream.engine.output import KEPT_PARTS
-from tests.checkpoints import prompt
+from tests.checkpoints import prompt, prompt_before_words
 from tests.conversation import NaiveConversation
 from tests.engine.test_engine import greedy, make
 
@@ -114,7 +114,8 @@ def test_a_saved_cache_can_be_used_again(checkpoint):
 @pytest.mark.parametrize("stop", ["token", "string", "length"])
 def test_the_saved_answer_is_whole_tokens(checkpoint, stop):
     llm = make(checkpoint, sessions=1)
-    free = llm.generate([prompt(60)], greedy(11))[0]
+    asked = prompt_before_words(lambda tokens: llm.generate(tokens, greedy(11))[0].token_ids, 60, 11)
+    free = llm.generate(asked, greedy(11))[0]
     words = llm.tokenizer.convert_ids_to_tokens(list(free.token_ids))
     assert "".join(words) == free.text
     at = next(i for i in range(4, 11) if free.token_ids[i] not in free.token_ids[:i])
@@ -125,14 +126,14 @@ def test_the_saved_answer_is_whole_tokens(checkpoint, stop):
         assert free.text.index(params.stop[0]) == len("".join(words[:at])) - 1
     else:
         params = greedy(at + 1)
-    output = run(llm, prompt(60), params, keep=True)
+    output = run(llm, asked, params, keep=True)
     kept = at - 1 if stop == "string" else at
     assert output.saved.answer == "".join(words[:kept])
-    assert list(output.saved.tokens) == prompt(60) + list(free.token_ids[:kept])
+    assert list(output.saved.tokens) == asked + list(free.token_ids[:kept])
     rest = prompt(9, seed=4)
     going_on = run(llm, rest, greedy(10), past=output.saved)
     # The same from a turn that ended there by itself, but for the oldest of a full ring.
-    plain = run(llm, prompt(60), greedy(kept + 1), keep=True)
+    plain = run(llm, asked, greedy(kept + 1), keep=True)
     assert plain.saved.answer == output.saved.answer
     if stop == "string":
         further = len(output.token_ids) - (kept + 1)

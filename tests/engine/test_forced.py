@@ -60,14 +60,15 @@ def test_nothing_forced_ends_the_output(checkpoint):
     assert len(out.token_ids) > 4
     assert out.text.startswith("w5w7")
     free = make(checkpoint).generate(prompt(50), greedy(20, forced=forced))[0]
-    word = f"w{free.token_ids[6]}"
-    assert word not in "".join(f"w{token}" for token in free.token_ids[:6])
+    words = [f"w{token}" for token in free.token_ids]
+    at = next(i for i in range(5, 20) if free.token_ids[i] > 2 and words[i] not in "".join(words[:i]))
+    word = words[at]
     cut = make(checkpoint).generate(prompt(50), greedy(20, forced=forced, stop=word))[0]
     assert (cut.finish_reason, cut.text) == ("stop", free.text[: free.text.index(word)])
-    kept = make(checkpoint).generate(prompt(50), greedy(20, forced=free.token_ids[:7], stop=word))[0]
+    kept = make(checkpoint).generate(prompt(50), greedy(20, forced=free.token_ids[: at + 1], stop=word))[0]
     assert kept.text.startswith(free.text[: free.text.index(word)] + word)  # the same word, forced, ends nothing
-    ended = SamplingParams(max_tokens=20, forced=forced, stop_token_ids=(free.token_ids[6],), ignore_eos=True)
-    assert make(checkpoint).generate(prompt(50), ended)[0].token_ids == free.token_ids[:7]
+    ended = SamplingParams(max_tokens=20, forced=forced, stop_token_ids=(free.token_ids[at],), ignore_eos=True)
+    assert make(checkpoint).generate(prompt(50), ended)[0].token_ids == free.token_ids[: at + 1]
 
 
 @pytest.mark.parametrize("budget", OTHERS, ids=lambda b: f"{b.policy}-{b.capacity}")

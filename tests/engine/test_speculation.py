@@ -9,7 +9,7 @@ import torch
 from snapstream import CacheBudget, ConfigurationError, SamplingParams
 from snapstream.engine.drafters import Drafter
 from snapstream.engine.verification import most_tokens
-from tests.checkpoints import prompt, save_checkpoint
+from tests.checkpoints import prompt, prompt_before_words, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make, naive_generate
 
@@ -166,7 +166,7 @@ def test_the_distribution_is_unchanged(checkpoint):
 
 def test_ends_in_the_middle_of_what_was_accepted(model):
     """At a stop token, a stop string, and at ``max_tokens``; what came after is not seen, and is in no cache."""
-    tokens = prompt(90)
+    tokens = prompt_before_words(lambda tokens: make(model).generate(tokens, greedy(30))[0].token_ids, 90, 8)
     whole = make(model).generate(tokens, greedy(30))[0]
     for at in (4, 5, 6, 7):
         stop_id = whole.token_ids[at]
