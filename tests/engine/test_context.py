@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from snapstream import LLM, CacheFileError, RequestError, SamplingParams
+from snapstream import LLM, CacheBudget, CacheFileError, RequestError, SamplingParams
 from snapstream.assets import EXAMPLE
 from snapstream.engine.context import tokens_after
 from tests.checkpoints import prompt
@@ -54,6 +54,28 @@ def test_every_question_begins_from_the_same_state(checkpoint):
     assert alone[1] == alone[4]
     for layer, tensors in zip(context.sequence.layers, before, strict=True):
         assert all(map(torch.equal, layer.tensors, tensors))
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "want"),
+    [
+        ("mixed", None, CacheBudget.preset("local-keydiff", 64)),
+        ("mixed", 48, CacheBudget.preset("local-keydiff", 48)),
+        ("snapstream", 48, CacheBudget.preset("local-keydiff", 48)),  # a number is the same cache everywhere
+        ("snapstream", None, CacheBudget.preset("snapstream", 64)),
+        ("mixed", CacheBudget.preset("mixed", 48), CacheBudget.preset("mixed", 48)),
+        ("mixed", CacheBudget.preset("streaming", 48), CacheBudget.preset("streaming", 48)),
+    ],
+    ids=str,
+)
+def test_nobody_asks_at_the_end_of_a_context(checkpoint, policy, asked, want):
+    """Its last words have nothing to vote for; a policy that was chosen for it is used."""
+    llm = make(checkpoint, CacheBudget.preset(policy, 64), sessions=1)
+    sequence = llm.read(prompt(120), budget=asked).sequence
+    assert sequence.budget == want
+    past = run(llm, prompt(120), SamplingParams(max_tokens=0, kv_budget=want), keep=True).saved
+    for layer, kept in zip(sequence.layers, past.layers, strict=True):
+        assert all(map(torch.equal, layer.tensors, kept.tensors))
 
 
 def test_answers_to_one_question_are_read_once(checkpoint):
