@@ -90,7 +90,7 @@ eval-full: $(STAMP)
 # The same for a real model: the second table of docs/accuracy.md, and how it goes on with a novel; two hours on two cores.
 eval-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream eval smollm2 --tasks prose --lengths 1k,2k,4k --budgets 1/4,1/8 --samples 100 --slots 24 --no-telemetry \
-	  --policies full,streaming,sage-kv,random,snapstream,mixed --sweep window=32,16 --output eval-results/smollm2
+	  --policies full,streaming,random,sage-kv,snapstream,local-keydiff,mixed --sweep window=32,16 --output eval-results/smollm2
 	$(BIN)/python -m benchmarks.continuations --model smollm2
 
 lint: $(STAMP)

@@ -9,6 +9,9 @@ import torch
 from snapstream.config import LayerPrompt, Policy
 from snapstream.config.policy import ALL
 
+OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
+"""The policies that this package brings."""
+
 
 @dataclass(frozen=True)
 class SpreadVotes(Policy):

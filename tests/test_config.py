@@ -3,12 +3,11 @@ import dataclasses
 import pytest
 
 from snapstream import CacheBudget, ConfigurationError, EngineConfig, RequestError, SamplingParams
+from tests.policies import OWN
 
 
 @pytest.mark.parametrize("capacity", [16, 17, 33, 64, 128, 1000, 4096, 32768])
-@pytest.mark.parametrize(
-    "policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
-)
+@pytest.mark.parametrize("policy", OWN)
 def test_presets_have_the_asked_capacity(policy, capacity):
     budget = CacheBudget.preset(policy, capacity)
     assert budget.capacity == capacity
@@ -62,9 +61,7 @@ def test_budget_parse():
             CacheBudget.parse(bad)
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
-)
+@pytest.mark.parametrize("policy", OWN)
 def test_resized_keeps_the_policy(policy):
     budget = CacheBudget.preset(policy, 256)
     for capacity in range(64, 257):

@@ -22,10 +22,9 @@ from snapstream.integrations.transformers import SnapStreamCache
 from tests.checkpoints import prompt
 from tests.engine.test_engine import greedy, make, naive_generate
 from tests.integrations.test_transformers import generate
-from tests.policies import LargeValues, SpreadVotes
+from tests.policies import OWN, LargeValues, SpreadVotes
 from tests.reference import naive_compress
 
-OWN = ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random"]
 OTHERS = ["spread", "large-values"]
 
 

@@ -10,6 +10,7 @@ from snapstream.config import CacheBudget
 from snapstream.kernels import compression
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.cpu import choice
+from tests.kernels.threads import on_threads
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
@@ -24,20 +25,6 @@ def loaded():
 def scores_of(generator, levels, *shape):
     """Scores with ties: so many different ones."""
     return (torch.rand(*shape, generator=generator) * levels).round() / levels
-
-
-def on_threads(function):
-    """What comes out on one thread, two and five: the same to the bit."""
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(function())
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-    return results[0]
 
 
 @settings(deadline=None, max_examples=150)

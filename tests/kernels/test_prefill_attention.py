@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from snapstream.kernels import cpu as kernels
+from tests.kernels.threads import on_threads
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 BFLOAT16 = [name for name in kernels.INSTRUCTIONS if kernels.library.available() and kernels.available()]
@@ -122,16 +123,7 @@ def test_chunks_do_not_change_a_bit(dtype, instructions, size, group, length, cu
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)
 def test_threads_do_not_change_a_bit(dtype, instructions):
     query, keys, values = draw(5, dtype, heads=3, group=5, size=96, start=130, tokens=333, loud=3.0)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(attend(query, keys, values, 130, instructions))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    on_threads(lambda: attend(query, keys, values, 130, instructions))
 
 
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)

@@ -91,7 +91,7 @@ def choose_entries(
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
     """
     keys, layout = prompt.keys, prompt.layout
-    is_candidate = candidate_mask(keys, layout, prompt.sink)
+    is_candidate = candidate_mask(keys, layout.candidate_end, prompt.sink)
     if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
         scores = torch.zeros(keys.shape[:3], device=keys.device)
     else:

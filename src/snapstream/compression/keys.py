@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import KEY_CHUNK, candidates
+from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
 
 SHORTEST = 1e-12
 """Length that a key is taken to have at least."""
@@ -43,7 +43,7 @@ def key_differences(
 def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
     """See :func:`key_differences`; ``candidate_end`` is of the layouts."""
     B, N, L, D = keys.shape
-    is_candidate = candidates(torch.arange(L, device=keys.device), candidate_end, sink)[:, None]
+    is_candidate = candidate_mask(keys, candidate_end, sink)
     block = near or L
     blocks = -(-L // block)
     step = block * max(1, key_chunk // block) if near else key_chunk  # whole blocks, or parts of the only one

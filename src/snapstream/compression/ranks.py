@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
-from snapstream.compression.scoring import candidates
+from snapstream.compression.scoring import candidate_mask
 
 
 def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int) -> Tensor:
@@ -31,8 +31,7 @@ def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, m
 
 def plain_taken_in_turn(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
     """See :func:`take_in_turn`; ``candidate_end`` is of the layouts."""
-    position = torch.arange(lists[0].shape[-1], device=candidate_end.device)
-    is_none = ~candidates(position, candidate_end, sink)[:, None]
+    is_none = ~candidate_mask(lists[0], candidate_end, sink)
     best = _ranks(lists[0].masked_fill(is_none, -1.0), most)
     for scores in lists[1:]:
         torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most), out=best)

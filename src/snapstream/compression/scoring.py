@@ -48,7 +48,7 @@ def observation_votes(
     """
     members = EVERYTHING if normalize == "all" else sink
     sums = _attention(queries, keys, layout, scale, members, key_chunk)
-    return sums.masked_fill(~candidate_mask(keys, layout, sink), 0.0)
+    return sums.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
@@ -241,7 +241,7 @@ def candidates(position: Tensor, candidate_end: Tensor, sink: int) -> Tensor:
     return (position >= sink) & (position < candidate_end[:, None])
 
 
-def candidate_mask(of_prompt: Tensor, layout: LayoutTensors, sink: int) -> Tensor:
+def candidate_mask(of_prompt: Tensor, candidate_end: Tensor, sink: int) -> Tensor:
     """Whether each token of keys or scores, ``[B, N, L, ...]``, may be evicted, ``[B, 1, L]``."""
     position = torch.arange(of_prompt.shape[2], device=of_prompt.device)
-    return candidates(position, layout.candidate_end, sink)[:, None]
+    return candidates(position, candidate_end, sink)[:, None]

@@ -12,6 +12,7 @@ from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import generate, vllm_engine
 from tests.integrations.vllm.test_engine import LENGTHS, builtin
 from tests.integrations.vllm.test_settings import vllm_config
+from tests.policies import OWN
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +29,7 @@ def prompts():
     return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["full", "streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "random", "large-values"],
-)
+@pytest.mark.parametrize("name", [*OWN, "large-values"])
 def test_equals_the_built_in_engine(llama, prompts, name):
     budget = CacheBudget.preset(name, 128)
     with vllm_engine(llama, budget, max_num_batched_tokens=48) as llm:

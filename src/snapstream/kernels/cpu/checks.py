@@ -19,6 +19,17 @@ def check_types(*tensors: Tensor) -> None:
     require(types <= set(TYPES), f"numbers are {tensors[0].dtype}; they must be float32 or bfloat16")
 
 
+def check_lengths(sequences: int, *tensors: Tensor) -> list[Tensor]:
+    """Numbers of each sequence, contiguous.
+
+    Raises:
+        ValueError: They are not int64 ``[B]`` on the CPU.
+    """
+    fit = all(each.shape == (sequences,) and each.dtype == torch.int64 and each.is_cpu for each in tensors)
+    require(fit, "lengths must be int64 [B]")
+    return [each.contiguous() for each in tensors]
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` with the message unless the condition holds."""
     if not condition:

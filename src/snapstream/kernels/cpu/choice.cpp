@@ -2,6 +2,7 @@
 // Whole numbers decide, so it is to the bit what plain torch does (compression/ranks.py, compression/compress.py).
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -108,15 +109,10 @@ void select_entries(const Selection& a, int64_t row, int32_t* memory) {
   for (int64_t at = 0; at < std::min(a.length, length); ++at) {
     const int32_t bits = bits_of(scores[at]);
     const bool is_pinned = pinned > 0 && (bits > last || (bits == last && equals_left-- > 0));
-    int64_t entry = at;
-    if (is_pinned) entry = next_pinned++;
-    if (at < a.sink) {
-      entry = at;
-    } else if (!is_pinned) {
-      entry = next_other++;
-      if (entry < base) continue;
-    }
-    if (entry < a.capacity) positions[entry] = at;
+    const bool is_other = at >= a.sink && !is_pinned;
+    const int64_t place = is_pinned ? next_pinned++ : is_other ? next_other++ : at;
+    const int64_t entry = at < a.sink ? at : place;
+    if (entry < a.capacity && !(is_other && entry < base)) positions[entry] = at;
   }
 }
 

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
-from snapstream.kernels.cpu.library import native
+from snapstream.kernels.cpu import library
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
+
+CHOICE = "a choice"
+"""What errors call it."""
 
 
 class _Lists(ctypes.Structure):
@@ -51,13 +54,13 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
     B, N, L, D = keys.shape
     check_types(keys)
     require(keys.stride(3) == 1 and D > 0 and D % MULTIPLE == 0, f"keys must be rows of a multiple of {MULTIPLE}")
-    ends = _lengths(B, candidate_end)[0]
+    ends = check_lengths(B, candidate_end)[0]
     out = keys.new_zeros((B, N, L), dtype=torch.float32)
     strides = dict(zip(("key_sequence", "key_head", "key_row"), keys.stride()[:3], strict=True))
     shape = {"sequences": B, "heads": N, "length": L, "size": D}
     pointers = (each.data_ptr() for each in (keys, ends, out))
     arguments = _Keys(*pointers, **shape, **strides, sink=sink, near=near, shortest=shortest)
-    _run("key_differences", arguments, TYPES.index(keys.dtype))
+    library.run("key_differences", arguments, TYPES.index(keys.dtype), of=CHOICE)
     return out
 
 
@@ -73,12 +76,13 @@ def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most
         all(each.shape == shape and each.dtype == torch.float32 for each in lists), "scores must be float32 [B, N, L]"
     )
     check_types(*lists)
-    ends = _lengths(B, candidate_end)[0]
+    ends = check_lengths(B, candidate_end)[0]
     scores = [each.contiguous() for each in lists]
     out = torch.zeros_like(scores[0])
     pointers = (ctypes.c_void_p * len(scores))(*(each.data_ptr() for each in scores))
     sizes = {"lists": len(scores), "sequences": B, "heads": N, "length": L, "sink": sink, "most": most}
-    _run("take_in_turn", _Lists(ctypes.addressof(pointers), ends.data_ptr(), out.data_ptr(), **sizes))
+    arguments = _Lists(ctypes.addressof(pointers), ends.data_ptr(), out.data_ptr(), **sizes)
+    library.run("take_in_turn", arguments, of=CHOICE)
     return out
 
 
@@ -94,21 +98,9 @@ def select_entries(
     B, N, L = scores.shape
     require(scores.dtype == torch.float32, "scores must be float32")
     check_types(scores)
-    scores, lengths = scores.contiguous(), _lengths(B, base, count, length)
+    scores, lengths = scores.contiguous(), check_lengths(B, base, count, length)
     positions = scores.new_empty((B, N, capacity), dtype=torch.int64)
     sizes = {"sequences": B, "heads": N, "length": L, "sink": sink, "top_k": top_k, "capacity": capacity}
     pointers = (each.data_ptr() for each in (scores, *lengths, positions))
-    _run("select_entries", _Selection(*pointers, **sizes))
+    library.run("select_entries", _Selection(*pointers, **sizes), of=CHOICE)
     return positions
-
-
-def _lengths(sequences: int, *tensors: Tensor) -> list[Tensor]:
-    fit = all(each.shape == (sequences,) and each.dtype == torch.int64 and each.is_cpu for each in tensors)
-    require(fit, "lengths must be int64 [B]")
-    return [each.contiguous() for each in tensors]
-
-
-def _run(function: str, arguments: ctypes.Structure, *types: int) -> None:
-    call = getattr(native(), f"snapstream_{function}")
-    if not call(ctypes.byref(arguments), *types, torch.get_num_threads()):
-        raise MemoryError("no memory for the temporaries of a choice")

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from snapstream.kernels.cpu.build import HERE, LEVELS, BuildError, Level, build, compiler, library_name, remove_others
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,18 @@ def native() -> ctypes.CDLL:
     if library is None:
         raise RuntimeError("the CPU kernels are not available; see the warning above, and docs/install.md")
     return library
+
+
+def run(function: str, *arguments: ctypes.Structure | int, of: str) -> None:
+    """Call a function of :func:`native` on torch's number of threads; structures go by reference.
+
+    Raises:
+        MemoryError: There is none for the temporaries ``of`` what it does.
+        RuntimeError: As :func:`native`.
+    """
+    passed = (each if isinstance(each, int) else ctypes.byref(each) for each in arguments)
+    if not getattr(native(), f"snapstream_{function}")(*passed, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the temporaries of {of}")
 
 
 def available() -> bool:

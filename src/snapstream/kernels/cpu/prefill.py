@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
+from snapstream.kernels.cpu import library
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
 from snapstream.kernels.cpu.library import native
 
 BLOCK = 64
@@ -154,8 +155,7 @@ def attend_window(
     require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
     _check(name, scale, queries, keys)
     require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of numbers must be aligned")
-    lengths = [each.contiguous() for each in (length, first_voter, candidate_end)]
-    require(all(each.dtype == torch.int64 and each.numel() == B for each in lengths), "lengths must be int64 [B]")
+    lengths = check_lengths(B, length, first_voter, candidate_end)
     votes = keys.new_zeros((B, N, L), dtype=torch.float32)
     problem = _Problem(
         query=queries.data_ptr(),
@@ -191,7 +191,4 @@ def _check(instructions: str, scale: float, *tensors: Tensor) -> None:
 
 
 def _run(function: str, dtype: torch.dtype, instructions: str, *structures: ctypes.Structure) -> None:
-    call = getattr(native(), f"snapstream_{function}")
-    way = TYPES.index(dtype), INSTRUCTIONS.index(instructions)
-    if not call(*map(ctypes.byref, structures), *way, torch.get_num_threads()):
-        raise MemoryError("no memory for the temporaries of attention")
+    library.run(function, *structures, TYPES.index(dtype), INSTRUCTIONS.index(instructions), of="attention")
