@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from snapstream.cache import CompressedSequence
 from tests.test_cli import here, run
 from tests.texts import Notes
 
@@ -45,6 +46,22 @@ def test_a_plain_text_from_stdin(document, tmp_path):
     tokens = notes.count(notes.text)
     assert f"{tokens} tokens read, {tokens // 2} kept per head" in said(done.stderr)
     assert here("ask", tmp_path / "a.snap", "Recall").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        (("--budget", "256"), "local-keydiff"),
+        (("--budget", "1/4"), "local-keydiff"),
+        (("--budget", "256", "--policy", "mixed"), "mixed"),
+        (("--budget", "256", "--policy", "keydiff"), "keydiff"),
+        (("--budget", '{"capacity": 256}'), "mixed"),
+    ],
+)
+def test_nobody_has_asked_yet_so_keys_choose_unless_a_policy_is_named(document, tmp_path, arguments, policy):
+    out = tmp_path / "a.snap"
+    assert here("read", document[0], *arguments, "-o", out).exit_code == 0
+    assert CompressedSequence.describe(out)["budget"]["policy"] == policy
 
 
 def test_what_cannot_be_read_or_asked_is_one_line(document, tmp_path):

@@ -53,6 +53,8 @@ def test_budget_parse():
         ('{"capcity": 3}', "unknown field capcity"),
         ('{"sink": 3}', "recent, top_k missing"),
         ("[1]", "neither a number"),
+        ("1" * 5000, "neither a number"),
+        ("[" * 100_000, "neither a number"),
         (True, "neither a number"),
         (8, "at least 16"),
         ({"capacity": 64, "policy": "best"}, "unknown policy"),

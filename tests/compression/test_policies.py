@@ -203,7 +203,9 @@ def test_budgets_written_for_earlier_versions_are_read():
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("mixed", {"window": 1})
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
-    assert replace(CacheBudget.of(64), selection="random").policy == make_policy("random", {})
+    for name in ("mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "spread"):
+        assert replace(CacheBudget.preset(name, 64), selection="random").policy == make_policy("random", {})
+    assert replace(CacheBudget.preset("streaming", 64), selection="random").policy == make_policy("streaming", {})
     assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("mixed", {})
     assert CacheBudget.parse({"capacity": 64, "policy": "snapstream", "selection": "random"}).policy.name == "random"
     assert CacheBudget(**CacheBudget.of(64).as_dict()) == CacheBudget.of(64)
@@ -251,6 +253,10 @@ def test_votes_that_are_none_are_refused_and_negative_zeros_are_zeros(checkpoint
         def votes(self, prompt):
             return prompt.values.double().norm(dim=-1)
 
+    class WrongScores(LargeValues):
+        def smooth(self, votes, prompt):
+            return votes.double()
+
     class NegativeZeros(LargeValues):
         def votes(self, prompt):
             return -torch.zeros(prompt.keys.shape[:3])
@@ -259,6 +265,67 @@ def test_votes_that_are_none_are_refused_and_negative_zeros_are_zeros(checkpoint
     answer = llm.generate(prompt(140), greedy(3, kv_budget=CacheBudget(4, 24, 20, policy=Wrong())))[0]
     assert answer.finish_reason == "error"
     assert "of torch.float64; they must be" in answer.error
+    answer = llm.generate(prompt(140), greedy(3, kv_budget=CacheBudget(4, 24, 20, policy=WrongScores())))[0]
+    assert "made scores (1, 2, 140) of torch.float64" in answer.error
     budget = CacheBudget(4, 24, 20, policy=NegativeZeros())
     kept = llm.generate(prompt(140), greedy(3, kv_budget=budget, telemetry=True))[0].cache.kept
     assert kept.positions[0][0] == (*range(24), *range(116, 140))  # all alike: the first ones, each once
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -float("inf")])
+@pytest.mark.parametrize("smooths", [False, True])
+def test_votes_that_are_no_numbers_choose_each_entry_once(value, smooths):
+    """A prompt whose attention is not finite, or a policy that breaks its word, must not leave entries empty."""
+
+    class Broken(LargeValues):
+        def votes(self, prompt):
+            votes = prompt.values.norm(dim=-1)
+            return votes if smooths else torch.where(votes > votes.median(), value, votes)
+
+        def smooth(self, votes, prompt):
+            return torch.where(votes > votes.median(), value, votes) if smooths else votes
+
+    budget = CacheBudget(4, 24, 20, policy=Broken())
+    layout = layout_tensors([lay_out(150, budget)])
+    for rows in (layer(150, 160), {name: rows * float("nan") for name, rows in layer(150, 160).items()}):
+        chosen = choose_entries(LayerPrompt(**rows, layout=layout, sink=4, scale=1.0, layer=0), budget)
+        for positions in chosen[0]:
+            assert positions.min() >= 0
+            assert positions.max() < 150
+            assert len(positions.unique()) == 48
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_prompts_that_are_not_finite_choose_each_entry_once(name, value):
+    budget = CacheBudget.preset(name, 200 if name == "full" else 48)
+    layout = layout_tensors([lay_out(150, budget)])
+    rows = {name: torch.full_like(rows, value) for name, rows in layer(150, 160).items()}
+    chosen = choose_entries(LayerPrompt(**rows, layout=layout, sink=budget.sink, scale=1.0, layer=0), budget)
+    for positions in chosen[0, :, : min(150, budget.capacity)]:
+        assert (positions.min() >= 0) & (positions.max() < 150)
+        assert len(positions.unique()) == len(positions)
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_type_of_the_caller_changes_nothing(name, dtype):
+    budget = CacheBudget.preset(name, 48)
+    given = LayerPrompt(**layer(150, 160), layout=layout_tensors([lay_out(150, budget)]), sink=4, scale=1.0, layer=0)
+    expected = choose_entries(given, budget)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(choose_entries(given, budget), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_block_that_is_longer_than_the_text_is_all_of_it():
+    given = LayerPrompt(
+        **layer(150, 160), layout=layout_tensors([lay_out(150, CacheBudget.of(48))]), sink=4, scale=1.0, layer=0
+    )
+    choices = [
+        choose_entries(given, replace(CacheBudget.of(48), near=near)) for near in (160, 10**6, 2**63 - 1, 10**30)
+    ]
+    for chosen in choices[1:]:
+        assert torch.equal(chosen, choices[0])

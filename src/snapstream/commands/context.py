@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from snapstream.commands.generate import read_prompt, show_reading, tokens_of
 from snapstream.commands.options import (
+    CACHE,
     Budget,
     Chunk,
     Device,
@@ -20,8 +21,8 @@ from snapstream.commands.options import (
     Json,
     MaxLength,
     NamedModel,
-    Policy,
     chosen_model,
+    is_json,
     max_length,
     messages,
     parse_budget,
@@ -40,7 +41,13 @@ def read(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to put what is left of it.")],
     model: NamedModel = None,
     budget: Budget = None,
-    policy: Policy = DEFAULT_POLICY,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="As of `snapstream generate`; by default local-keydiff, since nobody has asked anything yet.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message of the conversation about the text.")] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Read the text as it is, also if the model has a chat template.")
@@ -52,7 +59,9 @@ def read(
 ) -> None:
     """Read a text once and keep its compressed cache in a file, for `snapstream ask`."""
     text, name = read_prompt(None, file), chosen_model(None, model)
-    parsed = parse_budget(budget, policy, lambda: tokens_of(text, name))
+    parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name))
+    if parsed is not None and policy is None and not is_json(budget):
+        parsed = parsed.for_context(None)
     if not output.absolute().parent.is_dir():
         raise ConfigurationError(f"output: there is no directory {output.absolute().parent}")
     config = EngineConfig(

@@ -130,6 +130,11 @@ def max_length(text: str | None) -> int | None:
     return None if text is None else parse_tokens(text, "max-model-len")
 
 
+def is_json(budget: str | None) -> bool:
+    """Whether this ``--budget`` is a JSON object, or meant to be one."""
+    return budget is not None and budget.lstrip().startswith(("{", "[", '"'))
+
+
 def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> CacheBudget | None:
     """The budget that ``--budget`` and ``--policy`` ask for; ``None`` for a full cache.
 
@@ -147,7 +152,7 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
         if policy not in (DEFAULT_POLICY, "full"):
             raise ConfigurationError(f"policy {policy} needs a --budget")
         return None
-    if budget.lstrip().startswith(("{", "[", '"')):
+    if is_json(budget):
         if policy != DEFAULT_POLICY:
             raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
         return CacheBudget.parse(budget)

@@ -84,8 +84,9 @@ def choose_entries(
     Args:
         prompt: The layer.
         budget: Capacity and policy; ``prompt.layout`` is of this budget.
-        combine: Applied to votes ``[B, N, L]`` before they are smoothed. A host that splits the query heads of a KV
-            head over devices sums their votes here, or each device would keep other tokens.
+        combine: Applied to votes ``[V * B, N, L]``, of ``V`` kinds, before they are smoothed; the first axis stays. A
+            host that splits the query heads of a KV head over devices sums their votes here, or each device would keep
+            other tokens.
 
     Returns:
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
@@ -93,7 +94,7 @@ def choose_entries(
     keys, layout = prompt.keys, prompt.layout
     is_candidate = candidate_mask(keys, layout.candidate_end, prompt.sink)
     if budget.top_k == 0:  # nothing is chosen, so nothing has to be scored
-        scores = torch.zeros(keys.shape[:3], device=keys.device)
+        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     else:
         votes = budget.policy.votes(prompt)
         if votes.dtype != torch.float32 or votes.shape[-3:] != keys.shape[:3] or votes.dim() > 4:
@@ -105,12 +106,13 @@ def choose_entries(
             kinds = votes.shape[:-3]
             combined = combine(votes.flatten(0, -3))
             votes = combined.view(*kinds, len(keys), *combined.shape[1:])
-        votes = votes.masked_fill(~is_candidate, 0.0)
+        votes = torch.where(is_candidate & (votes > 0), votes, 0.0)  # NaN, which a broken prompt makes, included
         scores = budget.policy.smooth(votes, replace(prompt, top_k=budget.top_k))
-        if scores.shape != votes.shape[-3:]:
+        if scores.dtype != torch.float32 or scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
-                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of votes {tuple(votes.shape)}"
+                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of {scores.dtype} of votes "
+                f"{tuple(votes.shape)}; they must be {tuple(votes.shape[-3:])} of torch.float32"
             )
-        scores = scores + 0.0  # no negative zero: select_entries() looks at bits
+        scores = torch.where(scores > 0, scores, 0.0)  # select_entries() looks at bits: no negative zero, no NaN
     scores = scores.masked_fill(~is_candidate, -1.0)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

@@ -1,8 +1,8 @@
 """How unlike others each key is: what a text says once, asked for or not.
 
-Unlike all others (KeyDiff, arXiv 2504.15364), or unlike its neighbours. Keys are rotated by their position, so a mean
-over a whole text keeps only what turns slowly; that of a neighbourhood keeps more, and what stands out of a paragraph
-stands out of it. What either keeps: docs/accuracy.md.
+Unlike all others (KeyDiff, arXiv 2504.15364), or unlike its neighbours. Keys are rotated by their position, so the mean
+over a whole text keeps only what turns slowly. The mean over a neighbourhood keeps more, so a key is found that differs
+from its own paragraph's. docs/accuracy.md says what either keeps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def key_differences(
         sink: Sinks (``S``), which are left out of the mean: they point where no other key does.
         near: A text is cut into blocks of so many tokens, and what is around a key is its own block, the one before
             it and the one after it; :data:`EVERYWHERE` for the whole text.
-        key_chunk: Keys looked at together; bounds memory, does not change the result beyond rounding.
+        key_chunk: Keys looked at together, or one block's, if these are more; bounds memory, does not change the result
+            beyond rounding.
 
     Returns:
         float32 ``[B, N, L]`` from 0 to 2; 0 for what is no candidate.
     """
+    near = min(near, keys.shape[2])  # one block is one block; a larger one would only be padding
     differences: Tensor = differences_of_keys(keys, layout.candidate_end, sink, near, key_chunk)
     return differences
 
@@ -61,8 +63,8 @@ def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, ne
         return rows, slice(first, first + rows.shape[2])
 
     # Directions are never written out: a key is divided by its length in sums and products.
-    factors = torch.empty(B, N, L, device=keys.device)
-    sums = torch.zeros(B, N, blocks, D, device=keys.device)
+    factors = torch.empty(B, N, L, dtype=torch.float32, device=keys.device)
+    sums = torch.zeros(B, N, blocks, D, dtype=torch.float32, device=keys.device)
     for start in starts:
         chunk = chunk_of(start)
         lengths = torch.linalg.vector_norm(chunk, dim=-1).clamp_(min=SHORTEST)

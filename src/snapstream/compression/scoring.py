@@ -132,7 +132,7 @@ def plain_window_attention(
 
     starts = range(0, L, key_chunk)
     # Two passes (normaliser first, then the sums) cost a second product of W rows and save holding all logits.
-    normalizer = torch.full((B, N, H // N, W), float("-inf"), device=keys.device)
+    normalizer = torch.full((B, N, H // N, W), float("-inf"), dtype=torch.float32, device=keys.device)
     for start in starts:
         values, member = logits(start)
         chunk_sum = values.masked_fill(~member, float("-inf")).logsumexp(-1)

@@ -77,12 +77,12 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Of ``mixed``, the default policy, and ``snapstream``; so are ``pooling``, ``kernel``, ``normalize``.
-            pooling: See :class:`~snapstream.compression.policies.attention.AttentionVotes`.
-            kernel: The same.
-            normalize: The same.
+            window: Of the policies ``mixed``, the default, and ``snapstream``.
+            pooling: Of these and ``sage-kv``; see :class:`~snapstream.compression.policies.attention.AttentionVotes`.
+            kernel: The same; ``keydiff`` and ``local-keydiff`` average their differences over so many.
+            normalize: As ``pooling``.
             ring: See the class.
-            selection: ``votes``, or ``random`` for the policy of this name.
+            selection: ``votes``, or ``random`` for the policy of this name in place of any that chooses.
             seed: Of the policy ``random``.
             key_kernel: Of the policy ``mixed``.
             near: The same, and of ``local-keydiff``.
@@ -199,9 +199,9 @@ class CacheBudget:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, thousands of brackets
                 raise ConfigurationError(
-                    f"cache budget: {value!r} is neither a number of entries nor a JSON object"
+                    f"cache budget: {value!r:.100} is neither a number of entries nor a JSON object"
                 ) from None
         if isinstance(value, int) and not isinstance(value, bool):
             return cls.of(value)
@@ -331,9 +331,10 @@ over ``window`` may have a row for random choice."""
 
 
 def _policy_with(policy: Policy | str | None, selection: str | None, settings: dict[str, Any]) -> Policy:
-    """A policy with some settings changed; ``selection`` may ask for ``random`` in place of a voted choice."""
+    """A policy with some settings changed; ``selection`` may ask for ``random`` in place of any choice."""
     name = policy.name if isinstance(policy, Policy) else policy or DEFAULT_POLICY
-    if selection == "random" and name in (DEFAULT_POLICY, "snapstream"):
+    kind = type(policy) if isinstance(policy, Policy) else policy_class(name)
+    if selection == "random" and kind.pins:
         name = policy = "random"
     elif policy is None or (selection == "votes" and name == "random"):
         name = policy = DEFAULT_POLICY

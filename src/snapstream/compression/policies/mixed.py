@@ -26,8 +26,8 @@ class Mixed(WindowVotes):
     """Votes and keys fail on different questions, so a third of the places goes to the one, the rest to the other.
 
     Votes of a window (SnapKV) keep what a question at the prompt's end asks for, if its words say so. A key unlike its
-    neighbours is kept for what nobody has asked for yet, and for what the question does not name. What each keeps, and
-    all together: docs/accuracy.md.
+    neighbours is kept for what nobody has asked for yet, and for what the question does not name. docs/accuracy.md says
+    what each keeps alone, and what they keep together.
 
     Attributes:
         key_kernel: Odd width of the average of keys' differences along the sequence, for half of what goes to keys.

@@ -25,4 +25,4 @@ class Streaming(Policy):
 
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """All alike; so if a cache has room for voted tokens, the first ones get it."""
-        return torch.zeros(prompt.keys.shape[:3], device=prompt.keys.device)
+        return torch.zeros(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)
