@@ -1,6 +1,6 @@
-"""Makes docs/page.png: the page with the shipped model's example, other sequences being decoded beside it.
+"""Makes docs/page.png and docs/page-compare.png: the page after an example, and with one question under three policies.
 
-python -m docs.screenshot        # needs chromium
+python -m docs.screenshot        # needs chromium, and what `make chat` sets up
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import threading
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 from benchmarks.server_load import serving
 from snapstream.assets import EXAMPLE
 
+HERE = Path(__file__).parent
 
-def main() -> None:
-    """Take the picture."""
+
+def chat(browser: Browser) -> None:
+    """The shipped model's example, other sequences being decoded beside it."""
     text = json.loads(EXAMPLE.read_text())["text"]
-    with serving("--budget", "512", "--slots", "4", "--eager") as client, sync_playwright() as started:
+    with serving("--budget", "512", "--slots", "4", "--eager") as client:
         url = str(client.base_url)
 
         def ask(characters: int) -> None:
@@ -29,7 +31,6 @@ def main() -> None:
                 for _ in reply.iter_lines():
                     pass
 
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.goto(url)
         page.get_by_role("button", name="Insert example").click()
@@ -40,10 +41,37 @@ def main() -> None:
             thread.start()
         page.get_by_text("2 of 4 slots busy").wait_for()
         page.wait_for_timeout(1500)
-        page.screenshot(path=str(Path(__file__).parent / "page.png"))
-        browser.close()
+        page.screenshot(path=HERE / "page.png")
+        page.close()
         for thread in threads:
             thread.join()
+
+
+def comparison(browser: Browser) -> None:
+    """A real model and its example: the three answers, and what was kept around the one that was asked for."""
+    with serving("smollm2", "--budget", "4k", "--slots", "4", "--sessions", "4") as client:
+        page = browser.new_page(viewport={"width": 1100, "height": 1580})
+        page.goto(str(client.base_url))
+        page.get_by_role("button", name="Compare policies").click()
+        page.locator("#compare-example").click()
+        page.locator("#read").click()
+        page.locator("#question-form").wait_for(state="visible")
+        page.locator("#question").press("Enter")
+        for answer in range(3):
+            page.locator("#answers > li").nth(answer).get_by_text("full cache's").wait_for()
+        page.locator("#kept").wait_for(state="visible")
+        page.locator("#document").evaluate("it => { it.scrollTop = it.scrollHeight / 2 - it.clientHeight / 2 }")
+        page.screenshot(path=HERE / "page-compare.png")
+        page.close()
+
+
+def main() -> None:
+    """Take both pictures."""
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        chat(browser)
+        comparison(browser)
+        browser.close()
 
 
 if __name__ == "__main__":

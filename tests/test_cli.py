@@ -298,7 +298,7 @@ def test_a_conversation_in_the_terminal(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == [first.answer.strip(), second.answer.strip()]
     told = " ".join(done.stderr.split())
-    assert "1,024 of 1,024 entries: 4 first, 892 voted, 128 recent] >" in told
+    assert "1,024 of 1,024 entries: 4 first, 892 chosen, 128 recent] >" in told
     assert "There is no /nothing. /file PATH puts" in told
     assert "could not be read: No such file" in told
     assert run("chat", stdin="").returncode == 0

@@ -134,7 +134,7 @@ def _state(use: SlotUse) -> str:
     """What the cache holds after the last answer."""
     ring = max(use.held - use.sink - use.pinned, 0)
     return (
-        f"{use.seen:,} tokens seen; {use.held:,} of {use.limit:,} entries: {use.sink} first, {use.pinned:,} voted, "
+        f"{use.seen:,} tokens seen; {use.held:,} of {use.limit:,} entries: {use.sink} first, {use.pinned:,} chosen, "
         f"{ring:,} recent"
     )
 

@@ -206,6 +206,6 @@ def _what_was_kept(use: CacheUse, *, full: bool) -> str:
     if not use.dropped:
         return f"prompt of {use.prompt_tokens} tokens: all kept; {held}"
     return (
-        f"prompt of {use.prompt_tokens} tokens: kept {use.sink} first + {use.pinned} voted + {use.recent} recent, "
+        f"prompt of {use.prompt_tokens} tokens: kept {use.sink} first + {use.pinned} chosen + {use.recent} recent, "
         f"dropped {use.dropped}; {held}, a full one would take {gigabytes(use.bytes_full)} by now"
     )

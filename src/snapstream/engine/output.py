@@ -67,7 +67,7 @@ class SlotUse:
         seen: Tokens of prompt, earlier turns and output so far.
         held: Entries in use.
         sink: Entries of first tokens.
-        pinned: Entries of voted tokens.
+        pinned: Entries of chosen tokens.
         limit: Most entries this sequence will ever hold.
         next_entry: Where the next token goes; in a full cache, the oldest entry of the ring.
         generated: Tokens of output.
