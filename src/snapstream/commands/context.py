@@ -44,7 +44,7 @@ def read(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="What the budget keeps, as for `snapstream generate`; local-keydiff by default, since nobody has asked yet.",
+            help="What the budget keeps, as for `snapstream generate`; local-keydiff by default: nobody has asked yet.",
             rich_help_panel=CACHE,
         ),
     ] = None,
