@@ -53,6 +53,19 @@ def layer(length, padded, seed=0, H=4, N=2, D=8, queries=None):
     }
 
 
+def choose(parts, layouts, budget):
+    """What is kept of one layer of these prompts, ``[B, N, C]``."""
+    return choose_entries(LayerPrompt(**parts, layout=layout_tensors(layouts), sink=budget.sink, scale=8**-0.5), budget)
+
+
+def assert_each_once(chosen, entries, length):
+    """So many entries of each head are tokens of the prompt, no two of them the same."""
+    for positions in chosen[0, :, :entries]:
+        assert positions.min() >= 0
+        assert positions.max() < length
+        assert len(positions.unique()) == entries
+
+
 @pytest.mark.parametrize("name", OWN + OTHERS)
 @pytest.mark.parametrize("length", [1, 5, 47, 48, 49, 150])
 def test_what_every_policy_keeps(name, length):
@@ -63,8 +76,7 @@ def test_what_every_policy_keeps(name, length):
     for padded in (length, length + 30):
         shown = layer(length, length + 30)
         cut = {part: tensor[:, :, :padded] for part, tensor in shown.items()} | {"queries": shown["queries"]}
-        made = LayerPrompt(**cut, layout=layout_tensors([layout]), sink=budget.sink, scale=8**-0.5)
-        kept.append(choose_entries(made, budget))
+        kept.append(choose(cut, [layout], budget))
     assert torch.equal(*kept)
     for head in kept[0][0]:
         positions = head[: layout.count].tolist()
@@ -91,13 +103,9 @@ def test_votes_of_a_batch_are_those_of_each(name):
         for one, n in zip(both, lengths, strict=True):
             one["queries"] = torch.cat((torch.full((1, 4, 150 - n, 8), 9.0), one["queries"][:, :, :n]), 2)
     layouts = [lay_out(n, budget) for n in lengths]
-
-    def chosen(parts, of):
-        return choose_entries(LayerPrompt(**parts, layout=layout_tensors(of), sink=budget.sink, scale=8**-0.5), budget)
-
-    together = chosen({part: torch.cat([one[part] for one in both]) for part in both[0]}, layouts)
+    together = choose({part: torch.cat([one[part] for one in both]) for part in both[0]}, layouts, budget)
     for row, (one, layout) in enumerate(zip(both, layouts, strict=True)):
-        assert torch.equal(together[row : row + 1], chosen(one, [layout]))
+        assert torch.equal(together[row : row + 1], choose(one, [layout], budget))
 
 
 @settings(deadline=None, max_examples=80)
@@ -286,46 +294,33 @@ def test_votes_that_are_no_numbers_choose_each_entry_once(value, smooths):
             return torch.where(votes > votes.median(), value, votes) if smooths else votes
 
     budget = CacheBudget(4, 24, 20, policy=Broken())
-    layout = layout_tensors([lay_out(150, budget)])
-    for rows in (layer(150, 160), {name: rows * float("nan") for name, rows in layer(150, 160).items()}):
-        chosen = choose_entries(LayerPrompt(**rows, layout=layout, sink=4, scale=1.0, layer=0), budget)
-        for positions in chosen[0]:
-            assert positions.min() >= 0
-            assert positions.max() < 150
-            assert len(positions.unique()) == 48
+    for parts in (layer(150, 160), {part: rows * float("nan") for part, rows in layer(150, 160).items()}):
+        assert_each_once(choose(parts, [lay_out(150, budget)], budget), 48, 150)
 
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_prompts_that_are_not_finite_choose_each_entry_once(name, value):
     budget = CacheBudget.preset(name, 200 if name == "full" else 48)
-    layout = layout_tensors([lay_out(150, budget)])
-    rows = {name: torch.full_like(rows, value) for name, rows in layer(150, 160).items()}
-    chosen = choose_entries(LayerPrompt(**rows, layout=layout, sink=budget.sink, scale=1.0, layer=0), budget)
-    for positions in chosen[0, :, : min(150, budget.capacity)]:
-        assert (positions.min() >= 0) & (positions.max() < 150)
-        assert len(positions.unique()) == len(positions)
+    parts = {part: torch.full_like(rows, value) for part, rows in layer(150, 160).items()}
+    assert_each_once(choose(parts, [lay_out(150, budget)], budget), min(150, budget.capacity), 150)
 
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_default_type_of_the_caller_changes_nothing(name, dtype):
     budget = CacheBudget.preset(name, 48)
-    given = LayerPrompt(**layer(150, 160), layout=layout_tensors([lay_out(150, budget)]), sink=4, scale=1.0, layer=0)
-    expected = choose_entries(given, budget)
+    parts, layouts = layer(150, 160), [lay_out(150, budget)]
+    expected = choose(parts, layouts, budget)
     torch.set_default_dtype(dtype)
     try:
-        assert torch.equal(choose_entries(given, budget), expected)
+        assert torch.equal(choose(parts, layouts, budget), expected)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_a_block_that_is_longer_than_the_text_is_all_of_it():
-    given = LayerPrompt(
-        **layer(150, 160), layout=layout_tensors([lay_out(150, CacheBudget.of(48))]), sink=4, scale=1.0, layer=0
-    )
-    choices = [
-        choose_entries(given, replace(CacheBudget.of(48), near=near)) for near in (160, 10**6, 2**63 - 1, 10**30)
-    ]
+    budgets = [replace(CacheBudget.of(48), near=near) for near in (160, 10**6, 2**63 - 1, 10**30)]
+    choices = [choose(layer(150, 160), [lay_out(150, budget)], budget) for budget in budgets]
     for chosen in choices[1:]:
         assert torch.equal(chosen, choices[0])

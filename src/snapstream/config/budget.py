@@ -332,13 +332,14 @@ over ``window`` may have a row for random choice."""
 
 def _policy_with(policy: Policy | str | None, selection: str | None, settings: dict[str, Any]) -> Policy:
     """A policy with some settings changed; ``selection`` may ask for ``random`` in place of any choice."""
-    name = policy.name if isinstance(policy, Policy) else policy or DEFAULT_POLICY
-    kind = type(policy) if isinstance(policy, Policy) else policy_class(name)
+    if policy is None:
+        policy = DEFAULT_POLICY
+    kind = policy_class(policy) if isinstance(policy, str) else policy
     if selection == "random" and kind.pins:
-        name = policy = "random"
-    elif policy is None or (selection == "votes" and name == "random"):
-        name = policy = DEFAULT_POLICY
-    own = {one.name for one in fields(policy_class(name) if isinstance(policy, str) else policy)}  # type: ignore[arg-type]
+        policy = "random"
+    elif selection == "votes" and kind.name == "random":
+        policy = DEFAULT_POLICY
+    own = {one.name for one in fields(policy_class(policy) if isinstance(policy, str) else policy)}  # type: ignore[arg-type]
     changed = {key: value for key, value in settings.items() if key in own or key not in _SETTINGS}
     if isinstance(policy, str):
         return make_policy(policy, changed)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
-from snapstream.kernels.cpu.library import native
 
 BLOCK = 64
 """Keys that prefill attention takes at a time; packed values come in blocks of as many."""
@@ -41,12 +40,12 @@ class _Window(ctypes.Structure):
 
 def prefill_instructions(dtype: torch.dtype) -> str:
     """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
-    return INSTRUCTIONS[native().snapstream_best_instructions()] if dtype == torch.bfloat16 else "portable"
+    return INSTRUCTIONS[library.native().snapstream_best_instructions()] if dtype == torch.bfloat16 else "portable"
 
 
 def has_instructions(name: str) -> bool:
     """Whether this processor, and its system, has one of :data:`INSTRUCTIONS`."""
-    return bool(native().snapstream_has_instructions(INSTRUCTIONS.index(name)))
+    return bool(library.native().snapstream_has_instructions(INSTRUCTIONS.index(name)))
 
 
 def packed_shape(values: torch.Size, instructions: str) -> tuple[int, ...]:
