@@ -280,18 +280,22 @@ def test_votes_that_are_none_are_refused_and_negative_zeros_are_zeros(checkpoint
     assert kept.positions[0][0] == (*range(24), *range(116, 140))  # all alike: the first ones, each once
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf"), -1.0, -0.5])
+@pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("smooths", [False, True])
-def test_votes_that_are_no_numbers_choose_each_entry_once(value, smooths):
+def test_votes_that_are_no_numbers_choose_each_entry_once(value, share, smooths):
     """A prompt whose attention is not finite, or a policy that breaks its word, must not leave entries empty."""
+
+    def broken(votes):
+        return torch.where(votes >= votes.quantile(1 - share), value, votes)
 
     class Broken(LargeValues):
         def votes(self, prompt):
             votes = prompt.values.norm(dim=-1)
-            return votes if smooths else torch.where(votes > votes.median(), value, votes)
+            return votes if smooths else broken(votes)
 
         def smooth(self, votes, prompt):
-            return torch.where(votes > votes.median(), value, votes) if smooths else votes
+            return broken(votes) if smooths else votes
 
     budget = CacheBudget(4, 24, 20, policy=Broken())
     for parts in (layer(150, 160), {part: rows * float("nan") for part, rows in layer(150, 160).items()}):
