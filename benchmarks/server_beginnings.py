@@ -15,7 +15,8 @@ import statistics
 from benchmarks.server_load import serving
 from benchmarks.server_sessions import timed
 from snapstream.assets import TASK_MODEL
-from snapstream.models.weights import load_spec, resolve_config
+from snapstream.models.files import resolve_config
+from snapstream.models.weights import load_spec
 
 SHAPES = ((512, 128), (1024, 128), (2048, 128), (2048, 1024), (4096, 128))
 

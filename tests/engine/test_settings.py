@@ -51,3 +51,14 @@ def test_experts_are_captured_where_the_host_has_no_part_in_them(
     assert setup.eager == eager
     assert setup.captured != eager
     assert ("not captured as graphs" in caplog.text) == eager
+
+
+def test_float16_becomes_bfloat16_on_a_cpu(tmp_path, caplog):
+    save_checkpoint(tmp_path, "qwen2", dtype=torch.float16)
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).dtype == torch.bfloat16
+    assert "float16, which is slow on a CPU: it is loaded as bfloat16 (dtype float16 keeps it)" in caplog.text
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu", dtype="float16")).dtype == torch.float16
+    cuda = EngineConfig(device="cuda", attention="sdpa")
+    assert set_up(str(tmp_path), 64, cuda, must_exist=False).dtype == torch.float16
+    save_checkpoint(tmp_path, "qwen2", dtype=torch.float32)
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).dtype == torch.float32

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from snapstream.errors import CheckpointError
-from snapstream.models.weights import load_model, load_spec, parameter_bytes, resolve_checkpoint
+from snapstream.models.files import resolve_checkpoint
+from snapstream.models.weights import load_model, load_spec, parameter_bytes
 from tests.checkpoints import save_checkpoint
 
 CPU = torch.device("cpu")

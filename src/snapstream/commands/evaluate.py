@@ -199,7 +199,8 @@ def evaluate(
 
 def _engine(model: str, grid: Grid, config: EngineConfig, chat: bool | None, telemetry: bool) -> tuple[Host, list[str]]:
     from snapstream.evaluation.engine_host import EngineHost
-    from snapstream.models.weights import load_spec, resolve_config
+    from snapstream.models.files import resolve_config
+    from snapstream.models.weights import load_spec
 
     notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything is loaded
     host = EngineHost(model, grid, config=config, chat=chat, telemetry=telemetry)

@@ -174,7 +174,8 @@ def longest_of(model: str, wanted: int | None) -> Callable[[], int]:
 
     def read() -> int:
         from snapstream.engine.settings import choose_max_model_len
-        from snapstream.models.weights import load_spec, resolve_config
+        from snapstream.models.files import resolve_config
+        from snapstream.models.weights import load_spec
 
         with quiet():
             return choose_max_model_len(wanted, load_spec(resolve_config(model)).max_position)

@@ -14,6 +14,7 @@ from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
 from snapstream.engine.request import Request
 from snapstream.engine.text import OutputText
 from snapstream.errors import RequestError
+from snapstream.models.ends import end_names, stop_tokens
 from snapstream.models.spec import ModelSpec
 
 Prompt = str | Sequence[int]
@@ -37,6 +38,9 @@ class Admission:
         self.max_model_len = max_model_len
         self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
         self.special_tokens = special_tokens(tokenizer)
+        self._special = {tokenizer.added_tokens_decoder[token].content: token for token in self.special_tokens}
+        named = (self._special[name] for name in end_names(self._special))
+        self.end_tokens = frozenset({*spec.eos_token_ids, *named})
 
     def admit(
         self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: CompressedSequence | None, keep: bool
@@ -72,7 +76,8 @@ class Admission:
         if past is not None and not tokens:  # decoded as it is
             budget = past.budget or replace(self.budget, ring="elastic")  # of whose layout nothing is known
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
-        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.spec.eos_token_ids))
+        stop_ids = {*params.stop_token_ids, *stop_tokens(params.stop, self._special)}
+        stop_ids |= set() if params.ignore_eos else self.end_tokens
         return Request(
             request_id=name,
             prompt=tokens,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from snapstream.models.gguf import part_names
+
 
 def fingerprint(checkpoint: Path) -> str:
     """SHA-256 that tells checkpoints apart without reading all of them.
 
     It covers configuration, tokenizer and chat template in full, and of weight files names, sizes and samples: the
     first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances. Of a ``.gguf`` file the first 32
-    mebibytes count, which say all but the weights.
+    mebibytes count, which hold all but the weights; of a split model, those of all parts.
     """
     digest = hashlib.sha256()
     if checkpoint.is_file():
-        _sample(digest, checkpoint, 1 << 25)
+        for part in part_names(checkpoint):
+            if part.is_file():  # a file may have been renamed like a part
+                _sample(digest, part, 1 << 25)
         return digest.hexdigest()
     for path in sorted(path for pattern in ("*.json", "*.jinja", "*.model") for path in checkpoint.glob(pattern)):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

@@ -23,6 +23,23 @@ def rope_frequencies(config: Any) -> tuple[Tensor, float]:
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
 
+def longest_sequence(config: Any) -> int:
+    """Tokens of the longest sequence that a model's rotation was scaled for, by the rules of vLLM.
+
+    ``max_position_embeddings`` is the length before scaling where ``linear`` scaling is added to a model, so the factor
+    lengthens it; ``yarn`` names the length before scaling itself. Llama 3's is mostly the length after scaling.
+    """
+    parameters = config.rope_parameters
+    longest: int = config.max_position_embeddings
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    original = parameters.get("original_max_position_embeddings")
+    if kind == "yarn":
+        return int((original or longest) * factor)
+    if kind == "linear" or (kind == "llama3" and original and longest <= original):
+        return int(longest * factor)
+    return longest
+
+
 def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine for each position.
 

@@ -10,6 +10,7 @@ import torch
 
 from snapstream.cache import EntryShape
 from snapstream.errors import CheckpointError
+from snapstream.models.rope import longest_sequence
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -90,7 +91,7 @@ class ModelSpec:
         head_dim: Numbers of a cache entry's key (``D``); with latent attention of the whole latent.
         scale: Factor on attention logits.
         norm_epsilon: Added to the variance in RMS norms.
-        max_position: Longest sequence the model was made for.
+        max_position: Longest sequence the model was made for, with the scaling of its rotation.
         tied_embeddings: Whether the output projection is the embedding.
         qkv_bias: Bias on the query, key and value projections (Qwen2).
         output_bias: Bias on attention's output projection.
@@ -156,7 +157,7 @@ class ModelSpec:
             raise CheckpointError(
                 f"RoPE scaling {rope_type!r} is not supported; supported: default, linear, llama3, yarn"
             )
-        max_position = config.max_position_embeddings
+        max_position = longest_sequence(config)
         window = _sliding_window(config, architecture)
         if window is not None and window < max_position:
             raise CheckpointError(

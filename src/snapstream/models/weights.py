@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,61 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.assets import PACKAGED, SHIPPED
 from snapstream.errors import CheckpointError, first_line
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import Router
+from snapstream.models.files import listing, read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
-
-def resolve_config(model: str) -> Path:
-    """Like :func:`resolve_checkpoint`, but of a hub id only the configuration is downloaded."""
-    return _resolve(model, ["*.json"])
-
-
-def resolve_checkpoint(model: str) -> Path:
-    """Directory or ``.gguf`` file of a checkpoint: ``model`` itself, one by name, or a hub id's, downloaded if need be.
-
-    Raises:
-        CheckpointError: Neither a directory with a ``config.json``, nor a file, nor a name or a hub id within reach.
-    """
-    return _resolve(model, ["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
-
-
-def _resolve(model: str, patterns: list[str]) -> Path:
-    path = Path(model).expanduser()
-    if is_gguf(path):
-        return path
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(
-                f"{path} has no config.json; give the directory of a Hugging Face checkpoint, or a .gguf file itself"
-            )
-        return path
-    if model in SHIPPED:
-        return SHIPPED[model]
-    if model in PACKAGED:
-        return PACKAGED[model].find()
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(
-            f"model {model!r} is neither a directory, nor a .gguf file, nor a hub id of the form owner/name, nor a "
-            f"model by name ({', '.join([*SHIPPED, *PACKAGED])})"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"model {model!r} could not be fetched from the hub: {first_line(error)}") from error
 
 
 def load_spec(checkpoint: Path) -> ModelSpec:
@@ -82,7 +36,7 @@ def load_spec(checkpoint: Path) -> ModelSpec:
         _check(checkpoint, spec, places, gguf.stored_shapes(checkpoint, places), set())
         return spec
     path = checkpoint / "config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     try:
         return ModelSpec.from_config(
@@ -111,7 +65,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     places = tensor_places(spec)
     if is_gguf(checkpoint):
         return _load_gguf(checkpoint, spec, places, dtype, device)
-    files = _weight_files(checkpoint)
+    files = weight_files(checkpoint)
     try:
         shapes: dict[str, tuple[int, ...]] = {}
         quantised: set[str] = set()
@@ -218,36 +172,7 @@ def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
     path = checkpoint / "generation_config.json"
     if not path.is_file():
         return ()
-    return end_tokens(_read_json(path).get("eos_token_id"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
-
-
-def _weight_files(checkpoint: Path) -> list[Path]:
-    index, single = checkpoint / _INDEX, checkpoint / _SINGLE
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index} is not an index of safetensors shards: it has no weight_map")
-        shards = sorted(set(weight_map.values()))
-        missing = [name for name in shards if not (checkpoint / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{checkpoint}: shards named in {_INDEX} are missing: {_listing(missing)}")
-        return [checkpoint / name for name in shards]
-    if single.is_file():
-        return [single]
-    raise CheckpointError(
-        f"{checkpoint} has neither {_SINGLE} nor {_INDEX}; weights load from safetensors only, "
-        "convert others with transformers' save_pretrained"
-    )
+    return end_tokens(read_json(path).get("eos_token_id"))
 
 
 def _check(
@@ -270,7 +195,7 @@ def _check(
         if name in shapes and shapes[name] != shape
     ]
     problems = [
-        f"{what}: {_listing(names)}"
+        f"{what}: {listing(names)}"
         for what, names in (("missing", missing), ("unexpected", extra), ("of the wrong shape", misshaped))
         if names
     ]
@@ -278,9 +203,3 @@ def _check(
         raise CheckpointError(
             f"{checkpoint}: the tensors do not match the configuration ({spec.architecture}): {'; '.join(problems)}"
         )
-
-
-def _listing(names: Iterable[str], most: int = 5) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more

@@ -37,10 +37,12 @@ def in_pairs(tensor, heads):
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=True, **changes):
+def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=True, named=(), unmarked=(), **changes):
     """Write a file; returns transformers' model with the very same weights.
 
     change: Called with the writer before it is closed.
+    named: Names of more special tokens; they come before the last two.
+    unmarked: The same, but the file says that they are ordinary ones.
     """
     model = make_model(family, **(SIZES | changes))
     config = model.config
@@ -59,11 +61,14 @@ def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=Tr
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if tokens:
         every = byte_tokens()
-        every += [f"<unused{n}>" for n in range(config.vocab_size - len(every) - 2)] + ["<|end|>", "<|turn|>"]
+        last = [*named, *unmarked, "<|end|>", "<|turn|>"]
+        every += [f"<unused{n}>" for n in range(config.vocab_size - len(every) - len(last))] + last
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
         writer.add_token_list(every)
-        writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in every])
+        writer.add_token_types(
+            [3 if token[0] == "<" and len(token) > 1 and token not in unmarked else 1 for token in every]
+        )
         writer.add_token_merges(MERGES)
         writer.add_eos_token_id(len(every) - 2)
         writer.add_eot_token_id(len(every) - 1)

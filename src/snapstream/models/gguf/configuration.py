@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from snapstream.errors import CheckpointError, first_line
 from snapstream.models.gguf.container import Container, open_container
+from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
 
 # Mistral's files say that they are llama: the layers are the same.
@@ -87,39 +89,52 @@ def configuration(file: Container) -> Any:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "dtype": _DTYPES.get(shape.kind, "bfloat16"),
     }
-    window = about.value("attention.sliding_window", None)
-    if window and window < about.number("context_length"):
-        raise CheckpointError(f"{file.path}: sliding-window attention ({window} tokens) is not supported")
     for key in ("attention.value_length", "rope.dimension_count"):
         if about.number(key, head) != head:
             raise CheckpointError(
                 f"{file.path}: {name}.{key} is {about.value(key)}, heads have {head} numbers; other "
                 "sizes are not supported"
             )
-    return getattr(transformers, kind)(**settings)
+    config = getattr(transformers, kind)(**settings)
+    window = about.value("attention.sliding_window", None)
+    if window and window < longest_sequence(config):
+        raise CheckpointError(f"{file.path}: sliding-window attention ({window} tokens) is not supported")
+    return config
 
 
 def ends(file: Container) -> tuple[int, ...]:
-    """Tokens that end a turn, besides the end of a text."""
-    names = ("eot_token_id", "eom_token_id")
+    """Tokens that end a turn or a completion, besides the end of a text."""
+    names = ("eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
     found = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
     return tuple(token for token in found if isinstance(token, int))
 
 
 def _rope(about: _About) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base", 10000.0))}
-    kind = about.value("rope.scaling.type", "none")
+    # An old file names the factor only, in the field before last.
+    factor = float(about.value("rope.scaling.factor", None) or about.value("rope.scale_linear", None) or 0)
+    kind = about.value("rope.scaling.type", "linear" if factor else "none")
     if any(name.startswith("rope_factors_") for name in about.file.tensors):
         kind = "longrope"
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return parameters
     if kind not in ("linear", "yarn"):
         raise CheckpointError(
             f"{about.file.path}: RoPE scaling {kind!r} is not supported in GGUF; supported: linear, yarn"
         )
-    parameters |= {"rope_type": kind, "factor": float(about.value("rope.scaling.factor"))}
+    if not 1 <= factor < math.inf:
+        raise CheckpointError(f"{about.file.path}: the factor of RoPE scaling is {factor:g}; it must be 1 or more")
+    parameters |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        parameters["original_max_position_embeddings"] = about.number("rope.scaling.original_context_length")
+        context = about.number("context_length")
+        parameters["original_max_position_embeddings"] = about.number("rope.scaling.original_context_length", context)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            value = about.value(f"rope.scaling.{theirs}", None)
+            if value is not None:
+                parameters[ours] = float(value)
+        scale = about.value("rope.scaling.attn_factor", about.value("rope.scaling.yarn_attn_factor", None))
+        if scale is not None:  # a factor on what YaRN makes of it, where transformers takes the product
+            parameters["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)
     return parameters
 
 

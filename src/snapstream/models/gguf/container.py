@@ -1,4 +1,4 @@
-"""What is in a GGUF file: metadata by name, and where each tensor lies.
+"""What is in a GGUF file: metadata by name, and where each tensor is stored.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file may come from anywhere, so nothing it says
 is believed before it is compared with how long the file is: counts are checked before anything is made for them.
@@ -18,6 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from snapstream.errors import CheckpointError, missing_extra
+from snapstream.models.gguf.parts import part_paths
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 # Kinds of values, by number; all are little-endian.
@@ -28,15 +29,17 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Where a tensor is stored.
 
     Attributes:
-        shape: As torch has it, last dimension side by side.
+        file: The file.
+        shape: As torch has it; numbers of the last dimension are adjacent.
         kind: ``GGMLQuantizationType`` by number.
         offset: Of its first byte in the file.
         row_bytes: Of each of its rows.
     """
 
+    file: Path
     shape: tuple[int, ...]
     kind: int
     offset: int
@@ -45,10 +48,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """A file's header.
+    """The header of a file, or of all files of a split model.
 
     Attributes:
-        path: The file.
+        path: The file, or the first of them.
         metadata: Numbers, strings, and lists of them.
         tensors: By name.
     """
@@ -68,7 +71,7 @@ class Container:
 
         stored = self.tensors[name]
         count = math.prod(stored.shape[:-1])
-        whole = numpy.memmap(self.path, numpy.uint8, "r", stored.offset, (count, stored.row_bytes))
+        whole = numpy.memmap(stored.file, numpy.uint8, "r", stored.offset, (count, stored.row_bytes))
         try:
             numbers: NDArray[numpy.float32] = dequantize(whole[rows], GGMLQuantizationType(stored.kind))
         except NotImplementedError as error:
@@ -99,10 +102,51 @@ def open_container(path: Path) -> Container:
     except ImportError as error:
         raise missing_extra(f"{path} needs the gguf package", "gguf") from error
     try:
-        state = path.stat()
-        return _open(path, state.st_mtime_ns, state.st_size)
+        whole = _open(*_version(path))
+        count = _split_number(whole, "count", 1)
+        return whole if count < 2 else _open_parts(tuple(_version(part) for part in part_paths(path, count)))
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror}") from error
+
+
+_Version = tuple[Path, int, int]
+
+
+def _version(path: Path) -> _Version:
+    """A file as it is now."""
+    state = path.stat()
+    return path, state.st_mtime_ns, state.st_size
+
+
+def _split_number(part: Container, name: str, otherwise: int) -> int:
+    value = part.metadata.get(f"split.{name}", otherwise)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{part.path} is damaged: split.{name} is {value!r}")
+    return value
+
+
+@functools.lru_cache(maxsize=2)
+def _open_parts(versions: tuple[_Version, ...]) -> Container:
+    """One header for all parts of a model: metadata of the first, tensors of all."""
+    parts = [_open.__wrapped__(*version) for version in versions]
+    tensors: dict[str, StoredTensor] = {}
+    for number, part in enumerate(parts):
+        if _split_number(part, "count", 1) != len(parts) or _split_number(part, "no", -1) != number:
+            raise CheckpointError(
+                f"{part.path} is not part {number + 1} of {len(parts)} by what it says of itself (split.no "
+                f"{part.metadata.get('split.no')}, split.count {part.metadata.get('split.count')}); was it renamed?"
+            )
+        twice = sorted(tensors.keys() & part.tensors)
+        if twice:
+            raise CheckpointError(f"{part.path}: tensor {twice[0]} is in another part, too; they are not of one model")
+        tensors |= part.tensors
+    wanted = _split_number(parts[0], "tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise CheckpointError(
+            f"{parts[0].path}: the {len(parts)} parts have {len(tensors)} tensors, and should have {wanted}; they are "
+            "not of one model"
+        )
+    return Container(parts[0].path, parts[0].metadata, tensors)
 
 
 @functools.lru_cache(maxsize=2)
@@ -158,7 +202,7 @@ def _placed(
         row_bytes = shape[-1] // block * block_bytes
         if start + offset + math.prod(shape[:-1]) * row_bytes > size:
             raise cursor.damaged(f"tensor {name!r} reaches behind its end; it was cut off")
-        placed[name] = StoredTensor(shape, kind, start + offset, row_bytes)
+        placed[name] = StoredTensor(cursor.path, shape, kind, start + offset, row_bytes)
     return placed
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.errors import CheckpointError
+from snapstream.models.ends import control_looking
 from snapstream.models.gguf.container import Container, open_container
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -39,12 +40,13 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
     file = open_container(path)
     tokens: Sequence[str] = file.require("tokenizer.ggml.tokens")
-    kinds: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    stated: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     model = file.require("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{path}: tokenizer {model!r} is not supported in GGUF; supported: gpt2, llama")
-    if len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
+    if len(set(tokens)) != len(tokens) or len(stated) != len(tokens):
         raise CheckpointError(f"{path} is damaged: tokens are there twice, or without their kind")
+    kinds = [_CONTROL if control_looking(token) else kind for token, kind in zip(tokens, stated, strict=True)]
     made = _byte_level(file, tokens) if model == "gpt2" else _sentence_piece(file, tokens, kinds)
     made.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token in _of_kind(tokens, kinds, _CONTROL)]

@@ -1,0 +1,48 @@
+"""Models that are split over several files, as ``llama-gguf-split`` writes them: ``name-00001-of-00003.gguf``, ...
+
+The first part has the metadata, each part has tensors of its own. Whichever part is named, all of them are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from snapstream.errors import CheckpointError
+
+_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+def part_names(path: Path) -> Sequence[Path]:
+    """All parts of the model that a file's name says it belongs to, in order; the file alone if it says nothing."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count, suffix = match["stem"], match["count"], match["suffix"]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
+
+
+def part_paths(path: Path, count: int) -> Sequence[Path]:
+    """All parts of a model, given one of them.
+
+    Args:
+        path: The part that was named.
+        count: How many there are, as the part says.
+
+    Raises:
+        CheckpointError: The name does not say where the others are, or some are missing; these are named.
+    """
+    names = part_names(path)
+    if len(names) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model; name them as they were split, such as "
+            f"model-00001-of-{count:05}.gguf, in one directory, so that the others can be found"
+        )
+    missing = [name.name for name in names if not name.is_file()]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model; missing in {path.parent}: {', '.join(missing[:5])}{more}"
+        )
+    return names
