@@ -1,11 +1,10 @@
-"""Load on a server: hundreds of requests at once, some cut off, some invalid; every finished answer is compared.
+"""Load test of a server: hundreds of concurrent requests, some aborted, some invalid; all finished answers are checked.
 
     python benchmarks/server_load.py            # starts `snapstream serve` on the shipped model; prints a table
 
-Each of a number of different requests is first answered alone, one at a time, on the idle server. Every
-round then sends each of them several times, in random order, with a bounded number at once. A part is aborted at a
-random moment, a part is invalid. At the end of each round nothing may be left over: no busy slot, no sequence, no file
-handle, no memory.
+First, each of a number of different requests is answered alone on the idle server. Every round then sends each of them
+several times, in random order, with limited concurrency. Some requests are aborted at a random moment, and some are
+invalid. At the end of each round nothing may be left over: no busy slot, no sequence, no file handle, no memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ INVALID: list[dict[str, Any]] = [
     {"prompt": ""},
     {"prompt": "Notes", "n": 1_000_000},
     {"prompt": "Notes", "temperature": "hot"},
-    {"prompt": "Notes", "max_tokens": -1},
+    {"prompt": "Notes", "max_tokens": -2},
     {"prompt": "Notes", "logit_bias": {"x": 1}},
     {"prompt": [10**6]},
     {"prompt": "word " * 40_000},
@@ -43,7 +42,7 @@ INVALID: list[dict[str, Any]] = [
 
 @dataclass
 class Round:
-    """What became of the requests of one round."""
+    """Outcomes of the requests of one round."""
 
     finished: int = 0
     unequal: int = 0
@@ -61,7 +60,7 @@ def make_requests(number: int, seed: int, text: str, most_characters: int = 16_0
     rng = random.Random(seed)
     requests = []
     for index in range(number):
-        length = int(20 * (most_characters / 20) ** rng.random())  # as many short as long ones
+        length = int(20 * (most_characters / 20) ** rng.random())  # log-uniform
         start = rng.randrange(max(1, len(text) - length))
         requests.append(
             {
@@ -79,7 +78,7 @@ def make_requests(number: int, seed: int, text: str, most_characters: int = 16_0
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], cut_after: float | None = None) -> str:
-    """The text of an answer; with ``cut_after`` seconds, the connection is closed then."""
+    """Return the text of an answer; after ``cut_after`` seconds, if given, the connection is closed."""
     if not body.get("stream"):
         reply = await asyncio.wait_for(client.post("/v1/completions", json=body), cut_after)
         reply.raise_for_status()
@@ -105,7 +104,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], cut_after: float 
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client that makes a connection for each request."""
+    """A client that opens a new connection for each request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
 
@@ -119,7 +118,7 @@ async def run_round(
     at_once: int,
     seed: int,
 ) -> Round:
-    """Send every request ``copies`` times; 10 % are cut off and 5 % are invalid besides."""
+    """Send every request ``copies`` times; of all requests, another 10 % are aborted and another 5 % are invalid."""
     rng = random.Random(seed)
     result, running, limit = Round(), 0, asyncio.Semaphore(at_once)
 
@@ -177,7 +176,7 @@ async def run_round(
 
 
 async def left_over(url: str) -> dict[str, float]:
-    """What the server holds once nothing runs any more."""
+    """The server's resources once no request is running any more."""
     end = time.monotonic() + 60
     async with client_of(url) as client:
         while True:
@@ -195,11 +194,11 @@ async def left_over(url: str) -> dict[str, float]:
 
 
 async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int) -> bool:
-    """Run it all against a server, print the table, and say whether everything was right."""
+    """Run all rounds against a server and print the table; returns whether everything was correct."""
     text = json.loads(EXAMPLE.read_text())["text"]
     requests = make_requests(number, 0, text)
     ok = True
-    # A client keeps the connection of some requests that it cut off, so each round has one of its own.
+    # A client keeps connections of some aborted requests open, so each round uses a new client.
     async with client_of(url) as client:
         began = time.monotonic()
         expected = [await ask(client, body) for body in requests]
@@ -232,7 +231,7 @@ async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[httpx.Client]:
-    """``snapstream serve`` with these options, and a client of it."""
+    """Run ``snapstream serve`` with these options; yields a client for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "snapstream.cli", "serve", "--port", str(port), *options]
@@ -254,15 +253,15 @@ def serving(*options: str) -> Iterator[httpx.Client]:
 
 
 def main() -> None:
-    """Start a server, load it, stop it."""
+    """Start a server, run the load test, and stop the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=120, help="different requests")
-    parser.add_argument("--copies", type=int, default=5, help="times each is sent in a round")
-    parser.add_argument("--at-once", type=int, default=300, help="connections at a time")
+    parser.add_argument("--number", type=int, default=120, help="number of different requests")
+    parser.add_argument("--copies", type=int, default=5, help="how often each is sent per round")
+    parser.add_argument("--at-once", type=int, default=300, help="maximum number of concurrent connections")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-queue", type=int, default=200)
-    parser.add_argument("--url", help="a server that runs already")
+    parser.add_argument("--url", help="address of a server that is already running")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("number", "copies", "at_once", "rounds")}
     if arguments.url:

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_or_asked_is_one_line(document, tmp_path):
     (tmp_path / "half.snap").write_bytes((tmp_path / "a.snap").read_bytes()[:-100])
     for arguments, message in (
         (("read", path, "-o", "/nowhere/a.snap"), "there is no directory /nowhere"),
-        (("read", path, "-o", tmp_path), "could not be written"),
+        (("read", path, "-o", tmp_path), "it is a directory; give the path of a regular file"),
         (("read", tmp_path / "none", "-o", tmp_path / "b"), "No such file"),
         (("read", tmp_path / "empty", "-o", tmp_path / "b"), "the prompt is empty"),
         (("read", path, "--plain", "--system", "x", "-o", tmp_path / "b"), "needs the model's chat template"),
@@ -80,7 +80,7 @@ def test_what_cannot_be_read_or_asked_is_one_line(document, tmp_path):
         (("ask", path, "x"), "could not be read"),
         (("ask", tmp_path / "half.snap", "x"), "could not be read"),
         (("ask", tmp_path / "a.snap", "x", "--model", "task-model-mla"), "another model or tokenizer"),
-        (("ask", tmp_path / "a.snap", "x", "--max-model-len", 2000), "max_model_len is 2000, raise it"),
+        (("ask", tmp_path / "a.snap", "x", "--max-model-len", 2000), "max_model_len is 2000; raise it"),
     ):
         done = here(*arguments)
         assert done.exit_code == 1, arguments

@@ -10,6 +10,7 @@ import typer
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from snapstream.commands import terminal
 from snapstream.commands.chat import chat
 from snapstream.commands.context import ask, read
 from snapstream.commands.demo import demo
@@ -21,6 +22,8 @@ from snapstream.commands.route import route
 from snapstream.commands.serve import serve
 from snapstream.errors import ConfigurationError, SnapStreamError
 from snapstream.threads import sleep_while_waiting
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     help="LLM inference with a KV cache of fixed size per sequence.",
@@ -65,12 +68,24 @@ def main() -> None:
     sleep_while_waiting()
     try:
         _refuse_options_of_others(sys.argv[1:])
-        app(prog_name="snapstream")
+        terminal.prepare_output(needed=not {"serve", "route"}.intersection(sys.argv[1:]))
+        try:
+            app(prog_name="snapstream")
+        finally:
+            terminal.flush_output()
     except SnapStreamError as error:
-        messages.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:  # such as a disk that is full, on which standard output is
+        logger.debug("failed", exc_info=error)
+        terminal.drop_output()
+        _fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail(message: str) -> None:
+    messages.print(f"[bold red]error:[/bold red] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 def _refuse_options_of_others(arguments: list[str]) -> None:

@@ -17,6 +17,28 @@ class RequestError(SnapStreamError, ValueError):
     """One request that cannot be served; others are not affected."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt that leaves no room for an answer within the longest sequence.
+
+    Clients recognize it by its words, to shorten the prompt and to try again: LiteLLM by the beginning, which is
+    OpenAI's, LangChain by "prompt is too long".
+
+    Args:
+        max_model_len: Longest sequence.
+        prompt: How long the prompt is, in words.
+        before: Tokens of earlier turns.
+    """
+
+    def __init__(self, max_model_len: int, prompt: str, before: int = 0) -> None:
+        turns = f" after {before} of earlier turns" if before else ""
+        fit = max(max_model_len - 1 - before, 0)
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {prompt}{turns}; "
+            f"at most {fit} fit, which leaves one for the answer, so the prompt is too long. Shorten it, or raise "
+            "max_model_len if the model allows it."
+        )
+
+
 class CacheFileError(SnapStreamError):
     """A saved cache that cannot be read, is damaged, or belongs to another model."""
 

@@ -1,4 +1,4 @@
-"""How numbers of tokens and of cache entries are written: ``512``, ``4k``, and ``1/4`` of something."""
+"""How numbers of tokens and of cache entries are written: ``512``, ``4k``, and ``1/4`` or ``25%`` of something."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def parse_tokens(text: str | int, what: str) -> int:
 
 
 def parse_share(text: str, what: str) -> Fraction:
-    """A share from ``1/4``.
+    """A share from ``1/4``, ``25%`` or ``0.25``.
 
     Raises:
         ConfigurationError: Not a share between 0 and 1; the message begins with ``what``.
     """
+    written = text.replace(" ", "")
     try:
-        share = Fraction(text.replace(" ", ""))
+        share = Fraction(written.removesuffix("%")) / (100 if written.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not 0 < share < 1:
-        raise ConfigurationError(f"{what}: {text!r} is not a share between 0 and 1, such as 1/4")
+        raise ConfigurationError(f"{what}: {text!r} is not a share between 0 and 1, such as 1/4, 25% or 0.25")
     return share
 
 
 def is_share(text: str) -> bool:
     """Whether this is meant as a share of something."""
-    return "/" in text
+    return any(sign in text for sign in "/%.")

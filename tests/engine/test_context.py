@@ -7,7 +7,6 @@ import torch
 
 from snapstream import LLM, CacheBudget, CacheFileError, RequestError, SamplingParams
 from snapstream.assets import EXAMPLE
-from snapstream.engine.context import tokens_after
 from tests.checkpoints import prompt
 from tests.engine.test_conversation import run
 from tests.engine.test_engine import BUDGET, greedy, make
@@ -185,4 +184,4 @@ def test_an_interrupt_while_a_text_is_read_leaves_nothing(checkpoint, monkeypatc
 
 @pytest.mark.parametrize("text", ["\n\nWhere is it?", " Where?", "s", "Ünï 😀", ""])
 def test_tokens_that_go_on(shipped, text):
-    assert tokens_after(shipped.tokenizer, text) == shipped.tokenizer.encode(text, add_special_tokens=False)
+    assert shipped.engine.texts.after(text) == shipped.tokenizer.encode(text, add_special_tokens=False)

@@ -79,7 +79,7 @@ def test_every_answer_has_a_name(server, caplog):
         reply = post(server, prompt="w5", max_tokens=2, ignore_eos=True, headers={"X-Request-Id": "my-request.1"})
         assert reply.headers["x-request-id"] == "my-request.1"
         assert reply.json()["id"] == "cmpl-my-request.1"
-        made = post(server, prompt="w5", max_tokens=-1, headers={"X-Request-Id": "no good!"})
+        made = post(server, prompt="w5", max_tokens=-2, headers={"X-Request-Id": "no good!"})
         assert len(made.headers["x-request-id"]) == 32
         assert made.json()["error"]["request_id"] == made.headers["x-request-id"]
         for path in ("/nothing", "/v1/cache", "/"):
@@ -153,10 +153,21 @@ def test_a_body_that_is_too_long(llm):
 
 
 def test_bodies_that_nobody_asked_for(llm):
-    """Without a key nobody can make the server hold anything."""
+    """Without a key nobody can make the server hold anything; what is short is ignored."""
     with running(llm, api_keys=("k",)) as server:
         for method, path in (("GET", "/health"), ("OPTIONS", "/v1/completions"), ("POST", "/metrics"), ("PUT", "/")):
-            assert httpx.request(method, server.url + path, content=b"x" * 100).status_code == 413
+            assert httpx.request(method, server.url + path, content=b"x" * 1025).status_code == 413
+        key = {"Authorization": "Bearer k"}
+        for method, path, status in (
+            ("GET", "/health", 200),
+            ("GET", "/v1/models", 200),
+            ("GET", "/v1/contexts", 200),
+            ("HEAD", "/ready", 200),
+            ("DELETE", "/v1/sessions/a", 404),
+            ("DELETE", "/v1/contexts/a", 404),
+        ):
+            reply = httpx.request(method, server.url + path, content=b"{}", headers=key)
+            assert reply.status_code == status, (method, path, reply.text)
         assert httpx.post(server.url + "/v1/completions", content=b"x" * 10_000_000).status_code == 401
 
 

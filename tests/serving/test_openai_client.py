@@ -90,7 +90,7 @@ def test_chat(create, alone):
     assert reply.choices[0].message.content == expected.text
     older = create("chat", messages=MESSAGES, max_tokens=20, temperature=0, extra_body=FOREVER)
     assert older.choices[0].message.content == expected.text
-    parts = [{"type": "text", "text": WORDS[:100]}, {"type": "text", "text": WORDS[100:]}]
+    parts = [{"type": "text", "text": " ".join(part)} for part in (WORDS.split()[:20], WORDS.split()[20:])]
     in_parts = [{"role": "developer", "content": "w9 w10"}, {"role": "tool", "tool_call_id": "a", "content": parts}]
     reply = create("chat", messages=in_parts, max_tokens=20, temperature=0, extra_body=FOREVER)
     assert reply.choices[0].message.content == expected.text
@@ -389,7 +389,8 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": [5, 96]}, "token 96 is not in the model's vocabulary"),
         ({"prompt": "w5 " * 2000}, "at most 1999 fit"),
         ({"prompt": "w5", "model": "gpt-4"}, "'gpt-4' is not served here; 'tiny' is"),
-        ({"prompt": "w5", "max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
+        ({"prompt": "w5", "max_tokens": -2}, "max_tokens: Input should be greater than or equal to -1"),
+        ({"prompt": "w5", "max_tokens": 8.5}, "max_tokens: Input should be a valid integer"),
         (
             {"messages": MESSAGES, "max_tokens": 0, "kind": "chat"},
             "max_tokens: Input should be greater than or equal to 1",
@@ -418,8 +419,8 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),
         ({"prompt": "w5", "extra_body": {"guided_json": {"type": "object"}}}, "the output is free text"),
         ({"prompt": "w5", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
-        ({"prompt": "w5", "stop": ["a", ""]}, "stop: String should have at least 1 character"),
-        ({"prompt": [1, 2, -3]}, "prompt: Input should be greater than or equal to 0"),
+        ({"prompt": "w5", "stop": ["a", ""]}, "stop[1]: String should have at least 1 character"),
+        ({"prompt": [1, 2, -3]}, "prompt[2]: Input should be greater than or equal to 0"),
         (
             {"prompt": "w5", "echo": True, "logprobs": 1, "extra_body": {"session_id": "a"}},
             "echo with logprobs needs the whole prompt to be read; leave out session_id",
@@ -427,7 +428,7 @@ def test_models_and_what_clients_send_along(create, server):
         ({"messages": [], "kind": "chat"}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "kind": "chat"},
-            "messages: a part of type 'image_url' is not supported: this server reads and writes text only",
+            "messages[0].content[0]: a part of type 'image_url' is not supported: this server reads and writes text",
         ),
         ({"messages": MESSAGES, "top_logprobs": 1, "kind": "chat"}, "needs logprobs"),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +31,7 @@ from snapstream.commands.options import (
     quiet,
     say_what_a_shipped_model_is,
 )
+from snapstream.commands.terminal import is_terminal, read_line
 from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
 from snapstream.errors import RequestError
 
@@ -118,11 +118,11 @@ def _ask(use: SlotUse | None, has_text: bool) -> str | None:
     prompt = f"(with a text) {prompt}" if has_text else prompt
     while True:
         try:
-            if sys.stdin.isatty():
+            if is_terminal():
                 return input(prompt)
             messages.print(escape(prompt), end="", highlight=False)
-            line = sys.stdin.readline()
-            return line.rstrip("\n") if line else None
+            line = read_line()
+            return None if line is None else line.rstrip("\n")
         except KeyboardInterrupt:
             messages.print("\n/quit or Ctrl-D ends.", highlight=False, style="dim")
         except EOFError:

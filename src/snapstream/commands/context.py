@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,8 +28,10 @@ from snapstream.commands.options import (
     quiet,
     say_what_a_shipped_model_is,
 )
+from snapstream.commands.terminal import is_terminal, read_line
 from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
+from snapstream.outputs import regular_file
 
 if TYPE_CHECKING:
     from snapstream.engine import LLM, Context
@@ -58,14 +59,13 @@ def read(
     device: Device = "auto",
 ) -> None:
     """Read a text once and keep its compressed cache in a file, for `snapstream ask`."""
-    text, name = read_prompt(None, file), chosen_model(None, model)
-    parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name))
+    text, name, length = read_prompt(None, file), chosen_model(None, model), max_length(max_model_len)
+    parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name, length))
     if parsed is not None and policy is None and not is_json(budget):
         parsed = parsed.for_context(None)
-    if not output.absolute().parent.is_dir():
-        raise ConfigurationError(f"output: there is no directory {output.absolute().parent}")
+    _check_output(output, file, name)
     config = EngineConfig(
-        max_model_len=max_length(max_model_len),
+        max_model_len=length,
         slots=1,
         sessions=1,
         prefill_chunk=prefill_chunk,
@@ -91,6 +91,19 @@ def read(
         highlight=False,
         markup=False,
     )
+
+
+def _check_output(output: Path, text: str, model: str) -> None:
+    """See whether a file may be written there, before anything takes time.
+
+    Raises:
+        ConfigurationError: No; the text and the model's own files are never replaced.
+    """
+    needed = [text, model, *Path(model).glob("*")] if Path(model).is_dir() else [text, model]
+    try:
+        regular_file(output, *needed)
+    except OSError as error:
+        raise ConfigurationError(f"output: {output}: {error.strerror}") from error
 
 
 def ask(
@@ -132,7 +145,7 @@ def ask(
             try:
                 _answer(llm, context, question, params, as_json=as_json)
             except RequestError as error:
-                if questions or not sys.stdin.isatty():
+                if questions or not is_terminal():
                     raise
                 messages.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
 
@@ -175,13 +188,13 @@ def _describe(file: Path) -> dict[str, Any]:
 
 def _lines() -> Iterator[str]:
     """Questions from standard input, up to its end or ``/quit``."""
-    asks = sys.stdin.isatty()
+    asks = is_terminal()
     while True:
         try:
-            line = input("> ") if asks else sys.stdin.readline()
+            line = input("> ") if asks else read_line()
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line.strip() == "/quit" or (not asks and not line):
+        if line is None or line.strip() == "/quit":
             return
         yield line.strip()

@@ -39,6 +39,7 @@ from snapstream.evaluation.policies import (
     swept_of,
 )
 from snapstream.evaluation.tasks import TASKS, find_tasks
+from snapstream.outputs import regular_file, write_text
 
 if TYPE_CHECKING:
     from snapstream.evaluation.grid import Grid
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from snapstream.evaluation.records import RecordFile
 
 LAB, ENDPOINT = "What is asked", "Endpoint"
+WRITTEN = RECORDS, REPORT, PAGE = "results.jsonl", "report.md", "report.html"
+"""Files of a run, in its directory."""
 
 
 def evaluate(
@@ -186,6 +189,11 @@ def evaluate(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"output: {output} cannot be a directory ({error.strerror})") from error
+    for written in WRITTEN:
+        try:
+            regular_file(output / written)
+        except OSError as error:
+            raise ConfigurationError(f"output: {error.filename}: {error.strerror}") from error
     with messages.status("connecting" if endpoint else "loading"):
         host: Host
         if endpoint:
@@ -239,7 +247,7 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
     from snapstream.evaluation.records import RecordFile
 
     header: dict[str, Any] = {"snapstream": __version__, **host.describe(), "decode": grid.decode}
-    path = output / "results.jsonl"
+    path = output / RECORDS
     try:
         with RecordFile(path, header) as file:
             before = len(file.records)
@@ -267,10 +275,11 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
                 messages.print(note, highlight=False)
             if not file.records:
                 raise ConfigurationError("nothing was run: every task or cache was left out")
-            print(_report(header, file, output, notes))
-            messages.print(f"{len(file.records)} answers: {output}/results.jsonl and report.*", highlight=False)
+            report = _report(header, file, output, notes)
     except OSError as error:
         raise ConfigurationError(f"output: {error.filename or path}: {error.strerror}") from error
+    print(report)
+    messages.print(f"{len(file.records)} answers: {output}/results.jsonl and report.*", highlight=False)
 
 
 def _progress() -> Progress:
@@ -292,11 +301,11 @@ def _report(header: dict[str, Any], file: RecordFile, output: Path, notes: list[
 
     results = Results(file.records)
     text = render_markdown(header, results, notes)
-    (output / "report.md").write_text(text, encoding="utf-8")
+    write_text(output / REPORT, text)
     try:
         page = render_html(header, results, notes)
     except ConfigurationError as error:
         messages.print(f"{error}; the Markdown has all tables", highlight=False)
     else:
-        (output / "report.html").write_text(page, encoding="utf-8")
+        write_text(output / PAGE, page)
     return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,12 +25,14 @@ from snapstream.commands.options import (
     SpeculativeTokens,
     chosen_model,
     eager,
+    longest_of,
     max_length,
     messages,
     parse_budget,
     quiet,
     say_what_a_shipped_model_is,
 )
+from snapstream.commands.terminal import decoded, is_terminal, read_standard_input
 from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
 from snapstream.errors import RequestError
 
@@ -74,11 +75,11 @@ def generate(
     if prompt is not None and prompt_option is not None:
         raise RequestError("two prompts were given, as an argument and with --prompt; leave one out")
     text = read_prompt(prompt if prompt_option is None else prompt_option, file)
-    name = chosen_model(None, model)
+    name, length = chosen_model(None, model), max_length(max_model_len)
     # Everything a user can get wrong is looked at before the model is loaded.
-    parsed = parse_budget(budget, policy, lambda: tokens_of(text, name))
+    parsed = parse_budget(budget, policy, lambda: tokens_of(text, name, length))
     config = EngineConfig(
-        max_model_len=max_length(max_model_len),
+        max_model_len=length,
         slots=1,
         prefill_chunk=prefill_chunk,
         dtype=dtype,
@@ -152,9 +153,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise RequestError("standard input can be read once: give '-' for the prompt or for --file, not for both")
     parts = []
     if file is not None:
-        parts.append(_standard_input() if file == "-" else read_text(Path(file)))
-    if prompt == "-" or (prompt is None and file is None and not sys.stdin.isatty()):
-        parts.append(_standard_input())
+        parts.append(read_standard_input() if file == "-" else read_text(Path(file)))
+    if prompt == "-" or (prompt is None and file is None and not is_terminal()):
+        parts.append(read_standard_input())
     elif prompt is not None:
         parts.append(prompt)
     if not parts:
@@ -172,29 +173,24 @@ def read_text(path: Path) -> str:
         RequestError: It cannot be read, or is no text.
     """
     try:
-        return _decoded(path.read_bytes(), str(path))
+        return decoded(path.read_bytes(), str(path))
     except OSError as error:
         raise RequestError(f"{path} could not be read: {error.strerror}") from error
 
 
-def _standard_input() -> str:
-    return _decoded(sys.stdin.buffer.read(), "standard input")
+def tokens_of(text: str, model: str, max_model_len: int | None) -> int:
+    """How many tokens a text has for a model.
 
-
-def _decoded(data: bytes, source: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{source} is not UTF-8 text (byte {error.start})") from error
-
-
-def tokens_of(text: str, model: str) -> int:
-    """How many tokens a text has for a model."""
+    Raises:
+        ContextLengthError: More than fit.
+    """
     from snapstream.engine.settings import load_tokenizer
+    from snapstream.engine.tokenizing import PromptTokenizer
     from snapstream.models import resolve_checkpoint
 
+    longest = longest_of(model, max_model_len)()
     with quiet():
-        return len(load_tokenizer(str(resolve_checkpoint(model))).encode(text))
+        return len(PromptTokenizer(load_tokenizer(str(resolve_checkpoint(model))), longest).encode(text).tokens)
 
 
 def _what_was_kept(use: CacheUse, *, full: bool) -> str:

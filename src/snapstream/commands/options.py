@@ -32,8 +32,8 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         "-b",
-        help="Cache of a sequence: entries (512, 4k); a share (1/4) of the prompt's text, or of the longest sequence "
-        "where there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
+        help="Cache of a sequence: entries (512, 4k); a share (1/4, 25%) of the prompt's text, or of the longest "
+        "sequence where there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
         rich_help_panel=CACHE,
     ),
 ]
@@ -163,8 +163,8 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
             entries = parse_tokens(budget, "budget")
         except ConfigurationError:
             raise ConfigurationError(
-                f"budget: {budget!r} is neither a number of entries (512, 4k; at least 16), nor a share (1/4), nor a "
-                "JSON object"
+                f"budget: {budget!r} is neither a number of entries (512, 4k; at least 16), nor a share (1/4, 25%), "
+                "nor a JSON object"
             ) from None
     return CacheBudget.preset(policy, entries)
 

@@ -105,7 +105,7 @@ def plan(
         kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
         kept = ["weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "metadata"]
-        rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace"]
+        rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace", "tokenizing"]
         for row in [*rows, "total"]:
             mine, theirs = getattr(ours, row), getattr(full, row)
             if mine or row not in ("sessions", "contexts", "prefixes", "drafter"):
@@ -188,5 +188,6 @@ _ROWS = {
     "metadata": "metadata",
     "steady": "= steady state",
     "workspace": "workspace (prefill)",
+    "tokenizing": "tokenizing a long prompt",
     "total": "= peak",
 }

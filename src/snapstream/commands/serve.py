@@ -156,6 +156,14 @@ def serve(
     request_timeout: Annotated[
         float, typer.Option(help="Seconds a request may take, waiting included.", rich_help_panel=LIMITS)
     ] = 600,
+    keep_alive_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of silence after which a stream says how much of the prompt has been read, in a comment that "
+            "clients ignore and that keeps proxies from cutting it; 0: never.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 5,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30,
@@ -171,6 +179,7 @@ def serve(
         max_queue=max_queue,
         max_choices=max_choices,
         request_timeout=request_timeout,
+        keep_alive_seconds=keep_alive_seconds,
         drain_timeout=drain_timeout,
         session_ttl=session_ttl,
         session_dir=session_dir,

@@ -13,7 +13,8 @@ from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
 from snapstream.engine.request import Request
 from snapstream.engine.text import OutputText
-from snapstream.errors import RequestError
+from snapstream.engine.tokenizing import PromptTokenizer
+from snapstream.errors import ContextLengthError, RequestError
 from snapstream.models.ends import end_names, stop_tokens
 from snapstream.models.spec import ModelSpec
 
@@ -36,6 +37,7 @@ class Admission:
     ) -> None:
         self.tokenizer, self.spec, self.budget, self.config = tokenizer, spec, budget, config
         self.max_model_len = max_model_len
+        self.texts = PromptTokenizer(tokenizer, max_model_len)
         self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
         self.special_tokens = special_tokens(tokenizer)
         self._special = {tokenizer.added_tokens_decoder[token].content: token for token in self.special_tokens}
@@ -120,13 +122,10 @@ class Admission:
         """Tokens of a prompt as the engine reads it.
 
         Raises:
-            RequestError: Not text, or tokens that the model does not have.
+            RequestError: Not text, tokens that the model does not have, or far too many.
         """
         if isinstance(prompt, str):
-            try:
-                tokens = list(self.tokenizer.encode(prompt))
-            except (UnicodeEncodeError, TypeError) as error:
-                raise RequestError(f"the prompt is not valid text: {error}") from error
+            tokens = self.texts.encode(prompt).tokens
         else:
             try:
                 tokens = [operator.index(token) for token in prompt]
@@ -141,11 +140,7 @@ class Admission:
             raise RequestError("the prompt has no tokens; give at least one")
         room = self.max_model_len - before - tokens
         if room < 1:
-            turns = f" after {before} of earlier turns" if before else ""
-            raise RequestError(
-                f"the prompt has {tokens} tokens{turns}; with max_model_len={self.max_model_len} at most "
-                f"{max(self.max_model_len - 1 - before, 0)} fit. Shorten it or raise max_model_len"
-            )
+            raise ContextLengthError(self.max_model_len, f"{tokens} tokens", before)
         return room
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

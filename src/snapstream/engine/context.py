@@ -115,27 +115,6 @@ def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render
     return after
 
 
-def tokens_after(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text that goes on after another one, without what tokenizers put before a beginning.
-
-    Raises:
-        RequestError: It is no text.
-    """
-    try:
-        return _tokens_after(tokenizer, text)
-    except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError(f"the prompt is not valid text: {error}") from error
-
-
-def _tokens_after(tokenizer: Any, text: str) -> list[int]:
-    if not text[:1].isalnum():  # nothing that would go on inside of a word
-        before = tokenizer.encode("a", add_special_tokens=False)
-        whole = tokenizer.encode(f"a{text}", add_special_tokens=False)
-        if whole[: len(before)] == before:
-            return list(whole[len(before) :])
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
 def _system(message: str | None) -> list[dict[str, Any]]:
     return [] if message is None else [{"role": "system", "content": message}]
 

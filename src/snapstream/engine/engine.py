@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out; one prefill chunk and one decode launch at a time."""
+"""The engine: requests in, tokens out. Each step runs one prefill chunk and one decode launch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
+from snapstream.engine.tokenizing import PromptTokenizer
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.kernels import cpu as cpu_kernels
 from snapstream.models import load_model, resolve_checkpoint
@@ -31,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """The slots and what runs in them; a server drives :meth:`add_request`, :meth:`step` and :meth:`abort`.
+    """The slots and the requests that run in them.
 
-    It belongs to one thread; nothing here locks. :meth:`tokenize` alone may be called from others.
+    A server drives it with :meth:`add_request`, :meth:`step` and :meth:`abort`. An engine belongs to one thread and
+    does no locking. Only :meth:`tokenize` may be called from other threads.
     """
 
     def __init__(
@@ -49,21 +51,21 @@ class Engine:
 
         Args:
             model: Directory of a Hugging Face checkpoint, or a hub id.
-            budget: Cache of one sequence, a :class:`CacheBudget` or its number of entries; ``None`` is a full cache of
+            budget: Cache of one sequence: a :class:`CacheBudget` or its number of entries; ``None`` for a full cache of
                 ``max_model_len`` entries.
             config: Engine settings.
-            report_plan: Called with the memory plan before anything is loaded; by default its summary is printed to
+            report_plan: Called with the memory plan before anything is loaded; by default, its summary is printed to
                 stderr.
             **settings: Fields of :class:`EngineConfig`, instead of ``config``: ``max_model_len``, ``slots``,
                 ``prefill_chunk``, ``dtype``, ``device``, ...
 
         Raises:
-            ConfigurationError: Settings that cannot work together.
-            CheckpointError: A checkpoint that is missing, corrupt or unsupported.
-            MemoryPlanError: It does not fit; says which setting would.
+            ConfigurationError: The settings are invalid or incompatible with each other.
+            CheckpointError: The checkpoint is missing, corrupt or unsupported.
+            MemoryPlanError: The engine does not fit into memory; the message says which settings would fit.
         """
         if config is not None and settings:
-            raise ConfigurationError(f"give config or single settings, not both ({', '.join(sorted(settings))})")
+            raise ConfigurationError(f"give config or individual settings, not both ({', '.join(sorted(settings))})")
         if config is None:
             unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
             if unknown:
@@ -78,28 +80,28 @@ class Engine:
         self.plan = plan.ours
         (report_plan or _print_plan)(plan)
         plan.check()
-        checkpoint = resolve_checkpoint(model)  # of a hub id, weights are fetched only now
+        checkpoint = resolve_checkpoint(model)  # for a hub id, weights are downloaded only now
         self.files = SequenceFiles(setup, checkpoint)
         self.tokenizer = load_tokenizer(str(checkpoint))
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         if self.device.type == "cpu":
-            cpu_kernels.available()  # products of the model look for them
+            cpu_kernels.available()  # builds them now: the model's matrix products check for them
         loaded = load_model(checkpoint, spec, self.dtype, self.device)
         drafter = make_drafter(setup, self.tokenizer)
         self.executor = Executor(setup, loaded, drafter, padded=self.plan.padded_len)
-        # What prompts that were read for several requests at once may take until these have a slot: what is left over.
+        # Spare memory: holds compressed prompts that were prefilled for several requests until those have a slot.
         self._spare = self.plan.slots if plan.available is None else max(0, plan.available - self.plan.total)
         self.scheduler = Scheduler(config.slots)
         self._requests: dict[str, Request] = {}
         self._last_uses: list[SlotUse | None] = [None] * config.slots
         self._numbers = itertools.count()
-        # Outputs that were not taken yet, and requests whose outputs will not be.
+        # Outputs that were not returned yet, and requests whose outputs are to be dropped.
         self._undelivered: list[RequestOutput] = []
         self._unwanted: set[str] = set()
-        # Whether first tokens were handed out before the decode launch of the same step.
+        # Whether first tokens were returned and the decode launch of that step was left to the next one.
         self._launch_is_due = False
-        # Whether something is being changed, or was when an error or an interrupt broke it off; see _mend().
+        # Whether a change is in progress, or was interrupted by an error or a signal; see _mend().
         self._changing = False
         self._broken_by = ""
         self._process = os.getpid()
@@ -117,20 +119,20 @@ class Engine:
         """Queue a request.
 
         Args:
-            prompt: Text, or token ids; only what is new if there is a ``past``.
-            params: How to sample; greedy by default.
-            request_id: A name of the caller's, not in use; made up if not given.
-            past: The turns before, as the ``saved`` of an earlier output, or from a file (:attr:`files`). The prompt is
-                read over this compressed cache, and both are compressed again at its end. With a prompt of no tokens,
-                what was read with ``max_tokens=0`` is decoded as it is.
-            keep: Give the compressed cache out with the last output, for a next turn or a file.
-            first: Put it at the head of the queue.
+            prompt: Text or token ids; only the new part if there is a ``past``.
+            params: Sampling parameters; greedy by default.
+            request_id: An id that is not in use; generated by default.
+            past: Earlier turns: the ``saved`` of an earlier output, or a sequence from a file (:attr:`files`). The
+                prompt is prefilled over this compressed cache, and both are compressed again at its end. With an empty
+                prompt, a cache that was prefilled with ``max_tokens=0`` is decoded unchanged.
+            keep: Whether to return the compressed cache with the last output, for a next turn or a file.
+            first: Whether to put the request at the head of the queue.
 
         Returns:
-            The request's name.
+            The request's id.
 
         Raises:
-            RequestError: Says what cannot be served; no other request is affected.
+            RequestError: The request cannot be served; the message says why. No other request is affected.
         """
         self._check_process()
         self._mend()
@@ -144,12 +146,12 @@ class Engine:
         return name
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it is and free its slot at once; unknown or finished ones are ignored.
+        """Abort a request in any phase and free its slot at once. Unknown or finished requests are ignored.
 
         The next :meth:`step` returns its final output.
 
         Returns:
-            Whether it was there.
+            Whether the request was found.
         """
         self._mend()
         request = self._requests.get(request_id)
@@ -161,14 +163,14 @@ class Engine:
         return request is not None
 
     def discard(self, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of these requests, and return no more output of them."""
+        """Abort those of these requests that still run, and drop all their outputs."""
         self._unwanted.update(request_ids)
-        # The garbage collector closes streams anywhere, also in the middle of a step: then its end does the rest.
+        # The garbage collector may close a stream in the middle of a step; the rest is then done at the step's end.
         if not self._changing:
             self._discard_unwanted()
 
     def reset(self) -> None:
-        """End all requests, without outputs, and free all slots, whatever state an error has left things in."""
+        """Drop all requests without outputs and free all slots; works whatever state an error has left behind."""
         self._changing = True
         self._requests.clear()
         self._undelivered.clear()
@@ -177,23 +179,24 @@ class Engine:
 
     @property
     def special_tokens(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """The tokenizer's special tokens, which are not text."""
         return self._admission.special_tokens
 
     @property
     def busy(self) -> bool:
-        """Whether :meth:`step` has anything to do, or to say."""
+        """Whether :meth:`step` has work to do or outputs to return."""
         return self._changing or self.scheduler.busy or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
-        """Read at most ``prefill_chunk`` tokens' worth of a prompt, then run one decode launch.
+        """Prefill at most ``prefill_chunk`` tokens' worth of a prompt, then run one decode launch.
 
-        If the first token of a request that goes on comes of it, the launch is left to the next step, so that nobody
-        waits for it.
+        If the prefill yields the first token of a request that is not finished, the launch is left to the next step.
+        The first token is then returned without waiting for the launch.
 
-        A request that fails by itself, such as in its tokenizer, ends with ``finish_reason="error"``; the others go
-        on. After any other error, or an interrupt such as Ctrl-C, what the host knows may not be what the device has
-        done: all that was read or decoded then ends with an error that says so, and what waits goes on.
+        A request that fails on its own, for example in its tokenizer, ends with ``finish_reason="error"``, and the
+        others continue. After any other error, or an interrupt such as Ctrl-C, the host's state may not match the
+        device's. All requests that were being prefilled or decoded then end with an error that says so; waiting
+        requests are kept.
 
         Returns:
             The output so far of every request that got new tokens or ended.
@@ -203,27 +206,28 @@ class Engine:
         return outputs
 
     def step_for(self, names: Sequence[str]) -> list[RequestOutput]:
-        """Outputs of some requests, after a step if there were none; those of others stay for whoever waits for them.
+        """Return outputs of some requests, running a step first if there are none. Outputs of other requests are kept.
 
         Raises:
-            RequestError: All of them were ended by :meth:`reset` or :meth:`discard`.
+            RequestError: All of these requests were dropped by :meth:`reset` or :meth:`discard`.
         """
         wanted = set(names)
         if not any(output.request_id in wanted for output in self._undelivered):
             if not wanted.intersection(self._requests):
-                raise RequestError("the engine has forgotten this request: reset() or discard() was called meanwhile")
+                raise RequestError("the engine has dropped this request: reset() or discard() was called meanwhile")
             self._run_step()
         mine = [output for output in self._undelivered if output.request_id in wanted]
         self._undelivered = [output for output in self._undelivered if output.request_id not in wanted]
         return mine
 
     def prefill_progress(self, request_id: str) -> tuple[int, int]:
-        """How much of a running request's prompt has been read, in tokens, and how many it has.
+        """Prefill progress of a running request: tokens done, and tokens of the prompt.
 
-        All tokens pass one layer after the other, so it is the share of the work that is done, times the length.
+        Prefill takes all tokens through one layer before the next, so the first number is the share of the work that is
+        done, times the prompt's length.
 
         Raises:
-            RequestError: No such request.
+            RequestError: No such request is running.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -237,16 +241,16 @@ class Engine:
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests that wait or run, or whose last output has not been taken."""
+        """Ids of requests that wait or run, or whose last output has not been returned."""
         return [*self._requests, *(output.request_id for output in self._undelivered)]
 
     @property
     def reading(self) -> list[str]:
-        """The requests whose prompt is being read, which is the same."""
+        """Ids of the requests whose prompt is being prefilled; if there are several, they have the same prompt."""
         return [request.request_id for request, _ in self.executor.readers]
 
     def slots(self) -> list[SlotUse | None]:
-        """What each slot holds, or held last; ``None`` for one that was never used."""
+        """The use of each slot, now or by its last request; ``None`` for a slot that was never used."""
         uses = list(self._last_uses)
         for request in self.scheduler.running:
             assert request.slot is not None
@@ -254,40 +258,45 @@ class Engine:
         return uses
 
     def context_budget(self, asked: int | CacheBudget | None = None) -> CacheBudget:
-        """The cache of a text that is stored to be asked about: see :meth:`CacheBudget.for_context`."""
+        """The cache budget of a stored context; see :meth:`CacheBudget.for_context`."""
         return self.budget.for_context(asked, self.config.kept_queries)
 
     def kept_bytes(self, tokens: int, kv_budget: int | CacheBudget | None = None) -> int:
-        """Memory of what is left of a prompt of so many tokens, if it is given out (``keep``).
+        """Bytes of the compressed cache of a prompt of ``tokens`` tokens, if it is returned (``keep``).
 
         Raises:
-            RequestError: There can be no such cache.
+            RequestError: The budget is invalid.
         """
         entries = lay_out(tokens, self.budget.for_request(kv_budget, self.config.kept_queries)).count
         return entries * self.spec.saved_bytes_per_entry(self.dtype)
 
+    @property
+    def texts(self) -> PromptTokenizer:
+        """The tokenizer of prompts, which stops where a prompt can no longer fit."""
+        return self._admission.texts
+
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Tokens of a prompt as the engine reads it; may be called from any thread.
+        """Tokenize a prompt as the engine does; may be called from any thread.
 
         Raises:
-            RequestError: Not text, or tokens that the model does not have.
+            RequestError: The prompt is not valid text, or has tokens that are not in the model's vocabulary.
         """
         return self._admission.tokenize(prompt)
 
     # -- staying consistent -------------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        """Refuse to work in a fork: the threads that share the work were not copied, and would be waited for."""
+        """Refuse to work in a forked process: worker threads are not copied by a fork, so work would hang."""
         if os.getpid() != self._process:
             raise RequestError(
-                f"this engine was made by process {self._process} and cannot work in its fork, process {os.getpid()}: "
-                "make an engine after the fork, or start processes with the method 'spawn'"
+                f"this engine was created in process {self._process} and cannot be used in its fork, process "
+                f"{os.getpid()}: create the engine after the fork, or use the start method 'spawn'"
             )
 
     def _mend(self) -> None:
-        """If a change was broken off, end all that ran with an error, and forget it; what waits is as it was.
+        """Repair the engine after an interrupted change: running requests end with an error, waiting ones are kept.
 
-        An interrupt in here leaves everything to the next call: each part can be done again.
+        An interrupt in here leaves the work to the next call, because each part can be repeated.
         """
         if not self._changing:
             return
@@ -308,7 +317,7 @@ class Engine:
         self._forget_running(waiting)
 
     def _forget_running(self, waiting: Sequence[Request] = ()) -> None:
-        """Free all slots; nothing is left but what waits."""
+        """Free all slots and drop all requests except those in ``waiting``."""
         scheduler = Scheduler(self.config.slots)
         for request in waiting:
             scheduler.add(request)
@@ -322,7 +331,7 @@ class Engine:
         if not self._unwanted:
             return
         with Change(self):
-            while self._unwanted:  # more may come while this runs
+            while self._unwanted:  # more may be added while this runs
                 name = next(iter(self._unwanted))
                 request = self._requests.get(name)
                 if request is not None:
@@ -335,7 +344,7 @@ class Engine:
         return name in self._requests or any(output.request_id == name for output in self._undelivered)
 
     def new_name(self) -> str:
-        """A name that no request has."""
+        """Generate an id that no request has."""
         while self._is_known(name := f"request-{next(self._numbers)}"):
             pass
         return name
@@ -343,7 +352,7 @@ class Engine:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
-        """Do one step's work; the outputs are put where :meth:`step` takes them from."""
+        """Do the work of one step; outputs are queued for :meth:`step` and :meth:`step_for`."""
         self._check_process()
         with Change(self):
             touched = [] if self._launch_is_due else self._read()
@@ -357,7 +366,7 @@ class Engine:
         self._discard_unwanted()
 
     def _launch(self) -> list[Request]:
-        """Decode; returns the requests that were in it."""
+        """Run a decode launch; returns the requests that it decoded."""
         going = [request for request in self.scheduler.running if request.finish_reason is None]
         if going:
             for request, error in self.executor.launch(going):
@@ -365,14 +374,14 @@ class Engine:
         return going
 
     def _read(self) -> list[Request]:
-        """Give free slots to who is next, and read as much of a prompt as one chunk is through all layers.
+        """Assign free slots to the next requests, and do as much prefill work as one chunk through all layers.
 
         Returns:
-            Requests that have ended, or whose first token is there.
+            Requests that have ended, or whose first token is available.
         """
         touched = []
         while (request := self.scheduler.next()) is not None:
-            if request.sequence is not None:  # read with another's, or continued as it is
+            if request.sequence is not None:  # prefilled with another request's, or continued unchanged
                 self.scheduler.give_slot(request)
                 touched.append(request)
                 self._attempt(request, self._put_and_start)
@@ -383,7 +392,7 @@ class Engine:
                 try:
                     try:
                         self.executor.begin(readers, self.scheduler.waiting)
-                    except Exception:  # such as too little memory after all for those who wait
+                    except Exception:  # for example, not enough memory for the requests without a slot
                         if len(with_slot) == len(readers):
                             raise
                         self.executor.begin(with_slot, self.scheduler.waiting)
@@ -407,13 +416,13 @@ class Engine:
         return touched
 
     def _room_for_one_more(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether memory that nobody else was promised has room for the compressed prompts of these, too."""
+        """Whether the spare memory has room for the compressed prompts of ``others`` and ``request``."""
         held = sum(r.sequence.nbytes for r in self.scheduler.waiting if r.sequence is not None)
         coming = sum(min(len(r.prompt), r.budget.capacity) for r in (*others, request)) * self.plan.bytes_per_token
         return held + coming <= self._spare
 
     def _fail_readers(self, readers: Sequence[Request], error: Exception) -> list[Request]:
-        """End those who have a slot; the others wait, and will have a reading of their own."""
+        """Fail the requests that have a slot; the others keep waiting, and get their own prefill later."""
         failed = [request for request in readers if request.slot is not None]
         for request in failed:
             self._fail(request, error)
@@ -430,7 +439,7 @@ class Engine:
             self._fail(request, error)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """End one request because of an error of its own; the others are not touched."""
+        """End one request because of its own error; others are not affected."""
         logger.error("request %s failed", request.request_id, exc_info=error)
         request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
 

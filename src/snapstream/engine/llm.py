@@ -13,7 +13,7 @@ from snapstream.assets import PLAIN_CHAT, is_shipped
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Prompt
-from snapstream.engine.context import Context, Render, continuation, opening, tokens_after
+from snapstream.engine.context import Context, Render, continuation, opening
 from snapstream.engine.engine import Engine
 from snapstream.engine.memory import EnginePlan
 from snapstream.engine.output import RequestOutput
@@ -165,7 +165,7 @@ class LLM:
                 raise RequestError("a system message needs the model's chat template, and this is read as plain text")
             return self.engine.tokenize(text.rstrip()), None
         opened = opening(system, render or self.chat_text)
-        return self._encode(opened + text.rstrip()), opened
+        return self.engine.texts.encode(opened + text.rstrip(), special=False).tokens, opened
 
     def context_of(self, saved: CompressedSequence, opened: str | None, system: str | None) -> Context:
         """The context of a text that was read with ``max_tokens=0``, after :meth:`context_tokens`."""
@@ -190,7 +190,7 @@ class LLM:
         Raises:
             RequestError: They do not go on after this text.
         """
-        return tokens_after(self.tokenizer, continuation(context, messages, render or self.chat_text))
+        return self.engine.texts.after(continuation(context, messages, render or self.chat_text))
 
     def save_context(self, context: Context, path: str | Path) -> None:
         """Write a context to a file, for this model on any machine; what was there is replaced in one step.
@@ -237,7 +237,7 @@ class LLM:
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return self._encode(self.chat_text(messages, chat_template_kwargs))
+        return self.engine.texts.encode(self.chat_text(messages, chat_template_kwargs), special=False).tokens
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
@@ -274,25 +274,24 @@ class LLM:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return str(text)
 
-    def _encode(self, text: str) -> list[int]:
-        """Tokens of a text that has its special tokens."""
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"the prompt is not valid text: {error}") from error
-
     def _after(self, context: Context | None, prompt: Prompt) -> Prompt:
         """A prompt, or, with a context, the tokens that come after it."""
         if context is None or not isinstance(prompt, str):
             return prompt
         if context.chat:
             return self.context_prompt(context, [{"role": "user", "content": prompt}])
-        return tokens_after(self.tokenizer, prompt)
+        return self.engine.texts.after(prompt)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`chat` can lay out messages."""
         return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def template_source(self) -> str:
+        """The chat template, as it is written; of several the text of all. Empty if there is none."""
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None) or ""
+        return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
     def __repr__(self) -> str:
         """What it is, in one line."""

@@ -15,6 +15,7 @@ from snapstream.config import MIN_CAPACITY, WINDOW
 from snapstream.config.policy import ALL, rows_of_queries
 from snapstream.engine.prefill import SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
+from snapstream.engine.tokenizing import tokenizing_bytes
 from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
 from snapstream.models.spec import ModelSpec
@@ -30,7 +31,7 @@ LIBRARY_WORKSPACE = 64 * 2**20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. All but ``workspace`` is allocated at the start and kept.
+    """Bytes by purpose. All but ``workspace`` and ``tokenizing`` is allocated at the start and kept.
 
     Attributes:
         weights: Model parameters.
@@ -43,6 +44,7 @@ class MemoryPlan:
         prefixes: Full caches of what prompts begin with, and of the one that is being kept; 0 on CUDA, as they are in
             the host's memory.
         drafter: All of the small model that guesses tokens.
+        tokenizing: Of the tokenizer, while a long text becomes tokens; 0 on CUDA, as it is in the host's memory.
         metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
         slot_count: Slots.
         cache_entries: Entries per slot.
@@ -61,6 +63,7 @@ class MemoryPlan:
     contexts: int
     prefixes: int
     drafter: int
+    tokenizing: int
     metadata: int
     slot_count: int
     cache_entries: int
@@ -73,12 +76,12 @@ class MemoryPlan:
     def total(self) -> int:
         """Peak, while a prompt is read."""
         kept = self.weights + self.slots + self.staging + self.sessions + self.contexts + self.prefixes
-        return kept + self.drafter + self.metadata + self.workspace
+        return kept + self.drafter + self.metadata + self.workspace + self.tokenizing
 
     @property
     def steady(self) -> int:
         """What is held while no prompt is being read."""
-        return self.total if self.keeps_workspace else self.total - self.workspace
+        return self.total if self.keeps_workspace else self.total - self.workspace - self.tokenizing
 
     def slots_in(self, cache_memory: int) -> int:
         """Most slots whose caches alone fit so many bytes."""
@@ -133,7 +136,8 @@ class EnginePlan:
         if self.available is None or plan.total <= self.available:
             return
         parts = {"weights": plan.weights, f"{plan.slot_count} slots": plan.slots, "staging": plan.staging}
-        parts |= {"workspace": plan.workspace, "metadata": plan.metadata, "sessions": plan.sessions}
+        parts |= {"workspace": plan.workspace, "metadata": plan.metadata, "tokenizing": plan.tokenizing}
+        parts |= {"sessions": plan.sessions}
         parts |= {"contexts": plan.contexts, "beginnings of prompts": plan.prefixes, "drafter": plan.drafter}
         listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size)
         kept = plan.sessions + plan.contexts + plan.prefixes
@@ -231,6 +235,7 @@ def _plan(
         contexts=config.context_bytes,
         prefixes=_prefixes(setup, length) * per_token,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
+        tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
         # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
         # there all the time: those of attention and those of what follows it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
@@ -256,7 +261,8 @@ def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int
     """What the small model takes, beside as many slots of as many entries."""
     length = min(length, setup.max_model_len)
     weights = parameter_bytes(setup.spec, setup.dtype)
-    return _plan(setup, weights, slots=slots, entries=min(entries, length), length=length).total
+    plan = _plan(setup, weights, slots=slots, entries=min(entries, length), length=length)
+    return plan.total - plan.tokenizing  # it gets tokens
 
 
 def _verifying(setup: Setup, slots: int, entries: int) -> int:

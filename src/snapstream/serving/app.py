@@ -14,12 +14,13 @@ from snapstream import __version__
 from snapstream.engine import LLM
 from snapstream.errors import ConfigurationError
 from snapstream.serving import context_routes, errors, operation, page, routes
+from snapstream.serving.bodies import BodyMiddleware
 from snapstream.serving.completions import Completions
 from snapstream.serving.context_files import ContextFiles
 from snapstream.serving.contexts import ContextStore
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
-from snapstream.serving.middleware import AccessMiddleware, BodyLimitMiddleware, ErrorMiddleware, KeyMiddleware
+from snapstream.serving.middleware import AccessMiddleware, ErrorMiddleware, HeadMiddleware, KeyMiddleware
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.session_files import SessionFiles
@@ -93,7 +94,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     app.include_router(operation.router(parts))
     app.include_router(page.router(settings.example))
     # The one added last is the outermost: every answer has a name, and browsers may read every one of them.
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
+    app.add_middleware(BodyMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(KeyMiddleware, api_keys=settings.api_keys)
     app.add_middleware(ErrorMiddleware)
     if settings.cors_origins:
@@ -104,5 +105,6 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(AccessMiddleware, metrics=metrics)
     return app

@@ -117,13 +117,17 @@ class Call:
         """Send the answer as it grows."""
         assert self.batch is not None
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        with_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
-        silent: dict[str, Any] = {"usage": None} if with_usage else {}
+        options = self.body.stream_options
+        with_usage = bool(options and options.include_usage)
+        always = bool(options and options.continuous_usage_stats)
+
+        def counts() -> dict[str, Any]:
+            return {"usage": self._usage()} if always else {"usage": None} if with_usage else {}
 
         def piece(index: int, text: str, **more: Any) -> dict[str, Any]:
             delta = {"delta": {"content": text}} if self.is_chat else {"text": text}
             choice = {"index": index, **delta, "logprobs": None, "finish_reason": None} | more
-            return self._frame(kind, [choice]) | silent
+            return self._frame(kind, [choice]) | counts()
 
         def last_event(index: int, text: str, output: RequestOutput) -> str:
             last = self._rest_of_choice(index, output)
@@ -153,6 +157,18 @@ class Call:
                 await emit(await write(partial(last_event, index, text, output)))
         if with_usage:
             await emit(self._frame(kind, []) | {"usage": self._usage()})
+
+    def progress(self) -> str:
+        """What the request is waiting for, in a few words."""
+        assert self.batch is not None
+        snapshot, generations = self.parts.driver.snapshot, self.batch.generations
+        if any(generation.first_token is not None for generation in generations):
+            return "generating"
+        if any(generation.name in snapshot.reading for generation in generations):
+            return f"reading the prompt: {snapshot.read} of {snapshot.length} tokens"
+        if any(generation.started is not None for generation in generations):
+            return "the prompt has been read"
+        return f"waiting: {self.parts.driver.waiting} in the queue"
 
     # -- parts of answers -------------------------------------------------------------------------------------------
 
@@ -185,7 +201,8 @@ class Call:
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
             telemetry=body.telemetry is True,
-            **(given | {"top_k": max(given["top_k"], 0)}),
+            # Of the likeliest token alone, the probability is above any number.
+            **(given | {"top_k": max(given["top_k"], 0), "top_p": given["top_p"] or 1e-9}),
         )
 
     def _whole(self, texts: Sequence[str]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Completions:
                 raise ApiError(400, message, param="logprobs")
             return prompts
 
-        limit = 16 if body.max_tokens is None else body.max_tokens
+        longest = self._parts.llm.engine.max_model_len
+        limit = 16 if body.max_tokens is None else longest if body.max_tokens < 0 else body.max_tokens
         return await self._answer(body, request, read, max_tokens=limit, logprobs=body.logprobs)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -133,7 +134,14 @@ class Completions:
                 return Response(status_code=499)
             raise
         if body.stream:
-            return EventStream(call.stream, call.close, deadline, call.request_id)
+            return EventStream(
+                call.stream,
+                call.close,
+                deadline,
+                call.request_id,
+                keep_alive=self._parts.settings.keep_alive_seconds,
+                progress=call.progress,
+            )
         call.close()
         return Response(answer, media_type="application/json")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from snapstream.errors import RequestError
+from snapstream.errors import ContextLengthError, RequestError
+from snapstream.serving.body import REFUSED
 from snapstream.serving.driver import EngineError, QueueFullError, UnavailableError
-from snapstream.serving.protocol import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ TYPES: Mapping[int, str] = {
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",
@@ -40,11 +41,16 @@ _MEANINGS = {
     408: "The body came too slowly.",
     409: "A turn of this session is running.",
     413: "The body is too long.",
+    415: "The body is compressed in a way that is not supported.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "The engine failed.",
     503: "The server is stopping, its engine has failed, or contexts that are being asked take all their memory.",
     504: "It took too long.",
 }
+
+
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/contexts": "text"}
+"""Fields that hold the prompt, by path."""
 
 
 class ErrorDetail(BaseModel):
@@ -122,6 +128,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows (request_timeout)", code="timeout")
     for kind, status, code, headers in (
+        (ContextLengthError, 400, "context_length_exceeded", {}),
         (RequestError, 400, None, {}),
         (UnavailableError, 503, "unavailable", {"Retry-After": "5"}),
         (EngineError, 500, "engine_error", {}),
@@ -161,7 +168,10 @@ def install(app: FastAPI) -> None:
         return respond(answer, request_id(request))
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return respond(error, request_id(request))
+        answer = as_api_error(error)
+        if isinstance(error, ContextLengthError):
+            answer.param = _PROMPTS.get(request.url.path)
+        return respond(answer, request_id(request))
 
     for kind in (ApiError, RequestError, QueueFullError, UnavailableError, EngineError, TimeoutError):
         app.add_exception_handler(kind, failed)
@@ -172,10 +182,25 @@ def _first_problem(error: RequestValidationError) -> ApiError:
     problems = error.errors()
     alike = [one for one in problems if one["loc"][:2] == problems[0]["loc"][:2]]
     problem = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-    place = [str(part) for part in problem["loc"] if part != "body"]
+    place = _place(problem["loc"])
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
     if problem["type"] == REFUSED:
-        return ApiError(400, problem["ctx"]["reason"], param=problem["ctx"]["field"])
-    name = place[0] if place else None
-    return ApiError(400, f"{name or 'the body'}: {problem['msg'].removeprefix('Value error, ')}", param=name)
+        field, reason = problem["ctx"]["field"], problem["ctx"]["reason"]
+        return ApiError(400, f"{place}: {reason}" if place else reason, param=f"{place}.{field}" if place else field)
+    return ApiError(400, f"{place or 'the body'}: {problem['msg'].removeprefix('Value error, ')}", param=place or None)
+
+
+def _place(steps: Sequence[int | str]) -> str:
+    """A place in a body, such as ``messages[1].content[0].text``, without the names of a union's types."""
+    place = ""
+    for step in steps[1:]:  # the first one says that it is in the body
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif step.isidentifier() and step not in _TYPES and not step[:1].isupper():
+            place += f".{step}"
+    return place.removeprefix(".")
+
+
+_TYPES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
+"""What pydantic calls members of a union, besides models and longer names."""

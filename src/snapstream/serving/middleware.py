@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,6 +87,32 @@ class AccessMiddleware:
             log_fields(logger, logging.DEBUG if quiet else logging.INFO, "request", fields)
 
 
+class HeadMiddleware:
+    """Answers HEAD as GET, without the body: load balancers and ``wget --spider`` ask so.
+
+    Args:
+        app: What answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        inner = {**scope, "method": "GET"}
+        try:
+            await self.app(inner, receive, send_head)
+        finally:
+            scope["route"] = inner.get("route")  # for the metrics around this
+
+
 class ErrorMiddleware:
     """Answers unexpected errors, so that this answer goes through what is around it, too.
 
@@ -129,7 +154,7 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        if scope["type"] != "http" or not self.api_keys or _is_open(scope):
+        if scope["type"] != "http" or not self.api_keys or is_open(scope):
             await self.app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -151,74 +176,7 @@ class KeyMiddleware:
         await respond(refusal, scope["state"]["request_id"])(scope, receive, send)
 
 
-def _is_open(scope: Scope) -> bool:
+def is_open(scope: Scope) -> bool:
     """Whether this needs no key."""
     path = scope["path"]
     return path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS"
-
-
-class BodyLimitMiddleware:
-    """Refuses bodies that are too long or come too slowly, before anything reads them.
-
-    Only what is posted where a key is needed may have a body at all: the rest could come from anybody.
-
-    Args:
-        app: What answers.
-        max_bytes: Longest body.
-        seconds: Longest time from the first to the last byte.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
-        self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        try:
-            limit = 0 if scope["method"] != "POST" or _is_open(scope) else self.max_bytes
-            body = await self._read(Headers(scope=scope), receive, limit)
-        except ApiError as error:
-            answer = respond(error, scope["state"]["request_id"])
-            answer.headers["Connection"] = "close"  # what is left of the body is not read
-            await answer(scope, receive, send)
-            return
-        if body is None:
-            scope["state"]["log"]["disconnected"] = True
-            return
-        handed_out = False
-
-        async def receive_read() -> Message:
-            nonlocal handed_out
-            if handed_out:
-                return await receive()
-            handed_out = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self.app(scope, receive_read, send)
-
-    async def _read(self, headers: Headers, receive: Receive, limit: int) -> bytes | None:
-        """The whole body; ``None`` if the client has gone."""
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > limit:
-            raise _too_long(limit)
-        parts, size = [], 0
-        with anyio.move_on_after(self.seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
-                size += len(part)
-                if size > limit:
-                    raise _too_long(limit)
-                parts.append(part)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-        raise ApiError(408, f"the body did not come within {self.seconds:g} s", code="body_timeout")
-
-
-def _too_long(limit: int) -> ApiError:
-    allowed = f"is longer than {limit} bytes" if limit else "is not wanted here"
-    return ApiError(413, f"the body {allowed}", code="body_too_large")

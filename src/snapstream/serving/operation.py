@@ -146,5 +146,5 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
 
 def _memory(llm: LLM) -> dict[str, int]:
     """The engine's memory by purpose, in bytes."""
-    parts = ("weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "workspace", "metadata")
-    return {part: getattr(llm.engine.plan, part) for part in parts}
+    parts = "weights slots staging sessions contexts prefixes drafter workspace tokenizing metadata"
+    return {part: getattr(llm.engine.plan, part) for part in parts.split()}

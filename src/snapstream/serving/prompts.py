@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from snapstream.engine import LLM, Context
-from snapstream.engine.context import Render, tokens_after
-from snapstream.errors import RequestError
-from snapstream.serving.protocol import Message
+from snapstream.errors import ContextLengthError, RequestError
+from snapstream.serving.messages import Message
+from snapstream.serving.templates import Templates
 
 T = TypeVar("T")
 
 
+LONG_TEXT = 2**16
+"""Characters of a text that takes its time: a tenth of a second and more."""
 _SPACES = frozenset(" \N{LATIN CAPITAL LETTER G WITH DOT ABOVE}\N{LOWER ONE EIGHTH BLOCK}")
 """How tokenizers spell a space: as it is, in byte-level BPE, in SentencePiece."""
 
@@ -56,9 +55,11 @@ class PromptReader:
     """
 
     def __init__(self, llm: LLM, template_timeout: float, threads: int = 2) -> None:
-        self._llm, self._timeout = llm, template_timeout
+        self._llm = llm
+        self._layouts = Templates(llm, template_timeout)
         # Templates may take their time; nothing else waits for them.
         self._reading, self._templates, self._writing = (anyio.CapacityLimiter(threads) for _ in range(3))
+        self._long = anyio.CapacityLimiter(1)
         self.token_text = functools.lru_cache(2**16)(self._token_text)
 
     async def text(self, prompt: str, *, offsets: bool = False) -> Prompt:
@@ -68,7 +69,7 @@ class PromptReader:
             RequestError: It is no text.
         """
         encode = functools.partial(self._encode, prompt, True, offsets)
-        return await anyio.to_thread.run_sync(encode, limiter=self._reading)
+        return await anyio.to_thread.run_sync(encode, limiter=self._limiter(len(prompt), self._reading))
 
     async def messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None, *, offsets: bool = False
@@ -85,10 +86,10 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            plain = [message.for_template() for message in messages]
-            return self._encode(self._render(variables)(plain), False, offsets)
+            plain = self._layouts.plain(messages, variables)
+            return self._encode(self._layouts.render(variables)(plain), False, offsets)
 
-        return await anyio.to_thread.run_sync(read, limiter=self._templates)
+        return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
 
     async def context(
         self, text: str | Sequence[int], *, chat: bool | None, system: str | None
@@ -100,9 +101,9 @@ class PromptReader:
         """
 
         def read() -> tuple[Sequence[int], str | None]:
-            return self._llm.context_tokens(text, chat=chat, system=system, render=self._render(None))
+            return self._llm.context_tokens(text, chat=chat, system=system, render=self._layouts.render(None))
 
-        return await anyio.to_thread.run_sync(read, limiter=self._templates)
+        return await anyio.to_thread.run_sync(read, limiter=self._limiter(len(text), self._templates))
 
     async def after(self, context: Context, prompt: str) -> Prompt:
         """Read a prompt that goes on after a text which was read as plain text.
@@ -112,8 +113,8 @@ class PromptReader:
         """
         if context.chat:
             raise RequestError("this context begins a conversation; ask it at /v1/chat/completions")
-        read = functools.partial(tokens_after, self._llm.tokenizer, prompt)
-        return Prompt(await anyio.to_thread.run_sync(read, limiter=self._reading), prompt)
+        read = functools.partial(self._llm.engine.texts.after, prompt)
+        return Prompt(await anyio.to_thread.run_sync(read, limiter=self._limiter(len(prompt), self._reading)), prompt)
 
     async def messages_after(
         self, context: Context, messages: Sequence[Message], variables: Mapping[str, Any] | None
@@ -125,10 +126,10 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            plain = [message.for_template() for message in messages]
-            return Prompt(self._llm.context_prompt(context, plain, self._render(variables)))
+            plain = self._layouts.plain(messages, variables)
+            return Prompt(self._llm.context_prompt(context, plain, self._layouts.render(variables)))
 
-        return await anyio.to_thread.run_sync(read, limiter=self._templates)
+        return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
 
     def tokens(self, tokens: Sequence[int]) -> Prompt:
         """Token ids, as they are.
@@ -137,54 +138,24 @@ class PromptReader:
             RequestError: So many do not fit. The engine checks the rest.
         """
         if len(tokens) >= self._llm.engine.max_model_len:
-            raise RequestError(f"the prompt has {len(tokens)} tokens; at most {self._llm.engine.max_model_len - 1} fit")
+            raise ContextLengthError(self._llm.engine.max_model_len, f"{len(tokens)} tokens")
         return Prompt(tokens)
 
     async def write(self, function: Callable[[], T]) -> T:
         """Make an answer, which may be a long one, in a thread."""
         return await anyio.to_thread.run_sync(function, limiter=self._writing)
 
-    def _render(self, variables: Mapping[str, Any] | None) -> Render:
-        """Lays out conversations, within the time that a template may take."""
-        return lambda messages: within(self._timeout, lambda: self._llm.chat_text(messages, variables))
-
     def _encode(self, text: str, special: bool, offsets: bool) -> Prompt:
-        tokenizer = self._llm.tokenizer
-        try:
-            encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=offsets)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"the prompt is not valid text: {error}") from error
-        starts = [start for start, _ in encoded["offset_mapping"]] if offsets else []
-        return Prompt(encoded["input_ids"], text, starts, tokenizer.convert_ids_to_tokens)
+        encoded = self._llm.engine.texts.encode(text, special=special, offsets=offsets)
+        return Prompt(encoded.tokens, text, encoded.offsets, self._llm.tokenizer.convert_ids_to_tokens)
+
+    def _limiter(self, characters: int, usual: anyio.CapacityLimiter) -> anyio.CapacityLimiter:
+        """Where to wait: long texts are read one at a time, and short ones do not wait for them."""
+        return self._long if characters > LONG_TEXT else usual
 
     def _token_text(self, token: int) -> str:
         return str(self._llm.tokenizer.decode([token]))
 
 
-class _TooLongError(BaseException):
-    """Raised inside of what takes too long; not an Exception, so that a template cannot catch it."""
-
-
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """Run Python code and stop it after a while, wherever it is; for code that may loop for ever.
-
-    A thread cannot be killed, but it can be traced: the clock is read before every line that it runs.
-
-    Raises:
-        RequestError: It took too long.
-    """
-    end = time.monotonic() + seconds
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > end:
-            raise _TooLongError
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return function()
-    except _TooLongError:
-        raise RequestError(f"the chat template took longer than {seconds:g} s with these messages") from None
-    finally:
-        sys.settrace(before)
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(message.text) for message in messages)

@@ -1,34 +1,20 @@
-"""What a request may say: OpenAI's fields, and ours.
-
-A field that would change the answer and is not supported is refused with a sentence of its own, from
-:mod:`~snapstream.serving.unsupported`. A field that is not known is refused with the name that comes nearest: a typing
-error must not pass for a setting. Fields that change nothing here are accepted.
-"""
+"""What a request may say: OpenAI's fields, and ours."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
 from snapstream.errors import ConfigurationError, RequestError
-from snapstream.serving.unsupported import NEUTRAL, TEXT_ONLY, UNSUPPORTED, UNUSED
+from snapstream.serving.body import Body, Text, Token, Tokens, encodable
+from snapstream.serving.messages import Messages, TemplateVariables
+from snapstream.serving.unsupported import NEUTRAL, UNSUPPORTED, UNUSED
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES, MAX_MESSAGES = 16, 1024, 1024, 10_000
-
-
-def _encodable(text: str) -> str:
-    """Refuse halves of surrogate pairs: JSON can write them, UTF-8 cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not valid text: {error.reason} at character {error.start}") from error
-    return text
+MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
 
 
 def _few_biases(biases: Any) -> Any:
@@ -37,37 +23,7 @@ def _few_biases(biases: Any) -> Any:
     return biases
 
 
-REFUSED = "refused_field"
-"""Type of the validation error of a field that is not supported or not known."""
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists end at their first error: a long one with many would make gigabytes of messages.
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_encodable)]
-
-
-class Body(BaseModel):
-    """Base of all requests: types are not converted, and unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unused(cls, data: Any) -> Any:
-        """Leave out what changes nothing: fields we do not use, and unsupported ones that ask for nothing."""
-        if not isinstance(data, dict):
-            return data
-        kept, unknown = {}, []
-        for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif not (value is None or name in UNUSED or value in NEUTRAL.get(name, ())):
-                unknown.append(name)
-        if unknown:  # one is enough: a body may have a million of them, and each would make an error of its own
-            name = str(unknown[0]).encode("utf-8", "replace").decode()
-            raise PydanticCustomError(REFUSED, "{reason}", {"field": name, "reason": refusal(cls, name)})
-        return kept
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(encodable)]
 
 
 class StreamOptions(Body):
@@ -75,7 +31,7 @@ class StreamOptions(Body):
 
     include_usage: bool = Field(False, description="Send token counts in a last event.")
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is added.")
-    continuous_usage_stats: Literal[False] | None = Field(None, description="Not supported.")
+    continuous_usage_stats: bool | None = Field(False, description="Send token counts in every event.")
 
 
 class Extra(Body):
@@ -96,8 +52,23 @@ class Budget(Body):
 Entries = Annotated[int, Field(ge=1, lt=2**31)] | Budget
 
 
-class Generate(Body):
+class Request(Body):
+    """Base of all bodies."""
+
+    unused: ClassVar[frozenset[str]] = UNUSED
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+
+    @classmethod
+    def elsewhere(cls, name: str) -> str:
+        """Where a field belongs that this request does not have; empty if nowhere."""
+        routes = [route for kind, route in _ROUTES.items() if name in kind.model_fields]
+        return f"; it belongs to {' and '.join(routes)}" if routes else ""
+
+
+class Generate(Request):
     """What completions and chat completions share."""
+
+    reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
 
     model: Text | None = Field(None, description="The served model, or nothing.")
     stream: bool | None = Field(False, description="Send server-sent events as text is generated.")
@@ -122,7 +93,7 @@ class Generate(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         None, description="0 is greedy. Default: the model's generation_config.json, or 1."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0: the likeliest token alone.")
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 or -1: all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -158,7 +129,12 @@ class Generate(Body):
     )
 
 
-MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+def _no_limit(number: Any) -> Any:
+    """Take -1 as no limit, as llama.cpp and LM Studio do."""
+    return None if type(number) in (int, float) and number == -1 else number
+
+
+MaxTokens = Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, BeforeValidator(_no_limit)]
 
 
 class CompletionRequest(Generate):
@@ -170,8 +146,8 @@ class CompletionRequest(Generate):
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either.")
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        16, description="Most tokens to generate; 0 only reads the prompt."
+    max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        16, description="Most tokens to generate; 0 only reads the prompt, -1 is what the model's length leaves."
     )
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="Report log-probabilities of the chosen token and of this many most likely ones."
@@ -183,47 +159,6 @@ class CompletionRequest(Generate):
     )
 
 
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"a part of type {_encodable(kind[:40])!r} is not supported: {TEXT_ONLY}")
-        return data
-
-
-class Message(Body):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    name: Text | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
-        None, description="For the chat template, if it knows them."
-    )
-    tool_call_id: Text | None = None
-    refusal: Text | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is one text."""
-        fields = self.model_dump(exclude_none=True)
-        parts = self.content
-        fields["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        return fields
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
-
-
 class ChatRequest(Generate):
     """Body of ``/v1/chat/completions``."""
 
@@ -231,9 +166,9 @@ class ChatRequest(Generate):
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description='Variables of the model\'s chat template, such as {"enable_thinking": false}.'
     )
-    max_tokens: MaxTokens | None = Field(None, description="The older name of max_completion_tokens.")
-    max_completion_tokens: MaxTokens | None = Field(
-        None, description="Most tokens to generate. Default: what the model's length leaves."
+    max_tokens: MaxTokens = Field(None, description="The older name of max_completion_tokens.")
+    max_completion_tokens: MaxTokens = Field(
+        None, description="Most tokens to generate. Default, and for -1: what the model's length leaves."
     )
     logprobs: bool | None = Field(False, description="Report log-probabilities of the chosen tokens.")
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
@@ -241,11 +176,11 @@ class ChatRequest(Generate):
     )
 
 
-class ContextRequest(Body):
+class ContextRequest(Request):
     """Body of ``/v1/contexts``."""
 
     model: Text | None = None
-    text: Annotated[str, Field(min_length=1), AfterValidator(_encodable)] | Tokens = Field(
+    text: Annotated[str, Field(min_length=1), AfterValidator(encodable)] | Tokens = Field(
         description="The text, or token ids."
     )
     chat: bool | None = Field(
@@ -260,7 +195,7 @@ class ContextRequest(Body):
     name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="What you call it.")
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Request):
     """Body of ``/tokenize``: a prompt, or messages."""
 
     model: Text | None = None
@@ -270,14 +205,14 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Request):
     """Body of ``/detokenize``."""
 
     model: Text | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-_ROUTES: Mapping[type[Body], str] = {
+_ROUTES: Mapping[type[Request], str] = {
     CompletionRequest: "/v1/completions",
     ChatRequest: "/v1/chat/completions",
     ContextRequest: "/v1/contexts",
@@ -311,20 +246,3 @@ def budget_of(asked: int | Budget | None) -> int | CacheBudget | None:
         return _preset(asked.policy, asked.capacity)
     except ConfigurationError as error:
         raise RequestError(f"kv_budget: {error}") from error
-
-
-def refusal(kind: type[Body], name: str) -> str:
-    """Why a request has no such field, and what to do instead.
-
-    Args:
-        kind: The request.
-        name: The field.
-    """
-    if name in UNSUPPORTED and issubclass(kind, Generate):
-        return UNSUPPORTED[name]
-    reason = f"{name[:64]!r} is not a field of this request"
-    near = get_close_matches(name, sorted(kind.model_fields), 1) if len(name) < 64 else []
-    if near:
-        return f"{reason}; did you mean {near[0]!r}?"
-    elsewhere = [route for other, route in _ROUTES.items() if name in other.model_fields]
-    return f"{reason}; it belongs to {' and '.join(elsewhere)}" if elsewhere else reason

@@ -46,6 +46,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self.application,
+                # Reads bodies of requests that offer another protocol (Java's client does), and answers HTTP/1.0
+                # without chunks; httptools does neither.
+                http="h11",
                 access_log=False,
                 log_config=None,
                 server_header=False,

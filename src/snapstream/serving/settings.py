@@ -37,6 +37,8 @@ class ServerSettings:
         max_choices: Most sequences of one request: prompts times ``n``.
         request_timeout: Seconds a request may take in all, waiting included.
         body_timeout: Seconds a client may take to send its request.
+        keep_alive_seconds: Seconds after which a stream that has nothing to send says how far its request has come; 0:
+            never.
         flush_timeout: Seconds that what is left of an ended answer waits for a client that takes none of it.
         drain_timeout: Seconds that what is running may go on after a signal to stop.
         template_timeout: Seconds a chat template may take.
@@ -58,6 +60,7 @@ class ServerSettings:
     max_choices: int = 128
     request_timeout: float = 600.0
     body_timeout: float = 30.0
+    keep_alive_seconds: float = 5.0
     flush_timeout: float = 30.0
     drain_timeout: float = 30.0
     template_timeout: float = 5.0
@@ -89,5 +92,7 @@ class ServerSettings:
                 raise ConfigurationError(
                     f"server: {name}_timeout is {getattr(self, f'{name}_timeout')}; it must be > 0"
                 )
+        if not 0 <= self.keep_alive_seconds < math.inf:
+            raise ConfigurationError(f"server: keep_alive_seconds is {self.keep_alive_seconds}; it must be 0 or more")
         if not 0 < self.session_ttl < math.inf or not 0 <= self.drain_timeout < math.inf:
             raise ConfigurationError("server: session_ttl must be above 0, drain_timeout 0 or more, and both finite")

@@ -35,7 +35,10 @@ _REASONS: Sequence[tuple[Sequence[str], str]] = (
     (("allowed_token_ids", "bad_words", "logits_processors"), "logit_bias can favour tokens or forbid them"),
     (("best_of",), "every answer is returned; give n, and choose among them"),
     (("suffix",), "a text is only continued at its end"),
-    (("prediction",), "nothing is decoded speculatively"),
+    (
+        ("prediction",),
+        "tokens are guessed from the prompt and the output, with --speculative lookup; put the text into the prompt",
+    ),
     (
         ("reasoning_effort",),
         "give the variable of the model's chat template in chat_template_kwargs, such as enable_thinking",

@@ -55,6 +55,7 @@ export async function* events(response) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
+      if (line.startsWith(":")) continue; // says that the server is still there
       const data = line.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

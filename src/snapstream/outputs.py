@@ -1,0 +1,75 @@
+"""Files that are written where a user says: whole or not at all, and only where a regular file belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def regular_file(path: str | Path, *others: str | Path) -> Path:
+    """The file that a path leads to, through links, which need not be there yet.
+
+    Args:
+        path: Where a file is to be written.
+        others: Files that are still needed, such as what it is made from.
+
+    Raises:
+        OSError: Something else than a regular file is there, there is no such directory, or it is one of the others.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(path).st_mode  # of what the system finds there: not every link has a name
+    except FileNotFoundError:
+        if target.parent.is_dir():
+            return target
+        raise OSError(errno.ENOENT, f"there is no directory {target.parent}", str(path)) from None
+    for is_kind, kind in _KINDS:
+        if is_kind(mode):
+            raise OSError(errno.EINVAL, f"it is {kind}; give the path of a regular file", str(path))
+    for other in others:
+        if os.path.exists(other) and os.path.samefile(target, other):
+            raise OSError(errno.EEXIST, f"it is the same file as {other}; give another one", str(path))
+    return target
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A new file to write to, which takes the place of the one at ``path`` unless that fails or is interrupted.
+
+    Raises:
+        OSError: Something else than a regular file is there, or it cannot be written.
+    """
+    target = regular_file(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        os.close(handle)
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(name, stat.S_IMODE(target.stat().st_mode))
+        yield Path(name)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, whole or not at all.
+
+    Raises:
+        OSError: Something else than a regular file is there, or it cannot be written.
+    """
+    with replacing(path) as file:
+        file.write_text(text, encoding="utf-8")

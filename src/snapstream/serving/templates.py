@@ -1,0 +1,136 @@
+"""Conversations to text: what the model's chat template makes of messages, and that it leaves none of them out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, TypeVar
+
+from snapstream.engine import LLM
+from snapstream.engine.context import Render
+from snapstream.errors import RequestError
+from snapstream.serving.errors import ApiError
+from snapstream.serving.messages import Message
+
+T = TypeVar("T")
+
+
+class Templates:
+    """Lays out conversations for a model.
+
+    Args:
+        llm: The engine; only its chat template is used.
+        seconds: That a template may take.
+    """
+
+    def __init__(self, llm: LLM, seconds: float) -> None:
+        self._llm, self._seconds = llm, seconds
+
+    def render(self, variables: Mapping[str, Any] | None) -> Render:
+        """The chat template as a function of messages, which takes no longer than it may."""
+        return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables))
+
+    def plain(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """Messages in the form that the template takes.
+
+        1. A role that the template does not have becomes the one that means the same.
+        2. Arguments of tool calls are objects, unless the template wants them as they came.
+        3. Every message is looked for in what the template writes: many templates leave out what they do not know.
+
+        Raises:
+            ApiError: A message would leave no trace in the prompt, and is named.
+            RequestError: There is no chat template, it rejects the messages, or it takes too long.
+        """
+        source, render = self._llm.template_source, self.render(variables)
+        for index, message in enumerate(messages):
+            thought = "reasoning_content" if message.reasoning_content else "reasoning" if message.reasoning else None
+            if thought and "reasoning" not in source:
+                raise _lost(index, thought, f"this model's chat template does not know {thought}; leave it out")
+
+        def form(*, objects: bool) -> list[dict[str, Any]]:
+            given = [message.for_template(objects=objects) for message in messages]
+            if "developer" not in source:
+                given = [one | {"role": "system"} if one["role"] == "developer" else one for one in given]
+            return given
+
+        given = form(objects=True)
+        try:
+            text = render(given)
+        except RequestError:
+            if not any(message.tool_calls for message in messages):
+                raise
+            given = form(objects=False)
+            text = render(given)
+        self._check(given, text, render)
+        return given
+
+    def _check(self, given: Sequence[Mapping[str, Any]], text: str, render: Render) -> None:
+        """Step 3: with a mark of its own in the place of what each message says."""
+        try:
+            marked = render([_marked(message, _mark(index)) for index, message in enumerate(given)])
+        except RequestError:  # a template that looks at what messages say
+            marked = ""
+        for index, message in enumerate(given):
+            content, called = message["content"].strip(), bool(message.get("tool_calls"))
+            written = _mark(index) in marked if marked else called or content in text
+            if written or not (content or called):
+                continue
+            field, what = ("role", f"messages of the role {message['role']!r} here") if content else _CALLS
+            why = f"this model's chat template does not write {what}, so the model would not see it"
+            raise _lost(index, field, f"{why}; put what it says into a message of another role, such as 'user'")
+
+
+_CALLS = "tool_calls", "tool calls"
+
+
+def _mark(index: int) -> str:
+    return f"Trace{index}OfMessage"
+
+
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """A message that says the mark, in its content and as the name of its tools."""
+    marked = {**message, "content": mark if message["content"].strip() else message["content"]}
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [_with_name(call, mark) for call in message["tool_calls"]]
+    return marked
+
+
+def _with_name(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    function = call.get("function")
+    return {**call, "function": {**function, "name": name}} if isinstance(function, dict) else {**call, "name": name}
+
+
+def _lost(index: int, field: str, why: str) -> ApiError:
+    place = f"messages[{index}].{field}"
+    return ApiError(400, f"{place}: {why}", param=place)
+
+
+class _TooLongError(BaseException):
+    """Raised inside of what takes too long; not an Exception, so that a template cannot catch it."""
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Run Python code and stop it after a while, wherever it is; for code that may loop for ever.
+
+    A thread cannot be killed, but it can be traced: the clock is read before every line that it runs.
+
+    Raises:
+        RequestError: It took too long.
+    """
+    end = time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise _TooLongError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function()
+    except _TooLongError:
+        raise RequestError(f"the chat template took longer than {seconds:g} s with these messages") from None
+    finally:
+        sys.settrace(before)
