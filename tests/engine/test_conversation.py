@@ -198,11 +198,11 @@ def test_surviving_tokens_equal_a_ring_that_is_written(seed):
             ring=rng.choice(["elastic", "paper"]),
         )  # fmt: skip
         layout = lay_out(rng.randrange(1, 60), budget)
-        written = layout.count + rng.randrange(60)
-        count = rng.randrange(layout.count, written + 1)
+        count = layout.count + rng.randrange(60)
+        until = rng.randrange(layout.count, count + 1)
         cache = {entry: entry for entry in range(layout.count)}
-        for index in range(layout.count, written):
+        for index in range(layout.count, count):
             slot = int(next_slot(torch.tensor(index), torch.tensor(layout.base), torch.tensor(layout.limit)))
             assert slot == entry_of(layout, index)
             cache[slot] = index
-        assert surviving_tokens(layout, count, written) == sorted(i for i in cache.values() if i < count)
+        assert surviving_tokens(layout, until, count) == sorted(i for i in cache.values() if i < until)

@@ -1,6 +1,6 @@
 """The engine on a GPU: captured graphs, flash attention, Triton's kernels; beside the CPU, float64 and transformers.
 
-What can be seen without one: test_triton.py, test_devices.py, test_memory.py, and tests/kernels/triton.
+What can be seen without one: test_triton.py, test_meta_device.py, test_memory.py, and tests/kernels/triton.
 """
 
 import gc

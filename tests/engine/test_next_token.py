@@ -154,7 +154,7 @@ def test_conversations_and_files(latent, tmp_path):
     past = plain.engine.files.load(tmp_path / f"{id(ours)}")
     want, got = (run(plain, prompt(9), greedy(9), past=each).token_ids for each in (pasts[plain], past))
     assert got == want
-    with pytest.raises(CacheFileError, match="caches of 2 layers, 3 are needed here"):
+    with pytest.raises(CacheFileError, match="caches of 2 layers, but 3 are needed here"):
         ours.engine.files.load(tmp_path / f"{id(plain)}")
 
 

@@ -101,7 +101,7 @@ def test_a_fork_is_refused_and_the_engine_goes_on(checkpoint):
         said = answer.read().splitlines()
     os.waitpid(child, 0)
     assert len(said) == 2
-    assert all(f"made by process {os.getpid()}" in line and "after the fork" in line for line in said)
+    assert all(f"created in process {os.getpid()}" in line and "after the fork" in line for line in said)
     while llm.engine.busy:
         outputs = llm.engine.step()
     assert outputs[-1].request_id == waiting

@@ -176,7 +176,7 @@ def test_too_little_memory_for_a_beginning_fails_nobody(checkpoint, monkeypatch,
     made = [run(llm, begins + prompt(9, seed=n), SamplingParams(max_tokens=5)) for n in range(3)]
     assert [output.text for output in made] == expected
     assert not len(llm.engine.executor.prefixes)
-    assert "could not be kept" in caplog.text
+    assert "could not be cached" in caplog.text
 
 
 def test_policies_that_look_at_all_queries_have_use_for_none(checkpoint):

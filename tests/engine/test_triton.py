@@ -140,7 +140,7 @@ def test_choice_of_backend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(kernels, "memory_of_processor", lambda device: 101_376)
     kernels._missing_here.cache_clear()
-    with pytest.raises(ConfigurationError, match="on this device it takes even ones up to 256"):
+    with pytest.raises(ConfigurationError, match="on this device, even sizes up to 256 are supported"):
         choose_backend("triton", cuda, torch.bfloat16, 576, 512)
     with pytest.raises(ConfigurationError, match=r"compute capability 7\.5; kernels need 8\.0"):
         choose_backend("triton", cuda, torch.float16, 64)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend, CpuAttention, TritonAttention
 from snapstream.cache import LayerCache
+from snapstream.engine.attend import with_backend
 from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
@@ -110,7 +111,9 @@ class Programs:
         return Parts(read, settle, look, greedy), machine
 
     def _program(self, operations: Sequence[Operation], machine: Machine) -> CpuProgram | PlainProgram:
-        return (PlainProgram if self.loop is None else CpuProgram)(operations, machine)
+        if self.loop is None:
+            return PlainProgram(with_backend(operations, self._backend), machine)
+        return CpuProgram(operations, machine)
 
     def _triton(self, operations: Sequence[Operation], machine: Machine) -> Run:
         from snapstream.kernels.triton.program import TritonProgram

@@ -128,7 +128,7 @@ def test_what_cannot_be_is_said(model, other, tmp_path):
     save_tokenizer(tmp_path)
     words = tmp_path / "tokenizer.json"
     words.write_text(words.read_text().replace('"w7"', '"?"').replace('"w8"', '"w7"').replace('"?"', '"w8"'))
-    with pytest.raises(ConfigurationError, match="another tokenizer"):
+    with pytest.raises(ConfigurationError, match="a different tokenizer"):
         drafted_by(model, tmp_path)
 
 
