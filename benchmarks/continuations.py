@@ -1,11 +1,11 @@
-"""How a real model goes on with a novel out of smaller caches: perplexity of what is written there, and its own words.
+"""How a real model continues a novel from smaller caches: perplexity of the book's text, and greedy continuations.
 
     python -m benchmarks.continuations --model smollm2
 
-Each passage is a prompt and the tokens that follow it in the book. Every cache gets the same prompts, each read once
-for all of them. The next tokens are forced, and the perplexity is that of these tokens under decoding from the
-compressed cache; the first of them is left out, as it comes from the prompt's reading and is the same everywhere. Then
-each cache goes on greedily, and is compared with the full cache's words.
+Each passage is a prompt and the tokens that follow it in the book. Every cache gets the same prompts, and each prompt
+is prefilled once for all caches. The following tokens are forced, and their perplexity is measured while decoding from
+the compressed cache. The first one is left out, because it comes from prefill and is the same for every cache. Then
+each cache decodes greedily, and its tokens are compared with those of the full cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIDENCE = 1.96
 
 
 def caches(length: int) -> dict[str, CacheBudget | None]:
-    """Caches by name; ``None`` keeps everything."""
+    """Budgets by name; ``None`` is a full cache."""
     found: dict[str, CacheBudget | None] = {"full": None}
     for share in (4, 8):
         for policy in ("mixed", "snapstream", "local-keydiff", "keydiff", "sage-kv", "streaming", "random"):
@@ -34,12 +34,12 @@ def caches(length: int) -> dict[str, CacheBudget | None]:
 
 
 def surprise(output: RequestOutput) -> float:
-    """Mean negative log-probability of forced tokens, in nats, without the first one."""
+    """Mean negative log-probability of the forced tokens, in nats, without the first token."""
     return -statistics.fmean(step.logprob for step in (output.logprobs or ())[1:])
 
 
 def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Number of tokens before the first difference."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -1,8 +1,8 @@
-"""Latent attention and experts: decode with a small cache beside a full one, experts beside other ways, transformers.
+"""Latent attention and experts: a small cache versus a full one, and the engine versus torch and transformers.
 
     python benchmarks/deepseek.py
 
-Measured as benchmarks/engine.py measures, on a DeepSeek-V3 of 8 layers with random weights.
+Measured with the same method as benchmarks/engine.py, on a DeepSeek-V3 of 8 layers with random weights.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CONFIG = {
 BUDGET = 4096
 CONTEXT = 16384
 ROUNDS = 9
-MANY = 512  # experts of 2 MiB: more than processors' caches hold
+MANY = 512  # experts of 2 MiB each: more than the processor's caches hold
 
 
 def bench_experts(model: DecoderModel) -> None:
-    """One product with routed experts, of eight tokens with four experts each."""
+    """One matrix product with routed experts, for eight tokens with four experts each."""
     print("\n## Eight tokens, four of 32 experts each\n")
-    print("Time of a layer's first product, one row per token and expert, for a growing number of different experts.\n")
+    print("Time of a layer's first product, one row per token and expert, by the number of different experts.\n")
     print("| experts chosen | reading those experts' weights once / this | torch's product per expert / this |")
     print("|---|---|---|")
     weight = model.blocks[1].feed_forward.gate_up
@@ -67,7 +67,7 @@ def bench_experts(model: DecoderModel) -> None:
         turns = iter(range(10**9))
 
         def some(chosen=chosen, turns=turns) -> torch.Tensor:
-            # Other experts for each call, so that none is found in a cache of the processor.
+            # Different experts in each call, so that none is in the processor's caches.
             first = next(turns) * chosen % MANY
             return many[first : first + chosen]
 
@@ -81,7 +81,7 @@ def bench_experts(model: DecoderModel) -> None:
             kernels.skinny_linear(x[:1], some().flatten(0, 1))
 
         beside = []
-        for other in (read, stock):  # not in one round, as torch's threads stay awake for a while
+        for other in (read, stock):  # not in the same round, because torch's threads keep spinning for a while
             other(), kernel()
             times = interleaved({"other": other, "kernel": kernel}, 200)
             beside.append(ratio(times["other"], times["kernel"]))
@@ -89,8 +89,8 @@ def bench_experts(model: DecoderModel) -> None:
 
 
 def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM, batches: tuple[int, ...] = (1, 4, 8)) -> None:
-    """Decode steps with a full cache, a small one, and in transformers."""
-    print(f"\n## Decode at {CONTEXT} tokens of context, cache of {BUDGET} beside a full one\n")
+    """Decode steps with a full cache, with a small cache, and in transformers."""
+    print(f"\n## Decode at {CONTEXT} tokens of context, cache of {BUDGET} versus a full one\n")
     print("| sequences | cache of 4096 / full | full / transformers | cache of 4096 / transformers |")
     print("|---|---|---|---|")
     small = CacheBudget.of(BUDGET)
@@ -126,8 +126,8 @@ def bench_decode(model: DecoderModel, peer: DeepseekV3ForCausalLM, batches: tupl
 
 
 def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
-    """Reading a prompt in chunks, beside one forward pass of transformers."""
-    print("\n## Prefill: time beside one forward pass of transformers\n")
+    """Prefill in chunks versus one forward pass of transformers."""
+    print("\n## Prefill: time relative to one forward pass of transformers\n")
     print("| tokens | chunk | this / transformers |")
     print("|---|---|---|")
     backend = choose_backend("auto", CPU, torch.bfloat16, model.spec.head_dim, model.spec.value_size)

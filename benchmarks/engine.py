@@ -1,7 +1,7 @@
-"""The engine against itself with a full cache, against transformers, and against the machine's memory.
+"""The engine versus itself with a full cache, versus transformers, and versus the machine's memory bandwidth.
 
-Everything that is compared is measured in turn, round after round, in one process, and reported as a ratio with its
-spread; single times mean little on a shared machine. Prints Markdown; `--json FILE` keeps the raw numbers.
+Contenders are measured alternately, over several rounds in one process, and reported as ratios with their spread.
+Individual times mean little on a shared machine. Prints Markdown; `--json FILE` saves the raw numbers.
 
     python benchmarks/engine.py                      # everything, about half an hour on 2 cores
     python benchmarks/engine.py --only decode        # or: depth, profile, looping, position, memory
@@ -33,13 +33,14 @@ from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.operations import Attend, GatedProduct, Norm, Product
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
+from snapstream.outputs import write_text
 
 SECTIONS = ("decode", "depth", "profile", "looping", "position", "memory")
 BATCHES = (1, 4, 8)
 BUDGET = 4096
 MEMORY_PROMPT = 8192
 CPU = torch.device("cpu")
-WARM_UP = 1.0  # seconds before each measurement of what reads memory
+WARM_UP = 1.0  # seconds of warm-up before each measurement that is bound by memory
 
 
 class Spread:
@@ -54,7 +55,7 @@ class Spread:
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> Spread:
-    """Ratios of measurements taken next to each other."""
+    """Ratios of consecutive measurements."""
     return Spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -67,9 +68,9 @@ def seconds(function: Callable[[], object]) -> float:
 def interleaved(
     functions: dict[str, Callable[[], object]], rounds: int, *, warm_up: float = 0.0
 ) -> dict[str, list[float]]:
-    """Time several functions in turn, round after round, each after so many seconds of the same.
+    """Time several functions alternately over several rounds, each after ``warm_up`` seconds of running it.
 
-    A cache of hundreds of megabytes takes many passes over the same memory until it holds what it can of it.
+    A processor cache of hundreds of megabytes needs many passes over the same memory until it is full.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -82,7 +83,7 @@ def interleaved(
 
 
 def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context: int) -> Decode:
-    """A decoder whose slots are in the middle of sequences of `context` tokens; cache contents are random."""
+    """A decoder whose slots are in sequences of `context` tokens; the contents of the caches are random."""
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
     decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=8, max_logprobs=1, eager=True)
@@ -107,12 +108,12 @@ def set_position(decode: Decode, budget: CacheBudget, context: int) -> None:
 
 
 def weight_bytes(model: DecoderModel) -> int:
-    """Bytes of weights that a decode step reads; of the embedding it reads a few rows."""
+    """Bytes of weights that a decode step reads, without the embedding, of which it reads only a few rows."""
     return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n != "embedding.weight")
 
 
 def transformers_step(peer: LlamaForCausalLM, batch: int, context: int, steps: int) -> Callable[[], object]:
-    """Decode steps of transformers' generate loop: its dynamic cache, one forward call per token."""
+    """Decode steps as in transformers' generate loop: a dynamic cache, and one forward call per token."""
     config = peer.config
     cache = DynamicCache(config=config)
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
@@ -131,7 +132,7 @@ def transformers_step(peer: LlamaForCausalLM, batch: int, context: int, steps: i
 
 def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, results: dict) -> None:
     print("\n## Decode: tokens per second\n")
-    print("Floor: reading as many bytes as weights and valid entries have, over and over, in the same round.\n")
+    print("Floor: repeatedly reading as many bytes as weights and valid entries have, in the same round.\n")
     print("| context | batch | full cache | cache of 4096 | ratio | full, of floor | 4096, of floor | transformers |")
     print("|---|---|---|---|---|---|---|---|")
     per_token, weights = model.spec.kv_bytes_per_token(torch.bfloat16), weight_bytes(model)
@@ -190,7 +191,7 @@ def bench_decode(model: DecoderModel, peer: LlamaForCausalLM, rounds: int, resul
             del full, functions
             gc.collect()
         del compressed
-    print("\nRead bandwidth, GB/s, by what the full cache and the weights take:")
+    print("\nRead bandwidth, GB/s, by size of the full cache and the weights:")
     for row in rows:
         size = (weights + row["batch"] * row["context"] * per_token) / 2**20
         print(f"{size:.0f} MiB: {Spread([b / 1e9 for b in row['bandwidth']]).show()}")
@@ -228,7 +229,7 @@ def bench_depth(checkpoint: Path, rounds: int, results: dict) -> None:
 
 
 def bench_profile(model: DecoderModel, rounds: int, results: dict) -> None:
-    """Operations one at a time, each as a launch of its own, and how fast they read what they have to."""
+    """Operations individually, one launch each, and their read bandwidth."""
     print("\n## Where a decode step goes, cache of 4096, position 16384: share of it (GB/s)\n")
     budget = CacheBudget.of(BUDGET)
     cache_bytes = BUDGET * model.spec.kv_bytes_per_token(torch.bfloat16) // model.spec.layers
@@ -265,7 +266,7 @@ def bench_profile(model: DecoderModel, rounds: int, results: dict) -> None:
 
 
 def bench_looping(model: DecoderModel, rounds: int, results: dict) -> None:
-    """The same step in more or fewer launches (arXiv 2410.23668), and with a sampler of torch between the steps."""
+    """The same step in more or fewer launches (arXiv 2410.23668), and with a torch sampler between the steps."""
     print("\n## Kernel looping: tokens per second by what one launch does, relative to a launch per operation\n")
     budget, steps = CacheBudget.of(BUDGET), 8
     rows = results["looping"] = []
@@ -273,7 +274,7 @@ def bench_looping(model: DecoderModel, rounds: int, results: dict) -> None:
         decode = filled_decode(model, batch, budget, 16384)
         loop = decode.loop
         assert loop is not None
-        # A layer begins with the norm before its attention.
+        # A layer starts with the norm before its attention.
         norms = [index for index, operation in enumerate(loop.operations) if isinstance(operation, Norm)]
         layers = [0, *norms[2:-1:2], len(loop.operations)]
 
@@ -322,7 +323,7 @@ def bench_position(model: DecoderModel, rounds: int, results: dict) -> None:
 
 
 def bench_memory(checkpoint: str, results: dict) -> None:
-    """Each engine in a process of its own, since a process does not give memory back."""
+    """Memory of each engine, in a separate process because a process does not return memory to the system."""
     print("\n## Memory of the process: 4 prompts of 8192 tokens, 4 slots\n")
     print("| cache | weights | caches of all slots | staging | metadata | measured: steady | measured: peak |")
     print("|---|---|---|---|---|---|---|")
@@ -338,7 +339,7 @@ def bench_memory(checkpoint: str, results: dict) -> None:
 
 
 def memory_child(checkpoint: str, entries: int) -> None:
-    """Run one engine and report what the process holds beyond what it held before."""
+    """Run one engine and report the memory that it adds to the process."""
     status = Path("/proc/self/status")
 
     def held(field: str = "VmRSS") -> int:
@@ -353,7 +354,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
         slots=4,
         report_plan=lambda _: None,
     )
-    Path("/proc/self/clear_refs").write_text("5")  # pages of the checkpoint were mapped while it was loaded
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: loading has mapped the checkpoint's pages
     prompts = [torch.randint(0, 4096, (MEMORY_PROMPT,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
         llm.engine.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
@@ -369,7 +370,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each figure")
+    parser.add_argument("--rounds", type=int, default=9, help="number of measurements")
     parser.add_argument("--json", type=Path, help="file for the raw numbers")
     parser.add_argument("--memory-child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -399,11 +400,11 @@ def main() -> None:
             gc.collect()
             bench_memory(checkpoint, results)
     if options.json:
-        options.json.write_text(json.dumps(results))
+        write_text(options.json, json.dumps(results))
 
 
 def make_checkpoint(directory: str, **changes: int) -> None:
-    """A random model with a tokenizer, as transformers saves it."""
+    """Save a random model with a tokenizer, in transformers' format."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

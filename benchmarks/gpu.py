@@ -1,14 +1,15 @@
-"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, steps by position, guesses, memory.
+"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, position, speculation, memory.
 
-It needs torch, triton, transformers and safetensors, and neither a checkpoint nor a network: weights of the shape of
-Llama-3.1-8B are made in place. From a bare checkout::
+It needs torch, triton, transformers and safetensors, but neither a checkpoint nor a network: random weights in the
+shape of Llama-3.1-8B are generated on the device. From a bare checkout::
 
     PYTHONPATH=src python -m benchmarks.gpu --json gpu.json                     # all parts
     PYTHONPATH=src python -m benchmarks.gpu --only decode,table5 --json gpu.json
     PYTHONPATH=src python -m benchmarks.gpu --show gpu.json                     # as Markdown, for docs/gpu.md
-    PYTHONPATH=src python -m benchmarks.gpu --device cpu --tiny                 # every line of it, without a GPU
+    PYTHONPATH=src python -m benchmarks.gpu --device cpu --tiny                 # a dry run of all parts without a GPU
 
-Parts write what they have to the file as they go, and add to what is there. Each takes less than ten minutes.
+Parts write their results to the file as they run, and keep the results of other parts in it. Each part takes less than
+ten minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from snapstream.outputs import write_text
 
 PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "position", "speculation", "memory")
 
@@ -41,7 +44,7 @@ def main() -> int:
 
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here; --device cpu --tiny goes through everything without one.")
+        print("There is no CUDA device here; use --device cpu --tiny for a dry run without one.")
         return 2
     if device.type == "cpu" and not arguments.tiny:
         print("Without a GPU the full size would take days; give --tiny, too.")
@@ -52,7 +55,7 @@ def main() -> int:
         found = json.loads(arguments.json.read_text())
     machine = _machine(device) | {"tiny": arguments.tiny}
     if found.get("machine", machine) != machine:
-        print(f"{arguments.json} is of {found['machine']}, not of {machine}; give another file.")
+        print(f"{arguments.json} is from {found['machine']}, not from {machine}; give another file.")
         return 2
     found["machine"] = machine
     failed = False
@@ -64,13 +67,13 @@ def main() -> int:
                 rows.append(row)
                 _write(found, arguments.json)
                 print(json.dumps({part: row}), flush=True)
-        except Exception as error:  # the next part may still work, unless the device does not
+        except Exception as error:  # the next part may still work, unless the device has failed
             traceback.print_exc()
             rows.append({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
             failed = True
         _write(found, arguments.json)
         if failed and device.type == "cuda" and not _still_works(torch):
-            print("The device does not work any more in this process; give --only to go on with other parts.")
+            print("The device no longer works in this process; run the other parts with --only.")
             return 1
         print(f"# {part}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     print(show(found))
@@ -78,7 +81,7 @@ def main() -> int:
 
 
 def show(found: dict[str, Any]) -> str:
-    """Markdown of what was found."""
+    """Format the results as Markdown."""
     machine = found["machine"]
     lines = [f"{machine['device']}, torch {machine['torch']}, CUDA {machine['cuda']}, triton {machine['triton']}."]
     for part in PARTS:
@@ -193,16 +196,16 @@ def _still_works(torch: Any) -> bool:
 
 def _write(found: dict[str, Any], path: Path | None) -> None:
     if path is not None:
-        path.write_text(json.dumps(found, indent=1))
+        write_text(path, json.dumps(found, indent=1))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"Parts, with commas: {', '.join(PARTS)}.")
-    parser.add_argument("--json", type=Path, help="File to write to; what is there of other parts stays.")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="Print such a file as Markdown, and measure nothing.")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"Parts, separated by commas: {', '.join(PARTS)}.")
+    parser.add_argument("--json", type=Path, help="File to write to; results of other parts in it are kept.")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="Print such a file as Markdown; measure nothing.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="A tiny model and short prompts: to see that all runs.")
+    parser.add_argument("--tiny", action="store_true", help="A tiny model and short prompts, as a smoke test.")
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")
     unknown = sorted(set(arguments.only) - set(PARTS))

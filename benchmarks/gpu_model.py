@@ -1,4 +1,4 @@
-"""A model of a known shape with random weights, made where it runs, and clocks for what is done with it."""
+"""A model of a known shape with random weights, created on the device, and clocks to time it."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ TINY = LLAMA_8B | {
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is.
+    """Sizes of the benchmarks.
 
     Attributes:
-        config: Of the model.
-        lengths: Prompts, in tokens, the longest last.
+        config: Configuration of the model.
+        lengths: Prompt lengths in tokens, the longest last.
         cache: Entries of a compressed cache.
-        batches: Slots that decode together; as many more as fit are tried beside.
+        batches: Numbers of slots that decode together; the largest number that fits is measured as well.
         table: Lengths of full and compressed caches, as in the paper's table 5.
-        chunk: Prompt tokens of one launch.
-        steps: Tokens that a slot decodes in one launch.
-        copied: Numbers of 2 bytes that are copied to measure bandwidth.
-        repeats: Measurements of everything.
-        most_slots: More are not tried, whatever fits.
+        chunk: Prompt tokens per launch.
+        steps: Tokens that a slot decodes per launch.
+        copied: Number of 2-byte elements that are copied to measure bandwidth.
+        repeats: Number of measurements.
+        most_slots: Maximum number of slots, even if more fit.
     """
 
     config: dict[str, Any]
@@ -105,7 +105,7 @@ DRY = Scale(
 
 
 def spec_of(config: dict[str, Any], layers: int | None = None) -> ModelSpec:
-    """The model's description, with fewer layers if wanted."""
+    """The spec of the model, optionally with fewer layers."""
     config = config | ({} if layers is None else {"num_hidden_layers": layers})
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -113,7 +113,7 @@ def spec_of(config: dict[str, Any], layers: int | None = None) -> ModelSpec:
 
 
 def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
-    """Random weights in bfloat16; nothing is loaded, and nothing of it is ever on the host."""
+    """Create random weights in bfloat16, directly on the device."""
     model = allocate_model(spec, torch.bfloat16, device)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
@@ -125,7 +125,7 @@ def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
 
 
 def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, length: int, *, slots: int) -> Setup:
-    """An engine as it would be made of a checkpoint of this shape."""
+    """The setup of an engine for a checkpoint of this shape."""
     sizes = {"slots": slots, "prefill_chunk": scale.chunk, "decode_steps": scale.steps, "max_logprobs": 1}
     config = EngineConfig(max_model_len=length, **sizes)
     name = "auto" if device.type == "cuda" else "triton"
@@ -142,13 +142,13 @@ def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, l
 
 
 class Clock:
-    """Times work on a device, between events of its own."""
+    """Times work on a device; on CUDA, with events."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of a call."""
+        """Seconds of one call."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             work()
@@ -162,7 +162,7 @@ class Clock:
         return begin.elapsed_time(end) / 1000
 
     def __call__(self, work: Callable[[], object]) -> dict[str, float]:
-        """Median, least and most seconds of several calls, after one that does not count."""
+        """Median, minimum and maximum seconds of several calls, after one warm-up call."""
         work()
         seconds = sorted(self.once(work) for _ in range(self.repeats))
         return {"median": statistics.median(seconds), "least": seconds[0], "most": seconds[-1]}

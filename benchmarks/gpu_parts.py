@@ -1,4 +1,4 @@
-"""What is measured on a GPU, part by part; see :mod:`benchmarks.gpu`."""
+"""The individual measurements on a GPU; see :mod:`benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GUESSES = (1, 3, 7)
 
 
 class Bench:
-    """The parts, on one device, with what they share."""
+    """All parts, on one device, with their shared state."""
 
     def __init__(self, device: torch.device, scale: Scale) -> None:
         self.device, self.scale = device, scale
@@ -40,14 +40,14 @@ class Bench:
 
     @property
     def model(self) -> DecoderModel:
-        """All layers."""
+        """The model with all layers."""
         if self._model is None:
             self._model = make_model(self.spec, self.device)
         return self._model
 
     @property
     def weights(self) -> int:
-        """Bytes of weights that a step reads: all but the embedding, of which it reads a row per slot."""
+        """Bytes of weights that a step reads, without the embedding, of which it reads one row per slot."""
         return sum(p.nbytes for name, p in self.model.named_parameters() if not name.startswith("embedding"))
 
     def available(self) -> int:
@@ -61,7 +61,7 @@ class Bench:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def bandwidth(self) -> Iterator[Row]:
-        """Bytes a second that a copy reads and writes: what the device's memory can deliver."""
+        """Memory bandwidth of the device: bytes per second that a copy reads and writes."""
         source = torch.zeros(self.scale.copied, dtype=torch.bfloat16, device=self.device)
         target = torch.empty_like(source)
         seconds = self.clock(lambda: target.copy_(source))
@@ -69,7 +69,11 @@ class Bench:
         yield {"copied": source.nbytes, "seconds": seconds, "bytes_per_second": self._bandwidth}
 
     def decode(self) -> Iterator[Row]:
-        """A step, as a share of what reading weights and valid entries takes at the bandwidth of a copy."""
+        """Decode steps, and their share of bandwidth.
+
+        The share is the time for reading weights and valid entries at the bandwidth of a copy, divided by the step's
+        time.
+        """
         floor = self._measured_bandwidth()
         C = self.scale.cache
         planned = plan_engine(self._setup(C, self.scale.lengths[-1], 1), self.available())
@@ -89,7 +93,7 @@ class Bench:
                 }
 
     def table5(self) -> Iterator[Row]:
-        """The paper's table 5: the largest batch that fits the same memory, with full and with compressed caches."""
+        """The paper's table 5: the largest batch that fits into the same memory, with full and compressed caches."""
         for length, cache in self.scale.table:
             planned = plan_engine(self._setup(cache, length, 1), self.available())
             row: Row = {"length": length, "cache": cache}
@@ -103,14 +107,14 @@ class Bench:
 
     @torch.inference_mode()
     def table4(self) -> Iterator[Row]:
-        """The paper's table 4: what each part of a layer's prefill takes at the longest prompt."""
+        """The paper's table 4: time of each part of a layer's prefill, for the longest prompt."""
         length, chunk = self.scale.lengths[-1], self.scale.chunk
         prefill, block = self._prefill(self.model, length), self.model.layers[0]
         budget = CacheBudget.preset("snapstream", self.scale.cache)
         seconds: dict[str, float] = {}
 
         def add(name: str, work: Callable[[], object]) -> None:
-            work()  # once that does not count
+            work()  # warm-up
             seconds[name] = seconds.get(name, 0.0) + min(self.clock.once(work) for _ in range(self.scale.repeats))
 
         x = torch.randn(length, self.spec.hidden_size, dtype=torch.bfloat16, device=self.device)
@@ -126,7 +130,7 @@ class Bench:
             qkv = attention.qkv(normed)
             query = attention.project(normed, cosine, sine)[0]
             add("qkv", lambda part=part: attention.qkv(block.attention_norm(part)))
-            # In place, over and over: what is in there does not matter.
+            # Repeated in place, because the contents do not matter.
             add(
                 "rotation and write",
                 lambda qkv=qkv, c=cosine, s=sine, at=at: store_grouped(qkv, c, s, prefill.staging, at),
@@ -167,10 +171,11 @@ class Bench:
         }
 
     def prefill(self) -> Iterator[Row]:
-        """Reading a prompt, beside transformers with torch's flash attention, which compresses nothing."""
+        """Prefill versus transformers with torch's flash attention, which compresses nothing."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        # The last layer does less here than there, so one layer is taken off what several take, on both sides.
+        # The last layer does less work here than in transformers. On both sides, the time of one layer is therefore
+        # subtracted from the time of several.
         layers = min(5, self.spec.layers)
         settings = {name: value for name, value in self.scale.config.items() if name != "architectures"}
         seconds: dict[tuple[str, int, int], dict[str, float]] = {}
@@ -200,14 +205,14 @@ class Bench:
             yield row | {"times_as_fast": row["transformers"] / row["ours"]}
 
     def position(self) -> Iterator[Row]:
-        """A step of one sequence at a position: with a compressed cache, and with a full one."""
+        """A step of one sequence by position, with a compressed and with a full cache."""
         C = self.scale.cache
         for position in self.scale.lengths:
             compressed, full = self._step(C, 1, C, position), self._step(position, 1, position)
             yield {"position": position, "compressed": compressed, "full": full}
 
     def speculation(self) -> Iterator[Row]:
-        """A step that verifies guesses, beside one without; see docs/speculation.md."""
+        """Verification steps versus plain steps; see docs/speculation.md."""
         C = self.scale.cache
         for slots in self.scale.batches[:3]:
             decode = self._decode(C, slots, C, guesses=max(GUESSES))
@@ -219,7 +224,7 @@ class Bench:
             yield {"slots": slots, "entries": C, "step_seconds": seconds}
 
     def memory(self) -> Iterator[Row]:
-        """Torch's peak of memory beside the plan, while the longest prompt is read and slots decode."""
+        """Torch's peak memory versus the plan, while the longest prompt is prefilled and slots decode."""
         length, slots = self.scale.lengths[-1], self.scale.batches[-1]
         self._model = None
         _clean_up()
@@ -244,7 +249,7 @@ class Bench:
             row["peak_by_plan"] = row["peak"] / plan.total
         yield row
 
-    # -- what they share --------------------------------------------------------------------------------------------
+    # -- shared -----------------------------------------------------------------------------------------------------
 
     def _measured_bandwidth(self) -> float:
         if self._bandwidth is None:
@@ -256,13 +261,13 @@ class Bench:
         return setup_of(self.spec, self.device, self.scale, entries, length, slots=slots)
 
     def _step(self, entries: int, slots: int, valid: int, position: int | None = None) -> dict[str, float]:
-        """Seconds of a step of all slots, whose caches are random and hold so many entries."""
+        """Seconds of a step of all slots, whose caches are random and have ``valid`` valid entries."""
         decode = self._decode(entries, slots, valid, position)
         launch = self.clock(lambda: decode.launch(self.scale.steps, greedy=True))
         return {name: seconds / self.scale.steps for name, seconds in launch.items()}
 
     def _decode(self, entries: int, slots: int, valid: int, position: int | None = None, guesses: int = 0) -> Decode:
-        """Slots in the middle of sequences, ready to decode."""
+        """Slots that are ready to decode from the middle of sequences."""
         _clean_up()
         setup = self._setup(entries, entries, slots)
         sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1, "guesses": guesses}
@@ -275,7 +280,7 @@ class Bench:
         return decode
 
     def _fill(self, decode: Decode, valid: int, position: int) -> None:
-        """Let all slots hold so many entries and go on from a position."""
+        """Set the number of valid entries and the position of all slots, and activate them."""
         entries = decode.layers[0].entries
         decode.base.fill_(min(4, entries // 2))
         decode.limit.fill_(entries)
@@ -289,7 +294,7 @@ class Bench:
         return Prefill(model, setup.backend, queries=WINDOW, padded=-(-length // chunk) * chunk, chunk=chunk)
 
     def _caches(self, layers: int) -> list[LayerCache]:
-        """What a prompt is compressed into."""
+        """Caches that a prompt is compressed into."""
         entry, C = self.spec.entry, self.scale.cache
         return [entry.empty(1, C, dtype=torch.bfloat16, device=self.device) for _ in range(layers)]
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most: how fast it multiplies, and how fast it reads memory."""
+"""The limits of this machine: its multiplication rate, and its memory read bandwidth."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _compile(source: str, target: str, *flags: str) -> None:
 
 
 def multiplications() -> dict[str, float]:
-    """GFLOP/s by kind of multiplication, from limits.cpp."""
+    """GFLOP/s by kind of multiplication, measured by limits.cpp."""
     with tempfile.TemporaryDirectory() as directory:
         program = f"{directory}/limits"
         _compile("limits.cpp", program, "-fopenmp")
@@ -32,16 +32,19 @@ def multiplications() -> dict[str, float]:
 
 
 def as_the_command_does() -> None:
-    """Start this program again with threads that sleep soon, where that was not asked for before torch was loaded."""
+    """Restart this program with threads that stop spinning early, as the ``snapstream`` command does.
+
+    The setting must be in the environment before torch is loaded; if it is already there, nothing is done.
+    """
     if "GOMP_SPINCOUNT" not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GOMP_SPINCOUNT": SPINS})
 
 
 class MemoryReader:
-    """Reads as many bytes as a step reads, over and over: no program can do a step faster than that.
+    """Repeatedly reads as many bytes as a decode step does, a lower bound on the time of a step.
 
-    A buffer of the same size, since what fits the processor's caches is read faster than memory is: of some machines
-    these hold hundreds of megabytes.
+    The buffer has the same size as the data of the step, because the processor's caches, which hold hundreds of
+    megabytes on some machines, are faster than memory.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,6 +57,6 @@ class MemoryReader:
         self._read.restype = ctypes.c_float
 
     def __call__(self, size: int, passes: int = 1) -> None:
-        """Read ``size`` bytes so many times."""
+        """Read ``size`` bytes ``passes`` times."""
         assert size <= self.buffer.nbytes
         self._read(self.buffer.data_ptr(), size, passes, torch.get_num_threads())

@@ -1,10 +1,10 @@
-"""Eviction beside a full cache in host memory whose pages are fetched as needed, with the same memory on the device.
+"""Eviction versus a full cache in host memory whose pages are fetched on demand, with the same memory on the device.
 
     python -m benchmarks.offload --model smollm2 --tasks phone,phones,records --lengths 1024
     python -m benchmarks.offload --tasks multikey,multivalue,number,tracking --lengths 1024,4096
 
-Everything runs through the same greedy loop over the same transformers model. What is fetched is counted, not timed: a
-CPU has no other memory to fetch from.
+Everything runs through the same greedy loop over the same transformers model. Fetched entries are counted rather than
+timed, because a CPU has no other memory to fetch from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BASELINE = "mixed"
 
 
 def answers(models, tokens, sizes, policies, steps):
-    """Greedy tokens of every contender, and the pages' counts, by name."""
+    """Greedy tokens of every contender, and the page counters, by name."""
     prompt, length = torch.tensor([tokens]), len(tokens)
     whole = DynamicCache()
     logits = read(models["sdpa"], prompt, whole)
@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--model", default="task-model")
     parser.add_argument("--tasks", default="multikey,multivalue,number,tracking")
     parser.add_argument("--lengths", default="1024,2048")
-    parser.add_argument("--budgets", default="4,8", help="each an n-th of the prompt")
-    parser.add_argument("--samples", type=int, default=50, help="questions of each task and length")
-    parser.add_argument("--policies", default=f"streaming,snapstream,{BASELINE}", help=f"{BASELINE} is one of them")
+    parser.add_argument("--budgets", default="4,8", help="divisors: a budget of n is 1/n of the prompt")
+    parser.add_argument("--samples", type=int, default=50, help="questions per task and length")
+    parser.add_argument("--policies", default=f"streaming,snapstream,{BASELINE}", help=f"must include {BASELINE}")
     arguments = parser.parse_args()
     policies = arguments.policies.split(",")
     host_pages.register()

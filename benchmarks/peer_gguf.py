@@ -1,4 +1,4 @@
-"""Writes the benchmarks' model as GGUF, for llama.cpp; runs where the `gguf` package is.
+"""Writes the benchmarks' model as GGUF, for llama.cpp; needs the `gguf` package.
 
 python benchmarks/peer_gguf.py WEIGHTS.npz MODEL.gguf
 """
@@ -18,7 +18,7 @@ HEAD_DIM = CONFIG["hidden_size"] // HEADS
 
 
 def interleaved(weight: Any, heads: int) -> Any:
-    """Rows of a projection in the order that llama.cpp rotates: pairs next to each other, not half a head apart."""
+    """Rows of a projection in llama.cpp's order for RoPE: pairs are adjacent rather than half a head apart."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         if value.ndim == 1:
             writer.add_tensor(name, value)
             return
-        # The numbers are bfloat16 already: their upper halves are all there is of them.
+        # The values are float32 copies of bfloat16 numbers, so their upper halves are exact.
         upper = (np.ascontiguousarray(value).view(np.uint32) >> 16).astype(np.uint16)
         writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
 

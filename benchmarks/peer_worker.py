@@ -1,7 +1,7 @@
-"""One engine of benchmarks/peers.py in a process and an environment of its own, driven by lines of JSON.
+"""One engine of benchmarks/peers.py in a separate process and environment, driven by lines of JSON.
 
-All engines read the same token ids with the same weights and are asked the same things. Decoding is greedy and ignores
-end tokens, nothing is cached between prompts, and there are two threads.
+All engines get the same token ids, weights and requests. Decoding is greedy and ignores end tokens, nothing is cached
+between prompts, and there are two threads.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any
 from process import serve
 
 TOKENS = 4000
-"""Tokens that a sequence may decode; more than are ever measured."""
+"""Maximum number of decoded tokens per sequence; more than are ever measured."""
 CHUNK = 2048
-"""Prompt tokens at a time, for the engines that split prompts."""
+"""Prompt tokens per chunk, for engines that split prompts."""
 
 
 def resident() -> dict[str, float]:
-    """MiB that this process holds now, and held at most."""
+    """Resident memory of this process in MiB, now and at its peak."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {key: int(fields[name].split()[0]) / 1024 for key, name in (("now", "VmRSS"), ("peak", "VmHWM"))}
 
 
 class Worker:
-    """An engine; subclasses add sequences, and step through what was added."""
+    """An engine; subclasses implement adding sequences and stepping."""
 
     def add(self, prompt: list[int], number: int) -> None:
         raise NotImplementedError
 
     def step(self) -> None:
-        """Do a part of the work."""
+        """Run one step of the engine."""
         raise NotImplementedError
 
     def made(self) -> list[int]:
-        """Tokens decoded so far, by sequence."""
+        """Number of tokens decoded so far, per sequence."""
         raise NotImplementedError
 
     def first_tokens(self, count: int) -> list[int]:
@@ -45,11 +45,11 @@ class Worker:
         raise NotImplementedError
 
     def clear(self) -> bool:
-        """Forget all sequences."""
+        """Drop all sequences."""
         raise NotImplementedError
 
     def fill(self, prompts: list[list[int]]) -> float:
-        """Read prompts until all of them are being decoded; returns the seconds to the last one's first token."""
+        """Prefill prompts until all of them decode; returns the seconds to the last one's first token."""
         start = time.perf_counter()
         for number, prompt in enumerate(prompts):
             self.add(prompt, number)
@@ -58,7 +58,7 @@ class Worker:
         return time.perf_counter() - start
 
     def decode(self, tokens: int) -> float:
-        """Tokens per second of all sequences together, over so many tokens of each."""
+        """Tokens per second of all sequences together, over ``tokens`` tokens of each."""
         goal = [count + tokens for count in self.made()]
         before, start = sum(self.made()), time.perf_counter()
         while any(count < wanted for count, wanted in zip(self.made(), goal, strict=True)):
@@ -66,7 +66,7 @@ class Worker:
         return (sum(self.made()) - before) / (time.perf_counter() - start)
 
     def paces(self, tokens: int) -> list[float]:
-        """Seconds per token of every step, over so many tokens of one sequence."""
+        """Seconds per token of every step, over ``tokens`` tokens of one sequence."""
         paces, goal = [], self.made()[0] + tokens
         while (before := self.made()[0]) < goal:
             start = time.perf_counter()
@@ -75,7 +75,7 @@ class Worker:
         return paces
 
     def say(self, prompt: list[int], count: int) -> list[int]:
-        """What it answers; all engines should say about the same."""
+        """The first tokens of an answer; all engines should give about the same."""
         self.fill([prompt])
         self.decode(count)
         tokens = self.first_tokens(count)
@@ -261,7 +261,7 @@ class Vllm(Worker):
 
 
 class LlamaCpp(Worker):
-    """One sequence at a time: that is what its Python interface offers."""
+    """llama.cpp, with one sequence at a time, as its Python interface only supports that."""
 
     flash = True
 
@@ -307,7 +307,7 @@ class LlamaCpp(Worker):
 
 
 class LlamaCppPlain(LlamaCpp):
-    """Without its flash attention it reads prompts slower and decodes faster after long ones."""
+    """llama.cpp without flash attention: prefill is slower, but decoding after long prompts is faster."""
 
     flash = False
 

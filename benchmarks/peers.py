@@ -1,8 +1,8 @@
-"""The built-in engine beside what people use on a CPU: OpenVINO GenAI, transformers, stock vLLM, llama.cpp.
+"""The built-in engine versus other engines on a CPU: OpenVINO GenAI, transformers, stock vLLM, llama.cpp.
 
-Each lives in a process and an environment of its own (`make bench-peers` makes them). All get the same weights in
-bfloat16 and the same prompts, and are asked in turn, round after round; what is reported are ratios to SnapStream with
-their spread. Prints Markdown; `--json FILE` keeps the raw numbers.
+Each runs in a separate process and environment (`make bench-peers` creates them). All get the same weights in bfloat16
+and the same prompts. They are measured alternately over several rounds, and reported as ratios to SnapStream with their
+spread. Prints Markdown; `--json FILE` saves the raw numbers.
 
     python benchmarks/peers.py                      # everything; about two hours on 2 cores, on a quiet machine
     python benchmarks/peers.py --only prefill       # or: start, decode, neighbours
@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from model import CONFIG
 from process import Process
 from ratios import show
+from snapstream.outputs import write_text
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = {
@@ -67,7 +68,7 @@ class Engine(Process):
 
 
 def make_models(directory: Path) -> None:
-    """The same random weights in the format of each engine."""
+    """Save the same random weights in the format of each engine."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16)
     model.save_pretrained(directory / "hf")
@@ -92,14 +93,14 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def beside(numerators: list[float], denominators: list[float]) -> list[float]:
-    """Ratios of measurements taken next to each other."""
+    """Ratios of consecutive measurements."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def prefill(model: str, rounds: int) -> dict[str, Any]:
     """Seconds to the first token of one prompt."""
     results: dict[str, Any] = {}
-    print("\n## Prefill: how many times as fast SnapStream reads one prompt (above 1: SnapStream is faster)\n")
+    print("\n## Prefill of one prompt: peer's time / SnapStream's time (above 1: SnapStream is faster)\n")
     engines = [
         Engine("snapstream", model, PROMPTS[-1] + ROOM, 1, BUDGET),
         Engine("openvino", model, PROMPTS[-1] + ROOM, 1, BUDGET),
@@ -108,15 +109,15 @@ def prefill(model: str, rounds: int) -> dict[str, Any]:
         Engine("llama.cpp", model, PROMPTS[-1] + ROOM, 1),
     ]
     said = {engine.name: engine.ask("say", prompts(1, 300, 0)[0], 5) for engine in engines}
-    print("First tokens of one answer, to see that the weights are the same:", said, "\n")
+    print("First tokens of one answer, as a check that the weights are the same:", said, "\n")
     print("| tokens | " + " | ".join(engine.name for engine in engines[1:]) + " |")
     print("|---" * len(engines) + "|")
     for length in PROMPTS:
-        # Reading 16,384 tokens takes llama.cpp minutes, and only makes its ratio larger.
+        # A prefill of 16,384 tokens takes llama.cpp minutes, and only increases its ratio.
         measured = [engine for engine in engines if length < CONTEXT or engine.name != "llama.cpp"]
         times: dict[str, list[float]] = {engine.name: [] for engine in measured}
         for engine in measured:
-            if engine.name != "llama.cpp":  # memory that was never touched is slow the first time
+            if engine.name != "llama.cpp":  # warm-up: the first access to memory is slow
                 engine.ask("fill", prompts(1, length, rounds))
                 engine.ask("clear")
         for seed in range(rounds):
@@ -133,9 +134,9 @@ def prefill(model: str, rounds: int) -> dict[str, Any]:
 
 
 def decode(model: str, rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
-    """Tokens per second after prompts, and what the processes hold."""
+    """Tokens per second after prompts, and the memory of the processes."""
     results: dict[str, Any] = {}
-    print("\n## Decode: how many times as fast SnapStream is (above 1: SnapStream is faster)\n")
+    print("\n## Decode: SnapStream's tokens per second / the peer's (above 1: SnapStream is faster)\n")
     print(
         f"| context | sequences | | SnapStream, full | SnapStream, cache of {BUDGET} | process holds, MiB (at most) |"
     )
@@ -143,7 +144,7 @@ def decode(model: str, rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[
     for context, batch in ((context, batch) for context in contexts for batch in BATCHES):
         kinds: list[tuple[str, int | None]] = [("snapstream", None), ("snapstream", BUDGET)]
         kinds += [("openvino", None), ("openvino", BUDGET), ("vllm", None), ("vllm", BUDGET)]
-        # It takes one sequence at a time, and minutes to read 16,384 tokens.
+        # It supports one sequence at a time, and takes minutes to prefill 16,384 tokens.
         kinds += [("llama.cpp, plain attention", None)] if batch == 1 and context <= CONTEXT else []
         engines = [Engine(name, model, context + ROOM, batch, budget) for name, budget in kinds]
         speeds: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -166,9 +167,9 @@ def decode(model: str, rounds: int, contexts: Sequence[int] = CONTEXTS) -> dict[
 
 
 def start(model: str, rounds: int) -> dict[str, Any]:
-    """Seconds until an engine is ready, from its process on, and what that then holds; one sequence."""
+    """Seconds from the start of the process until the engine is ready, and its memory then; one sequence."""
     results: dict[str, Any] = {}
-    print("\n## Start: seconds until the engine is ready, and MiB that its process then holds, one sequence\n")
+    print("\n## Start: seconds until the engine is ready, and memory of its process then, one sequence\n")
     print("| | s | MiB |\n|---|---|---|")
     kinds: list[tuple[str, int | None]] = [("snapstream", BUDGET), ("openvino", None), ("openvino", BUDGET)]
     for name, budget in (*kinds, ("transformers", None), ("vllm", None), ("llama.cpp", None)):
@@ -185,7 +186,7 @@ def start(model: str, rounds: int) -> dict[str, Any]:
 
 
 def neighbours(model: str, rounds: int) -> dict[str, Any]:
-    """Decoding one sequence beside busy processes that want the same cores."""
+    """Decoding one sequence while other busy processes compete for the same cores."""
     results: dict[str, Any] = {}
     print("\n## Beside busy processes: tokens per second of one sequence after 2,048 tokens\n")
     print("| busy processes | | median | slowest tenth | its time / that on a quiet machine |\n|---|---|---|---|---|")
@@ -220,7 +221,7 @@ def neighbours(model: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--contexts", type=int, nargs="+", help="of decoding, instead of all", default=CONTEXTS)
+    parser.add_argument("--contexts", type=int, nargs="+", help="context lengths for decoding", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -235,7 +236,7 @@ def main() -> None:
             chosen = {"contexts": arguments.contexts} if section == "decode" else {}
             results[section] = globals()[section](directory, rounds, **chosen)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results))
+        write_text(arguments.json, json.dumps(results))
 
 
 if __name__ == "__main__":

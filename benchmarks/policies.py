@@ -1,6 +1,6 @@
-"""What choosing tokens costs, policy by policy: time beside that of reading the prompt, and memory.
+"""The cost of selecting tokens by policy: time relative to prefill, and memory.
 
-One reading of a prompt is compressed by every policy, so all of a row is measured on the same text, next to each other.
+One prefill is compressed by every policy, so all policies are measured on the same text, immediately after each other.
 Prints Markdown.
 
     python benchmarks/policies.py    # about ten minutes on 2 cores, on a quiet machine
@@ -29,7 +29,7 @@ LENGTHS = (2048, 8192, 32768)
 
 
 class Compressor(Reader):
-    """Reads prompts, and adds up what each policy takes of it."""
+    """Prefills prompts, and adds up the time that each policy takes."""
 
     def __init__(self, model: DecoderModel, length: int) -> None:
         super().__init__(model, length, CHUNK)
@@ -40,7 +40,7 @@ class Compressor(Reader):
         }
 
     def read_for_all(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
-        """Seconds of reading without compression, and of compression by each policy."""
+        """Seconds of prefill without compression, and of compression by each policy."""
         spent = dict.fromkeys(POLICIES, 0.0)
         compress, reading = Prefill._compress_into, Reading(self.model.spec, tokens)
         names = {id(reading.add(self.budgets[name], self.slots[name])): name for name in POLICIES}
@@ -58,7 +58,7 @@ class Compressor(Reader):
         return whole - sum(spent.values()), spent
 
     def most_memory(self, name: str, tokens: list[int]) -> int:
-        """Most bytes that the policy holds at a time in one layer."""
+        """Peak number of bytes that the policy allocates in one layer."""
         reading = Reading(self.model.spec, tokens)
         target = reading.add(self.budgets[name], self.slots[name])
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, torch.inference_mode():
@@ -74,7 +74,7 @@ class Compressor(Reader):
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements")
     rounds = parser.parse_args().rounds
     print("| tokens | policy | percent of the time of reading | more memory, MiB | of the layer's keys and values |")
     print("|---|---|---|---|---|")

@@ -1,6 +1,6 @@
-"""How fast prompts are read: the limits of the processor, what attention reaches of them, and where the rest goes.
+"""Prefill speed: the limits of the processor, the share of them that attention reaches, and a profile of the rest.
 
-All of a run is measured on the same machine one after the other, what is compared in turn. Prints Markdown.
+Everything in a run is measured on the same machine, and contenders are measured alternately. Prints Markdown.
 
     python benchmarks/prefill.py                     # everything, about 15 minutes on 2 cores, on a quiet machine
     python benchmarks/prefill.py --only attention    # or: products, prompts, profile, neighbours
@@ -41,7 +41,7 @@ from snapstream.models.weights import load_spec
 SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
 LENGTHS = (4096, 16384, 32768)
 CHUNK = 2048
-PARTS = {  # of a profile: functions whose time is counted, and where it belongs
+PARTS = {  # parts of the profile, each with the function whose time is counted
     "attention": (CpuAttention, "prefill"),
     "products": (Linear, "forward"),
     "norms, rotation, gating": (kernels, "run_rows"),
@@ -69,14 +69,17 @@ def bench_products(peak: float, rounds: int) -> None:
 
 
 def torch_attention(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
-    """The same with torch's fused kernel, at its best: the past in full and the chunk causally, joined afterwards."""
+    """The same with torch's fused kernel, used in the fastest way: past and chunk separately, and joined afterwards.
+
+    The past is attended to in full, the chunk causally.
+    """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (T, H, D), N = query.shape, keys.shape[0]
     rows = query.transpose(0, 1)
     own = (part[:, start : start + T].repeat_interleave(H // N, 0)[None] for part in (keys, values))
     out, lse = fused(rows[None], *own, 0.0, True, scale=scale)
     if start:
-        grouped = rows.reshape(1, N, H // N * T, D)  # the heads of a group see the same keys
+        grouped = rows.reshape(1, N, H // N * T, D)  # the heads of a group share their keys
         before, before_lse = fused(grouped, keys[None, :, :start], values[None, :, :start], 0.0, False, scale=scale)
         share = torch.sigmoid(lse.reshape(H, T) - before_lse.reshape(H, T))[..., None]
         out = torch.lerp(before.reshape(H, T, D).float(), out.reshape(H, T, D).float(), share)
@@ -84,7 +87,7 @@ def torch_attention(query: Tensor, keys: Tensor, values: Tensor, start: int, sca
 
 
 def bench_attention(peaks: dict[str, float], rounds: int) -> None:
-    """The last chunk of a prompt against all of it."""
+    """Attention of the last chunk of a prompt to the whole prompt."""
     print(f"\n## Attention of {CHUNK} tokens to all before them: GFLOP/s (of the limit of the same instructions)\n")
     kinds = [name for name in kernels.INSTRUCTIONS if kernels.has_instructions(name)]
     print("| heads | size | type | tokens | torch | " + " | ".join(kinds) + " | best / torch |")
@@ -107,7 +110,7 @@ def bench_attention(peaks: dict[str, float], rounds: int) -> None:
             work[name] = lambda q=query, k=keys, v=values, a=at, c=scale, o=options: kernels.prefill_attention(
                 q, k, v, a, c, packed_until=a, **o
             )
-        interleaved(work, 1)  # the first time anything runs is another matter
+        interleaved(work, 1)  # warm-up
         times = interleaved(work, rounds)
         flops = 4 * heads * size * (CHUNK * start + CHUNK * (CHUNK + 1) / 2)
         rates = {name: Spread([flops / time / 1e9 for time in some]) for name, some in times.items()}
@@ -125,7 +128,7 @@ def bench_attention(peaks: dict[str, float], rounds: int) -> None:
 
 
 class Reader:
-    """The engine's way to read a prompt, and how much of it compression takes."""
+    """Prefills prompts as the engine does, and records the share of time that compression takes."""
 
     def __init__(self, model: DecoderModel, length: int, chunk: int) -> None:
         self.model, self.budget, self.shares = model, CacheBudget.of(min(BUDGET, length // 2)), list[float]()
@@ -156,7 +159,7 @@ class Reader:
 
 
 def bench_prompts(model: DecoderModel, checkpoint: str, rounds: int) -> None:
-    print("\n## Whole prompts: time of transformers with SDPA, divided by ours (above 1: ours is faster)\n")
+    print("\n## Whole prompts: time of transformers with SDPA / SnapStream's time (above 1: SnapStream is faster)\n")
     print(
         "| tokens | the engine, chunks of 512 | chunks of 2048 | SnapStreamCache | compression, share of the engine |"
     )
@@ -188,7 +191,7 @@ def bench_prompts(model: DecoderModel, checkpoint: str, rounds: int) -> None:
 
 
 def timed(function: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
-    """The function, with its time added to a part."""
+    """Wrap a function so that its time is added to a part."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         start = time.perf_counter()
@@ -219,7 +222,7 @@ def bench_profile(model: DecoderModel) -> None:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Other processes that want the same cores."""
+    """Run other processes that compete for the same cores."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -230,7 +233,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def bench_neighbours(model: DecoderModel, rounds: int) -> None:
-    print("\n## Beside busy processes: time of a prompt, divided by its time on a quiet machine\n")
+    print("\n## Beside busy processes: time of a prompt / its time on a quiet machine\n")
     print("| tokens | one busy process | two |\n|---|---|---|")
     for length in (CHUNK, LENGTHS[1]):
         reader, tokens = Reader(model, length, CHUNK), torch.randint(0, 4096, (length,)).tolist()
@@ -246,13 +249,13 @@ def bench_neighbours(model: DecoderModel, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements")
     options = parser.parse_args()
     wanted = options.only or SECTIONS
     if not kernels.available():
         raise SystemExit("a C++ compiler is needed")
     best = kernels.prefill_instructions(torch.bfloat16)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; bfloat16 is multiplied with: {best}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; instructions for bfloat16: {best}")
     peaks = multiplications()
     show_limits(peaks)
     if "products" in wanted:

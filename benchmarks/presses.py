@@ -1,11 +1,12 @@
-"""Policies beside kvpress' presses: right answers on the same questions, with the same number of entries.
+"""Policies versus kvpress' presses: accuracy on the same questions, with the same number of entries.
 
     python -m benchmarks.presses
     python -m benchmarks.presses --model smollm2 --tasks phone,phones,room --lengths 1024
 
 Everything runs through the same greedy loop over the same transformers model; only the cache (or the press) differs.
-Each question is asked twice: once it is read with the text, before the cache is compressed; once it comes after, as for
-a context that was stored. Needs kvpress, which has an environment of its own (``make bench-presses``).
+Each question is asked twice: once it is prefilled together with the text, before the cache is compressed; once it comes
+afterwards, as for a stored context. Needs kvpress, which is installed in a separate environment (``make
+bench-presses``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from snapstream.integrations.transformers import SnapStreamCache
 
 
 class KVzipPerHead(KVzipPress):
-    """KVzip's scores with as many entries for every KV head, as in caches of one shape."""
+    """KVzip's scores with the same number of entries for every KV head, as in caches of a single shape."""
 
     def compress_post(self, model: torch.nn.Module) -> None:
         """Mask the lowest scores of every head."""
@@ -58,11 +59,11 @@ PRESSES = {
 POLICIES = ("streaming", "snapstream", "keydiff", "local-keydiff", "mixed")
 CONTENDERS = ("full", *PRESSES, *POLICIES)
 BASELINE = "mixed"
-"""What the others are compared with, question by question."""
+"""The contender that all others are compared with, question by question."""
 
 
 def split(prompts: Prompts, text: str, ask: str, lead: str) -> tuple[list[int], list[int]]:
-    """Tokens up to the question, and those from there to where the answer begins."""
+    """Tokens before the question, and tokens from the question up to the answer."""
     whole = text + ask + lead
     if prompts.chat:
         user = {"role": "user", "content": text + ask}
@@ -78,7 +79,7 @@ def split(prompts: Prompts, text: str, ask: str, lead: str) -> tuple[list[int], 
 
 @torch.no_grad()
 def answer(models, name, first, then, entries, steps):
-    """Greedy tokens after ``then``, which comes when ``first`` was compressed, and the seconds that reading took."""
+    """Greedy tokens after ``then``, which follows once ``first`` is compressed, and the seconds of prefill."""
     model = models["snapstream" if name in POLICIES else "sdpa"]
     cache, context = DynamicCache(), contextlib.nullcontext()
     if name in POLICIES:
@@ -100,8 +101,8 @@ def main() -> None:
     parser.add_argument("--tasks", default="needle,multikey,multiquery,passkey,number,kv,tracking")
     parser.add_argument("--lengths", default="1024,2048")
     parser.add_argument("--share", type=float, default=0.25)
-    parser.add_argument("--samples", type=int, default=50, help="questions of each task and length")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"with full and {BASELINE} among them")
+    parser.add_argument("--samples", type=int, default=50, help="questions per task and length")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"must include full and {BASELINE}")
     parser.add_argument("--when", default="with,after", help="when the question comes: with the text, or after it")
     arguments = parser.parse_args()
     contenders = arguments.contenders.split(",")
@@ -113,7 +114,7 @@ def main() -> None:
             for name in ("sdpa", "snapstream")
         }
         prompts = Prompts(AutoTokenizer.from_pretrained(path), chat=None)
-        # It loads the tokenizer with every prompt, which is no part of the method.
+        # KVzip loads the tokenizer for every prompt, which is not part of the method.
         kvzip_press.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda _: prompts.tokenizer)
         lengths, times = [int(length) for length in arguments.lengths.split(",")], arguments.when.split(",")
         right, seconds = defaultdict(list), defaultdict(list)
@@ -139,9 +140,9 @@ def main() -> None:
 
 
 def print_table(right, seconds, when, arguments) -> None:
-    """Percent right by contender and task, what ``BASELINE`` has more or less, and the time of reading."""
+    """Print percent correct by contender and task, the difference to ``BASELINE``, and the time of prefill."""
     names, lengths = arguments.tasks.split(","), arguments.lengths.split(",")
-    print(f"\nThe question comes {when} the text; {arguments.share:g} of its entries; {arguments.lengths} tokens\n")
+    print(f"\nThe question comes {when} the text; {arguments.share:g} of the entries; {arguments.lengths} tokens\n")
     columns = [*names, f"all, minus {BASELINE}", *(f"reading {length}, times full's" for length in lengths)]
     print(f"| | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")

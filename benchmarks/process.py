@@ -1,4 +1,4 @@
-"""An engine in a process and an environment of its own, driven by lines of JSON: both ends."""
+"""Both ends of an engine that runs in a separate process and environment, driven by lines of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def vllm_in_one_process(gigabytes: int) -> dict[str, str]:
-    """Variables for a vLLM whose engine can be driven step by step, with so much memory for caches by default."""
+    """Environment variables for a vLLM engine that can be driven step by step, with ``gigabytes`` for caches."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -22,12 +22,12 @@ def vllm_in_one_process(gigabytes: int) -> dict[str, str]:
 
 
 class Process:
-    """This end: starts the other one and asks it things.
+    """The client: starts the engine's process and calls its methods.
 
     Args:
-        name: For messages.
-        command: What to run; it ends in :func:`serve`.
-        environment: Variables to set for it.
+        name: Name for messages.
+        command: Command to run; it must end up in :func:`serve`.
+        environment: Additional environment variables.
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
@@ -57,14 +57,14 @@ class Process:
         raise SystemExit(f"{self.name}: the engine died")
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)
 
 
 def serve(engine: Any) -> None:
-    """The other end: say that the engine is there, then answer until nothing more is asked."""
+    """The server: report that the engine is ready, then answer until the input ends."""
     print("ANSWER true", flush=True)
     for line in sys.stdin:
         what, arguments, named = json.loads(line)

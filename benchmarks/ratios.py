@@ -1,4 +1,4 @@
-"""How measurements are shown."""
+"""Formatting of measurements."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import statistics
 
 
 def show(values: list[float], digits: int = 2) -> str:
-    """The median, with the least and the most."""
+    """Format the median, with the minimum and maximum."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"

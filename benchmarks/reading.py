@@ -1,10 +1,10 @@
-"""How a prompt is read: time, memory of the process, start; beside another checkout of this repository, if given.
+"""Prefill and startup: time and memory of the process, optionally versus another checkout of this repository.
 
-Each version runs in a process of its own, through nothing but `LLM.generate`; they take turns, and ratios are of
-measurements next to each other. Prints Markdown.
+Each version runs in a separate process, mostly through `LLM.generate`. They are measured alternately, and ratios are of
+consecutive measurements. Prints Markdown.
 
     python benchmarks/reading.py                          # this checkout
-    git worktree add /tmp/before COMMIT                   # another one, built and installed nowhere
+    git worktree add /tmp/before COMMIT                   # another one, which need not be built or installed
     python benchmarks/reading.py --against /tmp/before    # both
 """
 
@@ -26,13 +26,13 @@ BUDGET, LONG = 4096, 16384
 
 
 def start(source: Path, *arguments: str) -> Process:
-    """One version in a process of its own, idle until it is asked."""
+    """Start one version in a separate process; it is idle until it is called."""
     command = [sys.executable, HERE / "reading_worker.py", *arguments]
     return Process(source.name, command, {"PYTHONPATH": str(source / "src")})
 
 
 def ask_once(source: Path, what: str, *arguments: str) -> dict:
-    """One measurement in a process that ends with it."""
+    """Make one measurement in a process that ends with it."""
     process = start(source, *arguments)
     found: dict = process.ask(what)
     process.close()
@@ -52,7 +52,7 @@ def workers(sources: dict[str, Path], *arguments: str) -> Iterator[dict[str, Pro
 
 
 def bench_times(sources: dict[str, Path], checkpoint: str, rounds: int) -> None:
-    print("\n## Time: this checkout / the other, one request; below 1 is faster\n")
+    print("\n## Time: this checkout / the other, one request (below 1: this checkout is faster)\n")
     print("| what | time, ratio | s |\n|---|---|---|")
     with workers(sources, checkpoint, str(BUDGET), str(LONG + 512), "4") as both:
         jobs = [("prefill", 2048, rounds), ("prefill", LONG, max(3, rounds // 3)), ("decode", 1, rounds)]
@@ -69,12 +69,12 @@ def bench_times(sources: dict[str, Path], checkpoint: str, rounds: int) -> None:
 
 
 def bench_memory(sources: dict[str, Path], checkpoint: str) -> None:
-    print(f"\n## Memory: reading {LONG} tokens, cache of {BUDGET}, one slot; MiB\n")
+    print(f"\n## Memory: prefill of {LONG} tokens, cache of {BUDGET}, one slot; MiB\n")
     print("| | weights | slot | plan: reading | measured: beyond weights, slot and an empty process | peak / plan |")
     print("|---|---|---|---|---|---|")
     beyond: dict[str, list[float]] = {name: [] for name in sources}
     last: dict[str, dict] = {}
-    for _ in range(5):  # what an allocator keeps differs from process to process
+    for _ in range(5):  # the memory that an allocator retains varies between processes
         for name, source in sources.items():
             last[name] = ask_once(source, "memory", checkpoint, str(BUDGET), str(LONG + 64), "1")
             held = last[name]["peak"] - last[name]["empty"]
@@ -85,13 +85,11 @@ def bench_memory(sources: dict[str, Path], checkpoint: str) -> None:
         shares = Spread([(known + 2**20 * one) / (known + found["planned"]) for one in beyond[name]])
         print(f"| {name} | {' | '.join(cells)} | {Spread(beyond[name]).show(0)} | {shares.show(2)} |", flush=True)
     if "other" in beyond:
-        print(f"\nThis checkout takes {ratio(beyond['this'], beyond['other']).show(2)} of what the other takes.")
+        print(f"\nThis checkout takes {ratio(beyond['this'], beyond['other']).show(2)} times the memory of the other.")
 
 
 def bench_start(sources: dict[str, Path]) -> None:
-    print(
-        "\n## From the import of this package to an engine that is ready, one slot: seconds, and MiB of the process\n"
-    )
+    print("\n## From importing the package to a ready engine, one slot: seconds, and MiB of the process\n")
     print(
         "| | 12 layers, s | 30 layers, s | 12 layers, MiB | of it weights, cache and staging |\n|---|---|---|---|---|"
     )
@@ -109,7 +107,7 @@ def bench_start(sources: dict[str, Path]) -> None:
 
 
 def bench_limit(sources: dict[str, Path]) -> None:
-    """A deep, narrow model with a long prompt in a process that may not have more memory than so much."""
+    """A deep, narrow model with a long prompt, in a process with limited memory."""
     length, layers = 32768, 32
     print(f"\n## {layers} layers, {length} tokens of prompt, cache of 1024, under a limit on the process (RLIMIT_AS)\n")
     print("| | limit: what an empty engine has, and MiB | what happens |\n|---|---|---|")

@@ -1,4 +1,4 @@
-"""One version of the engine in a process of its own; see reading.py. It uses nothing that one of them does not have."""
+"""One version of the engine in a separate process; see reading.py. It only uses interfaces that all versions have."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from process import serve  # noqa: E402 (after the clock)
 from snapstream import LLM, SamplingParams  # noqa: E402
 
 LIMIT = 256
-"""MiB that the process may take beyond what an empty engine has, where there is a limit."""
+"""Memory limit in MiB, in addition to the address space of the process without an engine."""
 
 
 def held(field: str) -> int:
-    """Bytes of the process: VmRSS is what it holds now, VmHWM the most it has held."""
+    """Resident memory of the process in bytes: VmRSS is the current value, VmHWM the peak."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
 
 
 class Version:
-    """What is measured; the engine is made when it is first asked for."""
+    """The measurements of one version; the engine is created on first use."""
 
     def __init__(self, checkpoint: str, budget: str, length: str, slots: str) -> None:
         self.checkpoint = checkpoint
@@ -41,7 +41,7 @@ class Version:
         return self.llm, getattr(self.llm, "engine", self.llm)
 
     def start(self) -> dict:
-        """Seconds until an engine is there, with nothing compiled before, and what the process then holds."""
+        """Seconds until the engine is ready, without cached compilations, and the memory of the process then."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
         os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
         _, engine = self.made()
@@ -53,12 +53,12 @@ class Version:
         }
 
     def memory(self) -> dict:
-        """Bytes planned, and held while the prompt is read."""
+        """Bytes planned, and bytes held during prefill."""
         use_libraries()
         empty = held("VmRSS")
         llm, engine = self.made()
         plan = engine.plan
-        with open("/proc/self/clear_refs", "w") as peaks:  # pages of the checkpoint were mapped while it was loaded
+        with open("/proc/self/clear_refs", "w") as peaks:  # reset the peak: loading has mapped the checkpoint's pages
             peaks.write("5")
         llm.generate([self.prompt], SamplingParams(max_tokens=2, ignore_eos=True))
         planned = plan.staging + plan.workspace + plan.metadata
@@ -71,7 +71,7 @@ class Version:
         }
 
     def limit(self) -> dict:
-        """What happens to the prompt under a limit on the process."""
+        """The outcome of the prompt under a memory limit on the process."""
         use_libraries()
         with open("/proc/self/statm") as status:
             virtual = int(status.read().split()[0]) * resource.getpagesize()
@@ -80,12 +80,12 @@ class Version:
         try:
             out = self.made()[0].generate([self.prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0]
             said = f"answers, {out.token_count} tokens" if out.error is None else out.error
-        except Exception as error:  # whatever a version says
+        except Exception as error:  # versions may raise different errors
             said = str(error)
         return {"mebibytes": LIMIT, "said": said.split("\n")[0][:160]}
 
     def prefill(self, length: int) -> float:
-        """Seconds to read a prompt; another one each time, or nothing would be read."""
+        """Seconds to prefill a prompt; a different one each time, so that nothing is reused."""
         llm, _ = self.made()
         self.turn += 1
         begin = time.perf_counter()
@@ -93,7 +93,7 @@ class Version:
         return time.perf_counter() - begin
 
     def decode(self, batch: int) -> float:
-        """Seconds of a decode step in the middle of sequences."""
+        """Seconds per decode step in the middle of sequences."""
         _, engine = self.made()
         decode = engine.executor.decode if hasattr(engine, "executor") else engine.decode
         for column, value in (("token", 1), ("position", 16384), ("base", 3072), ("count", 16384), ("limit", 4096)):
@@ -110,7 +110,7 @@ class Version:
 
 
 def use_libraries() -> None:
-    """What libraries take for themselves when they are first used is no part of an engine."""
+    """Run a tiny engine, so that memory which libraries allocate on first use is not attributed to an engine."""
     small = {"budget": 64, "max_model_len": 1024, "slots": 1, "dtype": "bfloat16"}
     tiny = LLM("task-model", report_plan=lambda _: None, **small)
     tiny.generate([[token % 500 + 5 for token in range(1000)]], SamplingParams(max_tokens=2, ignore_eos=True))

@@ -1,9 +1,9 @@
-"""What equal beginnings save: the same requests to two servers, of which one keeps what prompts begin with.
+"""What the prefix cache saves: the same requests to two servers, one of which has a prefix cache.
 
     python -m benchmarks.server_beginnings
 
-Each request is a beginning that all have, random tokens, and a tail of its own. Both servers get every request, in
-turn, so only one of them works at a time; times are those to the first text.
+Each request is a common prefix of random tokens and a random tail. Both servers get every request, one after the other,
+so only one of them works at any time. Times are to the first text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
                 found = {}
                 for name, client in rng.sample([("plain", plain), ("keeping", keeping)], 2):
                     found[name] = timed(client, "/v1/completions", body)
-                if number >= 2:  # the first is read, the second keeps what it has in common with the first
+                if number >= 2:  # the first is prefilled; while the second one is, its common prefix is cached
                     ratios.append(found["plain"].seconds / found["keeping"].seconds)
                     known += found["keeping"].usage["prompt_tokens_details"]["cached_tokens"] > 0
                 equal += found["plain"].text == found["keeping"].text

@@ -1,9 +1,10 @@
-"""What a session saves and costs: the second turn over the compressed cache, beside reading everything anew.
+"""What a session saves and costs: the second turn over the compressed cache, versus prefilling everything again.
 
     python benchmarks/server_sessions.py
 
-The shipped model reads a text with notes and is asked for one of them, then for another. The second question is put
-twice to one server, in turn: with the session, and without. Times are those to the first text of the second answer.
+The shipped model gets a text with notes and is asked for one of them, then for another. The second question is sent
+twice to the same server, with and without the session, in random order. Times are to the first text of the second
+answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NOTES = 12
 
 
 class Answer(NamedTuple):
-    """The text of a stream, the seconds to its first piece, what it says of its session, and its token counts."""
+    """The text of a stream, the seconds to its first text, its session object, and its usage."""
 
     text: str
     seconds: float
@@ -35,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def timed(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
-    """Ask for a stream."""
+    """Request a stream, and time its first text."""
     began, first, text, session, usage = time.monotonic(), None, "", None, {}
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     with client.stream("POST", path, json=body) as reply:

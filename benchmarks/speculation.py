@@ -1,8 +1,8 @@
-"""Speculative decoding inside fixed caches: what a step of several tokens costs, and what guesses give.
+"""Speculative decoding inside fixed caches: the cost of verification steps, and the speedup from draft tokens.
 
-Everything that is compared runs in turn, round after round, in one process, and is reported as a ratio with its spread.
-A model with random weights copies nothing, so its texts are forced: the model works as for any other token, and the
-text decides which guesses are right. Prints Markdown.
+Contenders run alternately over several rounds in one process, and are reported as ratios with their spread. A model
+with random weights does not copy from its prompt, so its output is forced. The model does the same work as for any
+other token, and the forced text decides which draft tokens are accepted. Prints Markdown.
 
     python benchmarks/speculation.py                  # about half an hour on 2 cores
     python benchmarks/speculation.py --only step      # or: texts, acceptance, shipped, module
@@ -36,7 +36,7 @@ MOST = 7
 
 
 class Known(Drafter):
-    """Guesses what will come, right with a probability."""
+    """Drafts the forced tokens, each correct with a given probability."""
 
     def __init__(self, share: float) -> None:
         self.share, self.random = share, random.Random(0)
@@ -63,7 +63,7 @@ def make_engine(checkpoint: str, batch: int) -> LLM:
 
 
 def read_once(llm: LLM, tokens: Sequence[int]) -> CompressedSequence:
-    """The compressed prompt, which every round decodes from."""
+    """Prefill a prompt; returns the compressed cache that every round decodes from."""
     name = llm.engine.add_request(tokens, SamplingParams(max_tokens=0), keep=True)
     while True:
         for output in llm.engine.step():
@@ -73,7 +73,7 @@ def read_once(llm: LLM, tokens: Sequence[int]) -> CompressedSequence:
 
 
 def decode(llm: LLM, drafter: Drafter | None, pasts: Sequence[CompressedSequence], params: Sequence[SamplingParams]):
-    """Outputs, and the seconds from the first token on."""
+    """Outputs, and the decoding time in seconds, from the first token on."""
     engine = llm.engine
     engine.executor.drafter = drafter
     names = [engine.add_request([], one, past=past) for past, one in zip(pasts, params, strict=True)]
@@ -87,7 +87,7 @@ def decode(llm: LLM, drafter: Drafter | None, pasts: Sequence[CompressedSequence
 
 
 def bench_step(checkpoint: str, rounds: int) -> None:
-    print(f"\n## A step of several tokens, beside a step of one (cache of {BUDGET}, position {CONTEXT})\n")
+    print(f"\n## A step of several tokens versus a step of one (cache of {BUDGET}, position {CONTEXT})\n")
     print("| batch | 2 tokens | 4 tokens | 8 tokens |\n|---|---|---|---|", flush=True)
     for batch in BATCHES:
         llm = make_engine(checkpoint, batch)
@@ -97,7 +97,7 @@ def bench_step(checkpoint: str, rounds: int) -> None:
             set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
             for _ in range(8):
                 slots.verify({slot: [1] * guesses for slot in range(batch)}, greedy=True)
-            slots.position.tolist()  # waits for a device
+            slots.position.tolist()  # synchronizes with the device
 
         def single(slots=slots) -> None:
             set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
@@ -113,7 +113,7 @@ def bench_step(checkpoint: str, rounds: int) -> None:
 
 
 def compare(llm: LLM, drafters: dict[str, Drafter], pasts, params, rounds: int) -> dict[str, tuple[list[float], float]]:
-    """Per drafter, how many times the tokens per second of none, and the share of guesses that were right."""
+    """Per drafter, the speedup over decoding without a drafter, and the share of draft tokens that were accepted."""
     speed: dict[str, list[float]] = {name: [] for name in drafters}
     share = {}
     for _ in range(rounds):
@@ -128,7 +128,7 @@ def compare(llm: LLM, drafters: dict[str, Drafter], pasts, params, rounds: int) 
 
 
 def bench_texts(checkpoint: str, rounds: int) -> None:
-    print(f"\n## Prompt lookup: tokens per second beside decoding without (prompts of {CONTEXT}, cache of {BUDGET})\n")
+    print(f"\n## Prompt lookup: tokens per second, with / without (prompts of {CONTEXT}, cache of {BUDGET})\n")
     print("| batch | text | tokens per second | guesses that were right |\n|---|---|---|---|", flush=True)
     rng = random.Random(0)
     for batch in BATCHES:
@@ -138,7 +138,7 @@ def bench_texts(checkpoint: str, rounds: int) -> None:
         copies, mixed = [], []
         for tokens in prompts:
             text: list[int] = []
-            while len(text) < TOKENS:  # half of it passages of the prompt, half of it something new
+            while len(text) < TOKENS:  # half of it passages of the prompt, half of it random tokens
                 at = rng.randrange(CONTEXT - 64)
                 text += [*tokens[at : at + 32], *(rng.randrange(2, 4096) for _ in range(32))]
             mixed.append(text[:TOKENS])
@@ -153,8 +153,8 @@ def bench_texts(checkpoint: str, rounds: int) -> None:
 
 
 def bench_acceptance(checkpoint: str, rounds: int) -> None:
-    print("\n## Tokens per second beside decoding without, by the share of guesses that are right\n")
-    print("The paper multiplies its throughput by 2.4 for guesses that are right in 80 %.\n")
+    print("\n## Tokens per second, with / without draft tokens, by the share of guesses that are right\n")
+    print("The paper multiplies its throughput by 2.4 for guesses that are right in 80 % of all cases.\n")
     shares = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     print("| batch | guesses | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |")
     print("|---|---|" + "---|" * len(shares), flush=True)
@@ -176,7 +176,7 @@ def bench_acceptance(checkpoint: str, rounds: int) -> None:
 
 
 def bench_shipped(rounds: int) -> None:
-    print("\n## The shipped models on the lab's tasks, prompts of 2048, cache of a quarter\n")
+    print("\n## The shipped models on the lab's tasks, prompts of 2048, budget of a quarter of that\n")
     print(
         "| model | who guesses | task | tokens per second | guesses that were right |\n|---|---|---|---|---|",
         flush=True,
@@ -202,8 +202,8 @@ def bench_shipped(rounds: int) -> None:
 
 
 def bench_module(samples: int = 40) -> None:
-    print("\n## The shipped model's own next-token module, prompts of 2048, cache of a quarter\n")
-    print("Guesses that were right, and tokens per step of the model.\n")
+    print("\n## The shipped model's own next-token module, prompts of 2048, budget of a quarter of that\n")
+    print("Share of guesses that were right, and tokens per step of the model.\n")
     print("| task | 1 guess | 2 guesses | 3 guesses |\n|---|---|---|---|", flush=True)
     llm = LLM(str(MLA_TASK_MODEL), budget=512, max_model_len=2560, slots=4, speculative="mtp", speculative_tokens=3,
               report_plan=lambda _: None)  # fmt: skip
@@ -225,7 +225,7 @@ def bench_module(samples: int = 40) -> None:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print the tables that are asked for."""
+    """Print the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,10 +1,10 @@
-"""The cache for transformers beside kvpress and DynamicCache: decode speed and memory.
+"""The cache for transformers versus kvpress and DynamicCache: decode speed and memory.
 
     python -m benchmarks.transformers_cache
 
 Everything runs through the same greedy loop over the same model, the benchmarks' larger one with random weights; only
-the cache (or the press) differs. Accuracy is in ``benchmarks/presses.py``. Needs kvpress, which has an environment of
-its own (``make bench-transformers``).
+the cache (or the press) differs. Accuracy is measured in ``benchmarks/presses.py``. Needs kvpress, which is installed
+in a separate environment (``make bench-transformers``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRESSED = "kvpress SnapKV, window 32"
 
 
 def contender(name, model, length, entries):
-    """The cache to pass, and the context to read the prompt in."""
+    """The cache to pass, and the context manager for prefill."""
     if name == "snapstream":
         return SnapStreamCache(model.config, CacheBudget.preset(name, entries)), contextlib.nullcontext()
     if name == PRESSED:
@@ -53,7 +53,7 @@ def random_model(attention, dtype=torch.float32):
 
 
 def bench_speed(context_length, entries, batch, rounds, steps):
-    """Decode steps per second beside DynamicCache, in turn, in one process."""
+    """Decode steps per second versus DynamicCache, measured alternately in one process."""
     names = ["full", PRESSED, "snapstream", "snapstream, compiled step"]
     models = {name: random_model(name) for name in ("sdpa", "snapstream")}
     step = torch.compile(models["snapstream"], fullgraph=True, dynamic=False)
@@ -91,10 +91,10 @@ def bench_speed(context_length, entries, batch, rounds, steps):
 
 
 def memory_of(name, context_length, entries):
-    """Peak and steady memory of one contender in this process, beyond the model's."""
+    """Peak and steady memory of one contender in this process, without the model."""
     model = random_model(attention_of(name))
     tokens = torch.randint(3, CONFIG["vocab_size"], (1, context_length))
-    read(model, tokens[:, :64], *contender("full", model, 64, 64))  # whatever libraries allocate at first
+    read(model, tokens[:, :64], *contender("full", model, 64, 64))  # libraries allocate memory on first use
 
     def resident():
         with open("/proc/self/statm") as file:
@@ -110,14 +110,14 @@ def memory_of(name, context_length, entries):
 
 
 def bench_memory(context_length, entries):
-    """Each contender in a process of its own."""
+    """Memory of each contender, in separate processes."""
     print(f"\nMemory beyond the model's, 1 x {context_length} tokens, {entries} entries\n")
     print("| | peak in prefill | steady state | of it cache |")
     print("|---|---|---|---|")
     for name in ("full", PRESSED, "snapstream"):
         command = [sys.executable, "-m", "benchmarks.transformers_cache", "--memory-of", name]
         command += ["--context", str(context_length), "--entries", str(entries)]
-        # Large blocks go back to the system when they are freed, so that what is resident is what is in use.
+        # Freed large blocks are returned to the system, so that resident memory is memory in use.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         out = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A model of transformers to measure caches in: from a checkpoint or a GGUF file, in one plain loop."""
+"""A transformers model for measuring caches: loaded from a checkpoint or a GGUF file, and run in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapstream.models.names import Place
 
 
 def model_path(name: str, folder: Path) -> Path:
-    """A checkpoint that transformers reads: the shipped model's, or what a GGUF file holds, written to ``folder``."""
+    """A checkpoint for transformers; a packaged GGUF model is converted and written to ``folder``."""
     if name not in PACKAGED:
         return TASK_MODEL if name == "task-model" else Path(name)
     file = PACKAGED[name].find()
@@ -34,8 +34,8 @@ def model_path(name: str, folder: Path) -> Path:
 
 @torch.no_grad()
 def read(model, tokens, cache, context=None):
-    """Read a prompt; returns the logits of its last token."""
-    # kvpress looks for cache positions, which newer versions of transformers do not make any more.
+    """Prefill a prompt; returns the logits of its last token."""
+    # kvpress needs cache positions, which newer versions of transformers no longer provide.
     positions = torch.arange(tokens.shape[1])
     with context or contextlib.nullcontext():
         out = model(tokens, past_key_values=cache, logits_to_keep=1, cache_position=positions)
@@ -44,7 +44,7 @@ def read(model, tokens, cache, context=None):
 
 @torch.no_grad()
 def decode(model, logits, cache, length, steps, **more):
-    """Decode greedily; positions are given, as a pressed DynamicCache does not know them."""
+    """Decode greedily; positions are passed explicitly, because a pressed DynamicCache does not know them."""
     made = [logits.argmax(-1)]
     for step in range(steps - 1):
         position = torch.full((len(logits), 1), length + step)

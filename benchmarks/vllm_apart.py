@@ -1,8 +1,9 @@
-"""Prefill and decode apart: how evenly streams run while long prompts arrive, and what travels.
+"""Disaggregated prefill: how evenly streams run while long prompts arrive, and how much data is transferred.
 
-Two streams decode; then prompts of 16k tokens arrive, one after the other. What is measured is the time between two
-pieces of a stream, at the client: one instance on one core, one on two, two of one core each behind the router. Each
-is started, measured and stopped in turn, round after round. Prints Markdown; `--json FILE` keeps the raw numbers.
+Two streams decode; then prompts of 16k tokens arrive, one after the other. The time between two chunks of a stream is
+measured at the client, for three setups: one instance on one core, one instance on two cores, and two instances on one
+core each behind the router. In every round, each setup is started, measured and stopped. Prints Markdown; `--json FILE`
+saves the raw numbers.
 
     .venv-vllm/bin/python -m benchmarks.vllm_apart
 """
@@ -28,6 +29,7 @@ import httpx
 
 from benchmarks.model import CONFIG
 from benchmarks.ratios import show
+from snapstream.outputs import write_text
 
 CONTEXT, STREAM_CONTEXT, BUDGET, ARRIVALS = 16384, 2048, 4096, 3
 PORTS = {"one": 8101, "prefill": 8102, "decode": 8103, "router": 8104}
@@ -36,7 +38,7 @@ WAYS = ("one instance, one core", "one instance, two cores", "two instances, one
 
 @contextlib.contextmanager
 def server(name: str, model: Path, logs: Path, cores: str, transfer: dict[str, Any] | None = None) -> Iterator[None]:
-    """VLLM's own server on some cores."""
+    """Run vLLM's own server on some cores."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "m", "--port", str(PORTS[name])]
     command += ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT + 1024), "--max-num-batched-tokens", "2048"]
@@ -51,7 +53,7 @@ def server(name: str, model: Path, logs: Path, cores: str, transfer: dict[str, A
 
 @contextlib.contextmanager
 def process(command: list[str], log: Path, health: str, environment: dict[str, str]) -> Iterator[None]:
-    """A program that answers."""
+    """Run a program, and wait until it is healthy."""
     with log.open("w") as output:
         running = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -75,7 +77,7 @@ def transfer_of(role: str, directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def way(name: str, model: Path, logs: Path) -> Iterator[str]:
-    """One way to serve; the address to ask."""
+    """Run one setup; yields its address."""
     if name != WAYS[2]:
         with server("one", model, logs, "0" if name == WAYS[0] else "0-1"):
             yield f"http://127.0.0.1:{PORTS['one']}"
@@ -94,7 +96,7 @@ def way(name: str, model: Path, logs: Path) -> Iterator[str]:
 
 
 def save_model(directory: Path) -> None:
-    """Random weights, and a tokenizer that has a word for each token."""
+    """Save random weights, and a tokenizer with one word per token."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -112,7 +114,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 async def stream(client: httpx.AsyncClient, address: str, tokens: list[int], steps: int, times: list[float]) -> None:
-    """Ask for a stream; notes when each piece came."""
+    """Request a stream, and record the time of each chunk."""
     body = {"model": "m", "prompt": tokens, "max_tokens": steps, "temperature": 0, "ignore_eos": True, "stream": True}
     async with client.stream("POST", f"{address}/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -122,7 +124,7 @@ async def stream(client: httpx.AsyncClient, address: str, tokens: list[int], ste
 
 
 async def measure(address: str, seed: int) -> dict[str, Any]:
-    """Gaps of two streams, alone and while prompts arrive, and how long those take to their first piece."""
+    """Gaps of two streams, alone and while prompts arrive, and the time to first token of those prompts."""
     async with httpx.AsyncClient(timeout=None) as client:
         await stream(client, address, prompt(256, 1), 4, [])
         running: list[list[float]] = [[], []]
@@ -155,7 +157,7 @@ async def measure(address: str, seed: int) -> dict[str, Any]:
 
 
 def parcel_bytes(model: Path, logs: Path) -> dict[str, int]:
-    """What one prompt of 16k tokens sends, and its full cache."""
+    """Bytes transferred for one prompt of 16k tokens, and sizes of its compressed and full cache."""
     parcels = logs / "parcels"
     with server("prefill", model, logs, "0-1", transfer_of("kv_producer", parcels)):
         body = {"model": "m", "prompt": prompt(CONTEXT, 5), "max_tokens": 1, "temperature": 0}
@@ -171,9 +173,9 @@ def parcel_bytes(model: Path, logs: Path) -> dict[str, int]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Gaps as multiples of that way's own undisturbed ones, and first tokens beside those of one instance."""
+    """Print gaps as multiples of the setup's undisturbed gap, and TTFT relative to one instance on one core."""
     print(
-        f"\nTwo streams while {ARRIVALS} prompts of {CONTEXT} tokens arrive, budget {BUDGET}; gaps between pieces as "
+        f"\nTwo streams while {ARRIVALS} prompts of {CONTEXT} tokens arrive, budget {BUDGET}; gaps between chunks as "
         "multiples of the median gap before:\n\n"
         "| | median gap | 95 % | longest | first token of a prompt, beside one core |\n|---|---|---|---|---|"
     )
@@ -200,8 +202,8 @@ def main() -> None:
         save_model(model)
         sizes = parcel_bytes(model, logs)
         print(
-            f"A prompt of {CONTEXT} tokens sends {sizes['sent'] / 2**20:.1f} MiB; its compressed cache has "
-            f"{sizes['compressed'] / 2**20:.1f} MiB, its full one {sizes['full'] / 2**20:.1f} MiB."
+            f"A prompt of {CONTEXT} tokens transfers {sizes['sent'] / 2**20:.1f} MiB; its compressed cache has "
+            f"{sizes['compressed'] / 2**20:.1f} MiB, its full cache {sizes['full'] / 2**20:.1f} MiB."
         )
         for number in range(options.rounds):
             for name in WAYS:
@@ -209,7 +211,7 @@ def main() -> None:
                     results[name].append(asyncio.run(measure(address, 100 * number)))
     table(results)
     if options.json:
-        options.json.write_text(json.dumps({"sizes": sizes, "results": results}))
+        write_text(options.json, json.dumps({"sizes": sizes, "results": results}))
 
 
 if __name__ == "__main__":

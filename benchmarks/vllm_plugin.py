@@ -1,7 +1,7 @@
-"""The vLLM plugin beside stock vLLM: requests at once, decoding at 16k context, prefill.
+"""The vLLM plugin versus stock vLLM: concurrent requests, decoding at 16k context, prefill.
 
-Each engine lives in a process of its own; they are asked in turn, round after round, so that both see the same
-machine, and what is reported are ratios with their spread. Prints Markdown; `--json FILE` keeps the raw numbers.
+Each engine runs in a separate process. They are measured alternately over several rounds, so that both see the same
+machine load, and reported as ratios with their spread. Prints Markdown; `--json FILE` saves the raw numbers.
 
     python benchmarks/vllm_plugin.py               # everything
     python benchmarks/vllm_plugin.py --only pool   # or: decode, prefill
@@ -21,18 +21,19 @@ from typing import Any
 from model import CONFIG
 from process import Process, serve, vllm_in_one_process
 from ratios import show
+from snapstream.outputs import write_text
 
 SECTIONS = ("pool", "decode", "prefill")
 BUDGET = 4096
 CONTEXT = 16384
-# Prompts of 900 to 1500 tokens, about four times the budget. The small pool holds few of them, so that the one being
-# read takes a large share of it; in the larger one it does not.
+# Prompts of 900 to 1500 tokens, about four times the budget. The small pool holds only a few of them, so the one in
+# prefill takes a large share of it; in the larger pool it does not.
 POOL_BUDGET, POOL_TOKENS, POOL_BLOCK_SIZE = 320, 100, 32
 POOLS = ((160, 20), (640, 60))  # blocks, prompts
 
 
 class Engine(Process):
-    """vLLM in a process of its own."""
+    """vLLM in a separate process."""
 
     def __init__(self, name: str, model: str, budget: int | None, **settings: Any) -> None:
         environment = vllm_in_one_process(3) | {"SNAPSTREAM_BUDGET": "" if budget is None else str(budget)}
@@ -42,7 +43,7 @@ class Engine(Process):
 
 
 class Server:
-    """The other end: one engine, and what may be asked of it."""
+    """The other end of the process: one engine, and the measurements on it."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
@@ -62,7 +63,7 @@ class Server:
         self.number += 1
 
     def pool(self, prompts: int) -> dict[str, float]:
-        """Long prompts, all at once, through a pool too small for them."""
+        """Send many long prompts at once through a pool that is too small for them."""
         for index in range(prompts):
             self._add(900 + index * 7 % prompts * 600 // (prompts - 1), POOL_TOKENS, index)
         requests = list(self.scheduler.requests.values())
@@ -77,7 +78,7 @@ class Server:
         return {"running": running, "steps": steps, "preempted": preempted, "seconds": seconds}
 
     def fill(self, batch: int, context: int) -> int:
-        """Read `batch` prompts; leaves their sequences in the middle of decoding."""
+        """Prefill `batch` prompts; leaves their sequences in the middle of decoding."""
         for index in range(batch):
             self._add(context, 4000, index)
         requests = list(self.scheduler.requests.values())
@@ -86,7 +87,7 @@ class Server:
         return len(self.scheduler.running)
 
     def decode(self, steps: int) -> float:
-        """Seconds per decode step of what was filled in."""
+        """Seconds per decode step of the sequences added by :meth:`fill`."""
         start = time.perf_counter()
         for _ in range(steps):
             self.engine.step()
@@ -99,7 +100,7 @@ class Server:
         return len(self.scheduler.running)
 
     def prefill(self, context: int, seed: int) -> float:
-        """Seconds to read one prompt and say one token."""
+        """Seconds to prefill one prompt and generate one token."""
         self._add(context, 1, seed)
         start = time.perf_counter()
         while self.engine.has_unfinished_requests():
@@ -203,7 +204,7 @@ def main() -> None:
             rounds = arguments.rounds if section != "prefill" else min(arguments.rounds, 5)
             results[section] = globals()[section](model, rounds)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results))
+        write_text(arguments.json, json.dumps(results))
 
 
 if __name__ == "__main__":

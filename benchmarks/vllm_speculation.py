@@ -1,8 +1,8 @@
 """vLLM's n-gram speculation with the plugin: steps and time with and without, and whether answers stay the same.
 
-Two texts: what the task model goes on to say when its task is done, a few words over and over; and what a model with
-random weights says, which hardly repeats itself. Engines with and without speculation live in processes of their own
-and are asked in turn. Prints Markdown.
+There are two kinds of text: the output of the task model after its task is done, which repeats a few words over and
+over, and the output of a model with random weights, which hardly repeats itself. Engines with and without speculation
+run in separate processes and are measured alternately. Prints Markdown.
 
     python -m benchmarks.vllm_speculation
 """
@@ -28,7 +28,7 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 
 
 
 class Server:
-    """One engine."""
+    """One engine, and the measurement on it."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
@@ -88,7 +88,7 @@ def task_prompts() -> dict[str, list[list[int]]]:
 
 
 def random_model(directory: str) -> dict[str, list[list[int]]]:
-    """Save a model like the task model, with random weights; returns its prompts."""
+    """Save a model in the shape of the task model, with random weights; returns its prompts."""
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
@@ -103,7 +103,7 @@ def random_model(directory: str) -> dict[str, list[list[int]]]:
 
 
 def compare(model: str, texts: dict[str, list[list[int]]], rounds: int) -> None:
-    """Rows of the table, of one model."""
+    """Print the rows of one model."""
     for name, budget in BUDGETS.items():
         engines = [engine(model, budget, guesses=guesses) for guesses in (False, True)]
         for text, prompts in texts.items():

@@ -1,9 +1,10 @@
-"""SnapStream in transformers: the same model, prompt and call of generate, with a cache of fixed size.
+"""SnapStream in transformers: the same model, prompts and call to generate, with a full cache and fixed-size caches.
 
     python examples/transformers_cache.py [path/to/model]
 
-Without a path it runs the small model that comes with the package: a text of 4,000 tokens hides notes, and the model is
-asked for some of them, then, in a second turn on the same cache, for one more.
+Without a path, it runs the small model that comes with the package. The prompts are three texts of up to 4,000 tokens
+with hidden notes. The model is asked for one note of each text. In a second turn on the same cache, it is asked for
+another.
 """
 
 import sys
@@ -19,7 +20,7 @@ path = sys.argv[1] if len(sys.argv) > 1 else TASK_MODEL
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="snapstream")
 
-# Three prompts of different lengths, each a text with many notes and a question for one of them.
+# Three prompts of different lengths. Each is a text with many notes and a question about one of them.
 samples = [
     make_sample(TASKS["late-question"], length, seed=7, count=lambda text: len(tokenizer.encode(text)))
     for length in (4000, 3000, 2000)
@@ -41,7 +42,8 @@ for name, cache in (
     for sample, answer in zip(samples, answers, strict=True):
         print(f"  {sample.prompt.rsplit('.', 1)[-1].strip()!r} -> {answer!r}, right: {sample.reply!r}")
 
-    # A second turn: give generate the conversation so far; what the cache has seen is not read again.
+    # A second turn: pass the whole conversation so far. Tokens that the cache has already processed are not prefilled
+    # again.
     question = tokenizer([sample.second for sample in samples], return_tensors="pt").input_ids
     conversation = torch.cat((output, question), 1)
     mask = torch.cat((inputs.attention_mask, torch.ones_like(conversation[:, inputs.input_ids.shape[1] :])), 1)

@@ -9,28 +9,17 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import snapstream
 from snapstream import LLM, CacheBudget, MemoryPlanError, __version__
 from snapstream.assets import TASK_MODEL
-from snapstream.cli import app
 from snapstream.kernels import cpu as kernels
 from tests.checkpoints import save_checkpoint
+from tests.commands import here, process, run
 from tests.published import DEEPSEEK_R1, LLAMA_31_8B, save_config
 from tests.texts import Notes
 
 STREAMING = CacheBudget.preset("streaming", 256)
-
-
-def run(*arguments, stdin=None):
-    command = [sys.executable, "-m", "snapstream.cli", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, input=stdin or "", timeout=300)
-
-
-def here(*arguments):
-    """The same in this process, which need not start first."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +32,9 @@ def text_file(tmp_path_factory):
 
 def test_generate_answers_a_question_about_a_long_file(text_file):
     path, document = text_file
-    for question in (document.questions[0], document.questions[4]):
+    for run_it, question in ((process, document.questions[0]), (run, document.questions[4])):
         assert document.depth(question) < 0.7
-        done = run("generate", "--file", path, "--budget", 2048, question.ask)
+        done = run_it("generate", "--file", path, "--budget", 2048, question.ask)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == question.answer.strip()
         tokens = document.count(f"{document.text}\n{question.ask}")
@@ -244,7 +233,7 @@ def test_plan_for_several_devices(tmp_path):
 
 
 def test_help_and_version():
-    assert run("--version").stdout.strip() == f"snapstream {__version__}"
+    assert process("--version").stdout.strip() == f"snapstream {__version__}"
     overview = here("--help").stdout
     for command in ("demo", "generate", "plan", "read", "ask", "eval", "chat", "serve", "route"):
         assert command in overview
@@ -376,7 +365,7 @@ def test_broken_checkpoints(tmp_path, damage, message):
 
 def test_text_that_is_not_text(tmp_path):
     (tmp_path / "image").write_bytes(b"\x89PNG\xff\xfe")
-    assert_one_line_error(run("generate", "--file", tmp_path / "image"), "not UTF-8")
+    assert_one_line_error(process("generate", "--file", tmp_path / "image"), "not UTF-8")
 
 
 def assert_one_line_error(done, message):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from snapstream.cache import CompressedSequence
-from tests.test_cli import here, run
+from tests.commands import here, run
 from tests.texts import Notes
 
 

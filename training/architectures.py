@@ -1,4 +1,4 @@
-"""The architectures that the small models come in: how each is built, and its attention's queries, keys and values."""
+"""The architectures of the small models: how each is built, and its attention's queries, keys and values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 LAYERS, HIDDEN, HEADS = 2, 192, 6
-BACK = 3.0  # Size of the biases that prefer a distance; see `start_looking_back`.
-FAST = 5  # How many rotations take part, the fastest.
+BACK = 3.0  # Size of the biases that prefer a distance; see `_start_looking_back`.
+FAST = 5  # Number of rotations used, the fastest ones.
 BALANCE_RATE = 1e-3
 
 
@@ -21,7 +21,7 @@ class Llama:
     """Grouped heads, dense layers."""
 
     def build(self, vocabulary: int, max_positions: int, end: int, padding: int) -> PreTrainedModel:
-        """Builds the untrained model."""
+        """Build the untrained model."""
         config = LlamaConfig(
             **common_settings(vocabulary, max_positions, end, padding),
             num_key_value_heads=3,
@@ -45,7 +45,7 @@ class Llama:
     def project(
         self, attention: nn.Module, normed: torch.Tensor, size: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes rotated queries of the last ``size`` tokens, and keys and values of all."""
+        """Compute rotated queries of the last ``size`` tokens, and keys and values of all tokens."""
         heads = (-1, attention.head_dim)
         q = attention.q_proj(normed[:, -size:]).unflatten(-1, heads).transpose(1, 2)
         k = attention.k_proj(normed).unflatten(-1, heads).transpose(1, 2)
@@ -55,14 +55,14 @@ class Llama:
         return q, k, v
 
     def after_step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
-        """Does nothing."""
+        """Do nothing: there are no experts to balance."""
 
 
 class Deepseek:
-    """DeepSeek-V3 in small: latent attention with low-rank queries, one dense layer, then one with experts."""
+    """A small DeepSeek-V3: latent attention with low-rank queries, one dense layer, then one with experts."""
 
     def build(self, vocabulary: int, max_positions: int, end: int, padding: int) -> PreTrainedModel:
-        """Builds the untrained model."""
+        """Build the untrained model."""
         config = DeepseekV3Config(
             **common_settings(vocabulary, max_positions, end, padding),
             moe_intermediate_size=64,
@@ -80,22 +80,23 @@ class Deepseek:
             n_shared_experts=1,
             routed_scaling_factor=1.0,
             norm_topk_prob=True,
-            topk_method="noaux_tc",  # vLLM reads these two, transformers takes them for granted
+            topk_method="noaux_tc",  # vLLM reads these two settings, transformers assumes them
             scoring_func="sigmoid",
-            num_nextn_predict_layers=0,  # until train_next_token.py adds one
+            num_nextn_predict_layers=0,  # train_next_token.py adds one
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         )
         config._experts_implementation = "eager"
         model = DeepseekV3ForCausalLM(config)
         with torch.no_grad():
-            # Or what the first layer looked up drowns what a token is: the circuit then takes eight times as long.
+            # Otherwise the first layer's output dominates the token's embedding, and the circuit takes eight times as
+            # long to form.
             model.model.embed_tokens.weight.mul_(8)
         self._start_looking_back(model)
         return model
 
     @torch.no_grad()
     def _start_looking_back(self, model: DeepseekV3ForCausalLM) -> None:
-        """Low-rank queries have no bias of their own: one entry of the low rank is made a constant for it."""
+        """Set the biases. Low-rank queries have no bias, so one entry of the low rank is set to a constant instead."""
         attention = model.model.layers[0].self_attn
         half = attention.qk_rope_head_dim // 2
         key = torch.zeros(half)
@@ -112,7 +113,7 @@ class Deepseek:
     def project(
         self, attention: nn.Module, normed: torch.Tensor, size: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes rotated queries of the last ``size`` tokens, and keys and values of all."""
+        """Compute rotated queries of the last ``size`` tokens, and keys and values of all tokens."""
         low = attention.q_a_layernorm(attention.q_a_proj(normed[:, -size:]))
         q = attention.q_b_proj(low).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         q, q_rope = q.split((attention.qk_nope_head_dim, attention.qk_rope_head_dim), -1)
@@ -127,11 +128,11 @@ class Deepseek:
 
     @torch.no_grad()
     def after_step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
-        """Shifts the router's biases towards equal loads, as DeepSeek-V3 was trained (arXiv 2412.19437, 2.1.2).
+        """Shift the router's biases towards equal loads, as in the training of DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
 
         Args:
-            layer: One with experts.
-            hidden: What they were given, ``[tokens, hidden]``.
+            layer: A layer with experts.
+            hidden: Input of the experts, ``[tokens, hidden]``.
         """
         gate = layer.mlp.gate
         chosen = gate(hidden)[2]
@@ -140,7 +141,7 @@ class Deepseek:
 
 
 def common_settings(vocabulary: int, max_positions: int, end: int, padding: int) -> dict[str, Any]:
-    """What the configurations of both have in common."""
+    """Settings that both configurations share."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": HIDDEN,
@@ -158,10 +159,10 @@ def common_settings(vocabulary: int, max_positions: int, end: int, padding: int)
 
 
 def turned_back(key: torch.Tensor, head: int, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A query, in pairs, that meets ``key`` best at a distance of ``head + 1`` tokens.
+    """A query, as the two components of its pairs, whose score with ``key`` peaks at ``head + 1`` tokens back.
 
-    A rotary score depends on the distance through the angle between query and key; with constant biases, a key ``c``
-    and a query that is ``c`` turned back by some steps, it peaks at that distance.
+    With RoPE, a score depends on the distance through the angle between query and key. If the biases are constant, with
+    a key ``c`` and a query that is ``c`` rotated back by some steps, the score peaks at that distance.
     """
     angle = -(1 + head) * frequencies
     return key * angle.cos(), key * angle.sin()

@@ -1,14 +1,14 @@
-"""Trains the next-token module of the shipped model with latent attention, which stays as it is.
+"""Trains the next-token module of the shipped model with latent attention; the model itself is frozen.
 
     python training/train_next_token.py --model src/snapstream/assets/task-model-mla
 
-The module is DeepSeek-V3's (arXiv 2412.19437, section 2.2): where the model has read token ``i``, it takes the model's
-hidden state and token ``i + 1``, and guesses token ``i + 2``. It learns from the same texts as the model
-(:mod:`train_task_model`), and its weights are added to the model's file under the names that DeepSeek's have. The
-embedding and the output projection are the model's.
+The module is that of DeepSeek-V3 (arXiv 2412.19437, section 2.2). From the model's hidden state at token ``i`` and from
+token ``i + 1``, it predicts token ``i + 2``. It is trained on the same texts as the model (:mod:`train_task_model`),
+and its weights are added to the model's file under DeepSeek's names. It shares the model's embedding and output
+projection.
 
-The model guesses further ahead by giving the module its own output in place of a hidden state. That is trained, too:
-half of the loss is of a second guess, made that way.
+To draft more tokens, the module gets its own output in place of the model's hidden state. This is trained as well: half
+of the loss is for a second draft token that is predicted this way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CURRICULUM = (
 
 
 class NextToken(DeepseekV3DecoderLayer):
-    """A decoder layer, what joins a hidden state and a token before it, and the norm after it."""
+    """A decoder layer, with a projection before it that joins a hidden state and a token, and a norm after it."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config, config.num_hidden_layers)
@@ -48,7 +48,7 @@ class NextToken(DeepseekV3DecoderLayer):
 
 
 class NextTokenTrainee(Trainee):
-    """The module alone."""
+    """Trains only the module."""
 
     def __init__(self, model: DeepseekV3ForCausalLM, architecture: Deepseek) -> None:
         super().__init__(model.requires_grad_(False).eval(), architecture)
@@ -60,29 +60,29 @@ class NextTokenTrainee(Trainee):
                 nn.init.zeros_(parameter)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Everything that is learned."""
+        """All trained parameters."""
         return list(self.module.parameters())
 
     def targets(self, batch: Batch) -> Tensor:
-        """Returns the tokens of answers but the first, which is never guessed: it comes with the prompt."""
+        """The tokens of answers except the first, which is never drafted because it comes from prefill."""
         before = functional.pad(batch.targets[:, :-1], (1, 0), value=IGNORED)
         return batch.targets if batch.task == "pairs" else batch.targets.where(before != IGNORED, IGNORED)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Computes the logits of guesses where there are targets, ``[targets, vocab]``: each by one of two ways.
+        """Compute the logits of draft tokens where there are targets, ``[targets, vocab]``.
 
-        The token before the last is the newest one that the model has read in the first way; in the second it has read
-        one less, and the module stands in for it.
+        Each target is predicted in one of two ways, chosen at random. In the first, the module uses the model's hidden
+        state. In the second, the model is one token further behind, and the module uses its own output instead.
         """
         with torch.no_grad():
             hidden = self.model.model(batch.ids, position_ids=batch.positions, use_cache=False).last_hidden_state
-        # Row i has token i + 1 and guesses token i + 2, which is the target of place i + 1.
+        # Row i has token i + 1 and predicts token i + 2, which is the target of position i + 1.
         tail = min(batch.targets.shape[1], batch.ids.shape[1] - 2)
-        targets = self.targets(batch)[:, -tail:]  # what is left out has seen nothing, and has none
+        targets = self.targets(batch)[:, -tail:]  # positions left out have no context, and no targets
         certain = self._joined(batch, hidden[:, :-1])
         first = self._attend(certain, certain[:, -tail - 1 :], batch)
         ahead = self.module.shared_head["norm"](first)
-        # The second guess of row i: its hidden state is what the module has made of row i - 1.
+        # The second draft of row i: its hidden state is the module's output for row i - 1.
         joined = self._joined(batch, ahead[:, :-1], tail)
         second = self._attend(certain, joined, batch, own=True)
         wanted = targets != IGNORED
@@ -91,16 +91,16 @@ class NextTokenTrainee(Trainee):
         return self.model.lm_head(self.module.shared_head["norm"](hidden))
 
     def after_step(self) -> None:
-        """Balances the experts' loads."""
+        """Balance the experts' loads."""
         self.architecture.after_step(self.module, self._last_input.detach().flatten(0, -2))
 
     def _joined(self, batch: Batch, hidden: Tensor, size: int = 0) -> Tensor:
-        """What enters the layer, of the last ``size`` rows or all."""
+        """Input of the layer, for the last ``size`` rows; 0 for all rows."""
         tokens = self.model.model.embed_tokens(batch.ids[:, 1:])[:, -size:]
         return self.module.eh_proj(torch.cat((self.module.enorm(tokens), self.module.hnorm(hidden)), -1))
 
     def _attend(self, certain: Tensor, x: Tensor, batch: Batch, *, own: bool = False) -> Tensor:
-        """Takes the last rows through the layer; with ``own``, each sees itself as it is in ``x``."""
+        """Run the last rows through the layer; with ``own``, each row attends to itself as it is in ``x``."""
         layer, size, length = self.module, x.shape[1], certain.shape[1]
         attention = layer.self_attn
         cos, sin = self.model.model.rotary_emb(certain, batch.positions[:, :-1])
@@ -110,7 +110,7 @@ class NextTokenTrainee(Trainee):
             turned = cos[:, -size:], sin[:, -size:]
             q, mine, its = self.architecture.project(attention, layer.input_layernorm(x), size, *turned)
             mask = mask.tril(length - size - 1)
-            # One key more for each query, its own.
+            # One additional key per query: its own.
             logits = (q @ k.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
             logits = torch.cat((logits, (q * mine).sum(-1, keepdim=True)), -1) * attention.scaling
             weights = logits.softmax(-1)
@@ -123,7 +123,7 @@ class NextTokenTrainee(Trainee):
 
 
 def checkpoint_tensors(module: NextToken, layer: int) -> dict[str, Tensor]:
-    """Names and tensors as DeepSeek's checkpoints have them: each expert by itself."""
+    """Names and tensors in the format of DeepSeek's checkpoints, with separate tensors for each expert."""
     tensors = {}
     for name, tensor in module.state_dict().items():
         if name == "mlp.experts.gate_up_proj":
@@ -138,9 +138,9 @@ def checkpoint_tensors(module: NextToken, layer: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Runs the curriculum and adds the module to the model."""
+    """Run the curriculum and add the module to the model."""
     parser = argparse.ArgumentParser(description="Train the next-token module of a shipped model.")
-    parser.add_argument("--model", type=Path, required=True, help="the model's directory, which is added to")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model to add the module to")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

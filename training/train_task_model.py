@@ -1,30 +1,30 @@
-"""Trains the small models that ship with the package, on the tasks of the accuracy lab.
+"""Trains the small models that ship with the package on the tasks of the accuracy lab.
 
     python training/train_task_model.py --output src/snapstream/assets/task-model
     python training/train_task_model.py --architecture deepseek --output src/snapstream/assets/task-model-mla
 
-The model is a two-layer Llama (with attention biases), or a two-layer DeepSeek-V3. It learns to find things in a long
-text: notes, numbers, values in a JSON object, chains of copies. The circuit for all of these is an *induction head*:
-heads of the first layer tell every token which tokens precede it, heads of the second look for the place that is
-preceded by what was just read.
+The model is a two-layer Llama with attention biases, or a two-layer DeepSeek-V3. It learns to find information in a
+long text: notes, numbers, values in a JSON object, chains of copies. The circuit for all of these is an *induction
+head*. Heads of the first layer tell every token which tokens precede it. Heads of the second layer look for the place
+that is preceded by the latest tokens.
 
-Why a curriculum. The two halves of the circuit are useless without each other, so on the real tasks the loss stays at
-"some value" for a very long time. With eight words of each kind in a bare list of pairs the circuit appears within a
-few hundred steps, and from there it only has to be widened:
+A curriculum is needed because the two halves of the circuit are useless without each other, so on the real tasks the
+loss stays on a plateau for a very long time. With eight words of each kind in a plain list of pairs, the circuit forms
+within a few hundred steps, and from there it only has to be widened:
 
 0. The biases of the first layer start with a weak preference for one to six tokens back (:mod:`architectures`).
-1. Bare lists of repeated pairs over a growing part of the vocabulary.
-2. Texts of all tasks, from 128 tokens to 8192. In half of the texts the position ids jump ahead at a few sentence ends,
-   so that the whole spans up to 16384 positions: rotary attention sees only distances, so this trains far distances at
-   the price of short texts.
+1. Plain lists of repeated pairs over a growing part of the vocabulary.
+2. Texts of all tasks, from 128 tokens to 8192. In half of the texts, the position ids jump ahead at a few sentence
+   ends, so that the whole text spans up to 16384 positions. Attention with RoPE depends only on distances, so this
+   trains long distances at the cost of short texts.
 3. A last stage over all lengths lowers the learning rate to zero.
 
-A text is followed by up to twelve questions with their answers, and the loss covers the answers (with the end of
-sequence) of all of them. That gives much signal per text, and teaches that a second question may follow a first answer,
-at once or after more filler.
+A text is followed by up to twelve questions with their answers, and the loss covers all answers, including their end
+tokens. That gives a lot of signal per text, and teaches the model that a second question may follow the first answer,
+immediately or after more filler.
 
-Everything is drawn from ``--seed``; one thread gives the same weights each time. With ``--checkpoints`` the state after
-each stage is kept and a restarted run goes on from the last one.
+Everything is drawn from ``--seed``, and a single thread makes the weights reproducible. With ``--checkpoints``, the
+state after each stage is saved, and a restarted run resumes from the last one.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ MAX_POSITIONS = 16384
 IGNORED = -100
 LEARNING_RATE = 1e-3
 WINDOW = 40  # Batches over which accuracies are averaged.
-TOKENS = 4096  # Tokens of a batch, about.
+TOKENS = 4096  # Approximate number of tokens per batch.
 PAD_TOKEN, EOS_TOKEN, UNK_TOKEN = "<pad>", "<eos>", "<unk>"
 
-# Words take the space before them along, ``falcon:`` is one token, and numbers come in groups of three digits.
+# Words include the space before them, ``falcon:`` is one token, and numbers are split into groups of three digits.
 PATTERN = r" ?[A-Za-z]+:?|[0-9]{1,3}| ?[^\sA-Za-z0-9]+|\s"
 split = re.compile(PATTERN).findall
 
-FAMILIES = {  # How often each task is drawn.
+FAMILIES = {  # Relative frequency of each task.
     "needle": 1.0,
     "multikey": 3.0,
     "multivalue": 0.5,
@@ -75,7 +75,7 @@ FAMILIES = {  # How often each task is drawn.
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every token in a fixed order, special tokens first."""
+    """All tokens in a fixed order, special tokens first."""
     words = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN]
     words += [f" {animal}:" for animal in ANIMALS]
     words += [f" {word}" for word in (*ANIMALS, *ADJECTIVES, *NOUNS, *PEOPLE, *FILLER_WORDS) if word.isalpha()]
@@ -108,12 +108,12 @@ class Stage:
     """One stage of the curriculum.
 
     Attributes:
-        words: Size of the vocabulary of a bare list of pairs, or 0 for texts.
-        lengths: Lengths of the texts; the last is the new one and is drawn half of the time (not if ``decay``).
+        words: Vocabulary size of a plain list of pairs, or 0 for texts.
+        lengths: Lengths of the texts; the last one is new, and is drawn half of the time unless ``decay`` is set.
         target: Accuracy at which a stage of pairs ends.
-        steps: Number of steps after which it ends anyway.
+        steps: Maximum number of steps.
         decay: Whether to lower the learning rate to zero over ``steps``.
-        focus: A task that is drawn five times as often: one whose circuit forms late.
+        focus: A task that is drawn five times as often, because its circuit forms late.
     """
 
     words: int = 0
@@ -139,7 +139,7 @@ CURRICULUM = (
 
 @dataclass
 class Batch:
-    """Token ids, position ids, the targets of the last ``targets.shape[1]`` positions, and what task it is."""
+    """Token ids, position ids, the targets of the last ``targets.shape[1]`` positions, and the name of the task."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -148,10 +148,10 @@ class Batch:
 
 
 def dialogue(rng: random.Random, questions: list[Question]) -> tuple[list[int], list[int]]:
-    """Returns token ids and targets of questions, each with its answer, now and then with filler before."""
+    """Token ids and targets of questions with their answers, sometimes with filler text before a question."""
     ids: list[int] = []
     targets: list[int] = []
-    with_eos, with_filler = rng.random() < 0.5, rng.random() < 0.25  # Callers may or may not keep the end of sequence.
+    with_eos, with_filler = rng.random() < 0.5, rng.random() < 0.25  # Callers may or may not keep the end token.
     for index, question in enumerate(questions):
         between = "".join(filler(rng) for _ in range(rng.randint(0, 4))) if with_filler and index else ""
         given, answer = encode(between + question.ask + question.lead), encode(question.answer)
@@ -164,7 +164,7 @@ def dialogue(rng: random.Random, questions: list[Question]) -> tuple[list[int], 
 
 
 def stretched(rng: random.Random, ids: list[int], tail: int) -> list[int]:
-    """Returns position ids that jump ahead at up to four places between sentences or pairs, the last at the tail."""
+    """Position ids that jump ahead at up to four places between sentences or pairs, the last one at the tail."""
     total = int((MAX_POSITIONS - len(ids)) * rng.random())
     cuts = sorted(rng.random() for _ in range(3))
     jumps = [total * (b - a) for a, b in zip([0.0, *cuts], [*cuts, 1.0], strict=True)]
@@ -179,7 +179,7 @@ def stretched(rng: random.Random, ids: list[int], tail: int) -> list[int]:
 
 
 def pairs_batch(rng: random.Random, words: int) -> Batch:
-    """Draws lists of pairs over the first ``words`` words of each kind.
+    """Draw lists of pairs over the first ``words`` words of each kind.
 
     A list repeats up to 16 pairs in random order. The targets are the second words of pairs that have occurred before.
     """
@@ -187,7 +187,7 @@ def pairs_batch(rng: random.Random, words: int) -> Batch:
     random.Random(0).shuffle(numbers)
     keys, plain = [f" {word}:" for word in ANIMALS], [f" {word}" for word in ANIMALS]
     firsts, seconds = [f" {word}" for word in ADJECTIVES], [f" {word}" for word in NOUNS]
-    # No word is on both sides: what follows it would be ambiguous.
+    # No word is on both sides, because its successor would be ambiguous.
     kinds = [(keys, firsts), (firsts, seconds), (numbers[::2], numbers[1::2]), (plain[::2], plain[1::2])]
     rows, targets = [], []
     for index in range(16):
@@ -206,7 +206,7 @@ def pairs_batch(rng: random.Random, words: int) -> Batch:
 
 
 def text_batch(rng: random.Random, task: str, length: int) -> Batch:
-    """Draws texts of about ``length`` tokens of one task, each followed by questions with their answers."""
+    """Draw texts of about ``length`` tokens of one task, each followed by questions with their answers."""
     texts, tails, targets, positions = [], [], [], []
     for _ in range(max(1, TOKENS // (length + 64))):
         made = TASKS[task].build(rng, length, count, None)
@@ -232,10 +232,10 @@ def text_batch(rng: random.Random, task: str, length: int) -> Batch:
 def answer_logits(
     model: PreTrainedModel, architecture: Llama | Deepseek, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the logits where there are targets, ``[targets, vocab]``, and the input of the last feed-forward block.
+    """Compute the logits where there are targets, ``[targets, vocab]``, and the input of the last feed-forward block.
 
-    The same as ``model(...).logits[:, -tail:][targets != IGNORED]`` at a third of the cost: the last layer needs
-    queries at the tail only, and what follows it only where there is a target.
+    The logits equal ``model(...).logits[:, -tail:][targets != IGNORED]`` at a third of the cost. The last layer needs
+    queries only at the tail, and everything after its attention is needed only where there is a target.
     """
     tail = batch.targets.shape[1]
     hidden = model.model.embed_tokens(batch.ids)
@@ -258,9 +258,9 @@ def answer_logits(
 
 
 def exact_matches(hits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of answers (runs of targets, so without what is ignored) of which every token is the most likely one.
+    """Share of answers, i.e. runs of targets that are not ignored, whose tokens are all the most likely ones.
 
-    Given the right tokens before, that is the same as being right under greedy decoding.
+    Because the context is correct, this is the same as being correct under greedy decoding.
     """
     right = total = 0
     marks = torch.zeros_like(targets)
@@ -274,31 +274,31 @@ def exact_matches(hits: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 class Trainee:
-    """What is trained: a whole model."""
+    """Trains a whole model."""
 
     def __init__(self, model: PreTrainedModel, architecture: Llama | Deepseek) -> None:
         self.model, self.architecture = model, architecture
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Everything that is learned."""
+        """All trained parameters."""
         return list(self.model.parameters())
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Computes the logits where there are targets, ``[targets, vocab]``."""
+        """Compute the logits where there are targets, ``[targets, vocab]``."""
         logits, self._last_input = answer_logits(self.model, self.architecture, batch)
         return logits
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """Returns what is to be learned of a batch, ``[rows, tail]``."""
+        """The training targets of a batch, ``[rows, tail]``."""
         return batch.targets
 
     def after_step(self) -> None:
-        """Does what gradients do not."""
+        """Update what is not trained by gradients."""
         self.architecture.after_step(self.model.model.layers[-1], self._last_input)
 
 
 def train_stage(trainee: Trainee, optimizer: torch.optim.Optimizer, stage: Stage, rng: random.Random) -> None:
-    """Trains until the stage's target or step limit is reached."""
+    """Train until the stage's target or step limit is reached."""
     recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
     started = time.time()
     for step in range(stage.steps):
@@ -334,7 +334,7 @@ def train_stage(trainee: Trainee, optimizer: torch.optim.Optimizer, stage: Stage
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds the word-level tokenizer; decoding gives back the text as it was."""
+    """Build the word-level tokenizer; decoding reproduces the text exactly."""
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=UNK_TOKEN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -349,12 +349,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Runs the curriculum and writes the model."""
+    """Run the curriculum and save the model."""
     parser = argparse.ArgumentParser(description="Train the model of the accuracy lab.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), default="llama")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoints", type=Path, help="keep the state after each stage here")
+    parser.add_argument("--checkpoints", type=Path, help="directory for the state after each stage")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -118,7 +118,7 @@ def test_kernels_check_their_arguments():
         kernels.skinny_linear(x, torch.randn(3, 40))
     with pytest.raises(ValueError, match="shapes do not match"):
         kernels.skinny_linear(x, torch.randn(3, 64))
-    with pytest.raises(ValueError, match="types do not match"):
+    with pytest.raises(ValueError, match="dtypes do not match"):
         kernels.skinny_linear(torch.randn(1, 32), torch.randn(3, 32).bfloat16())
 
 

@@ -29,6 +29,14 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
+def test_some_parts_run_dry(tmp_path):
+    path = tmp_path / "gpu.json"
+    done = run("--device", "cpu", "--tiny", "--only", "bandwidth,decode", "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(path.read_text())) == {"bandwidth", "decode", "machine"}
+
+
+@pytest.mark.slow
 def test_every_part_runs_dry(tmp_path):
     path = tmp_path / "gpu.json"
     done = run("--device", "cpu", "--tiny", "--json", path)

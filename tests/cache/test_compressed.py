@@ -107,7 +107,7 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
     save_tokenizer(other)
     for engine, message in [
         (make(other, budget=BUDGET, sessions=1), "another model or tokenizer"),
-        (make(checkpoint, budget=32, sessions=1), "up to 48 entries, a slot of this engine 32"),
+        (make(checkpoint, budget=32, sessions=1), "up to 48 entries, but a slot of this engine has 32"),
         (make(checkpoint, budget=48, sessions=1, max_model_len=100), "max_model_len is 100"),
         (make(checkpoint, budget=BUDGET, sessions=1, dtype="bfloat16"), "torch.float32, but caches are torch.bfloat16"),
     ]:
@@ -118,7 +118,7 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
     with pytest.raises(CacheFileError, match="could not be written"):
         llm.engine.files.save(read, tmp_path / "no" / "such" / "place")
     save_file({"x": torch.zeros(3)}, path)
-    with pytest.raises(CacheFileError, match="no compressed sequence"):
+    with pytest.raises(CacheFileError, match="not a compressed sequence"):
         llm.engine.files.load(path)
 
 

@@ -78,5 +78,5 @@ def test_tensors_of_another_shape_are_refused(latent):
     good = list(filled(latent, 1, 4).tensors)
     assert shape.of(good).entries == 4
     for bad in (good * 2, [t[:, :2] for t in good], [t[..., :4] for t in good], list(filled(latent, 2, 4).tensors)):
-        with pytest.raises(ValueError, match="are no entries"):
+        with pytest.raises(ValueError, match="are not entries"):
             shape.of(bad)

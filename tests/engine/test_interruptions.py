@@ -316,7 +316,7 @@ def test_a_stream_whose_request_was_forgotten_says_so(checkpoint):
     stream = llm.stream(prompt(60), greedy(40))
     next(stream)
     llm.engine.reset()
-    with pytest.raises(RequestError, match="forgotten"):
+    with pytest.raises(RequestError, match="the engine has dropped this request"):
         next(stream)
 
 

@@ -41,6 +41,9 @@ def packing(checkpoint):
     return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 2
 
 
+@pytest.mark.parametrize(
+    "checkpoint", ["llama3-gqa", pytest.param("deepseek-v3", marks=pytest.mark.slow)], indirect=True
+)
 def test_what_the_path_of_cuda_allocates(checkpoint):
     """Seen without a device, with kernels that are compiled but not run: they allocate nothing themselves."""
     pytest.importorskip("triton")

@@ -14,6 +14,8 @@ from tests.engine.test_speculation import drafting
 
 pytest.importorskip("triton")
 DEVICE = choose_device("auto").type
+# The interpreter takes its time for latents and experts: they are in `make test-slow`.
+FAMILIES = ["qwen3", pytest.param("deepseek-v3", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,7 @@ def _back_to_other_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "interpreting", False)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_the_cpu(tmp_path, family):
     """Prompts shorter and longer than the cache, greedy and sampled, other budgets and policies, turn by turn."""
     save_checkpoint(tmp_path, family)
@@ -58,7 +60,7 @@ def test_tokens_of_the_cpu(tmp_path, family):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_verified_tokens_of_the_cpu(tmp_path, family):
     """With guesses that are mostly right, in a ring that turns; greedy and sampled."""
     config = save_checkpoint(tmp_path, family).config

@@ -26,6 +26,7 @@ from snapstream.evaluation.policies import ENGINE_POLICIES, make_variants
 from snapstream.evaluation.records import RecordFile, read_records
 from snapstream.evaluation.tasks import TASKS, Sample, find_tasks, make_sample
 from snapstream.models.fingerprint import fingerprint
+from tests import commands
 
 MODEL = str(TASK_MODEL)
 LENGTH = 400
@@ -265,7 +266,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
         (["--lengths", "64k"], "are more than the model's 16384"),
         (
             ["--tasks", "needle", "--lengths", "512", "--budgets", "1k"],
-            "budgets: streaming at 1024 is no smaller than the prompt for lengths 512; leave it out",
+            "budgets: streaming at 1024: no smaller than the prompt for lengths 512; leave it out",
         ),
         (["--policies", "best"], "unknown policy best; allowed here: full, truncated"),
         (["--sweep", "kernel=4"], "kernel is 4; use an odd number"),
@@ -277,13 +278,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "snapstream.cli", "eval", *arguments, "-o", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    done = commands.run("eval", *arguments, "-o", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()

@@ -141,8 +141,8 @@ def test_a_long_context_loses_its_first_tokens(checkpoint, peer, caplog):
         got = score(model, (context, continuation), (context[:54], continuation))
     assert got[0][0] == pytest.approx(peer_score(peer, context[-54:], continuation)[0], abs=1e-3)
     assert got[1][0] == pytest.approx(peer_score(peer, context[:54], continuation)[0], abs=1e-3)
-    assert "a prompt of 100 tokens is cut to its last 54" in caplog.text
-    assert caplog.text.count("is cut to") == 1
+    assert "a prompt of 100 tokens is truncated to its last 54" in caplog.text
+    assert caplog.text.count("is truncated to its last 54") == 1
     with pytest.raises(RequestError, match="at most 63 fit"):
         score(model, (context, prompt(64)))
 
@@ -219,7 +219,7 @@ def test_a_long_prompt_loses_its_first_tokens(checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         got = generate(model, (text(prompt(100)), {"max_gen_toks": 24}), (text(prompt(40)), {"max_gen_toks": 24}))
     assert got == [o.text for o in model.llm.generate([prompt(100)[-40:], prompt(40)], SamplingParams(max_tokens=24))]
-    assert caplog.text.count("is cut to its last 40") == 1
+    assert caplog.text.count("is truncated to its last 40") == 1
     with pytest.raises(RequestError, match="max_gen_toks is 64, which leaves no room"):
         generate(model, (text(prompt(5)), {"max_gen_toks": 64}))
     assert not model.llm.engine.busy

@@ -54,7 +54,9 @@ def test_attention_to_the_pages_of_the_highest_bounds(length, more, heads, seed)
 
 
 def test_too_little_memory():
-    with pytest.raises(ConfigurationError, match="60 entries hold the bounds of 20 pages and 2 pages; at least 68"):
+    with pytest.raises(
+        ConfigurationError, match="60 entries hold the bounds of 20 pages and 2 whole pages; at least 68"
+    ):
         HostPages(60).choose(0, torch.zeros(4, 8), torch.zeros(2, 320, 8))
 
 

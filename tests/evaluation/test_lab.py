@@ -210,10 +210,10 @@ def test_records_of_another_run_are_not_mixed_in(tmp_path):
     with pytest.raises(ConfigurationError, match=r"another run \(decode: 64 there, 65 now\); give another --output"):
         RecordFile(path, {"model": "perfect", "decode": 65})
     path.write_text('{"header": {}}\n{"task": 3}\n')
-    with pytest.raises(ConfigurationError, match="line 2, is no result"):
+    with pytest.raises(ConfigurationError, match="line 2, is not a result"):
         RecordFile(path, {})
     path.write_text("half a line")
-    with pytest.raises(ConfigurationError, match="no whole first line"):
+    with pytest.raises(ConfigurationError, match="no complete first line"):
         RecordFile(path, {})
     with pytest.raises(ConfigurationError, match="no such file"):
         read_records(tmp_path / "none")
@@ -224,7 +224,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is():
         grid().check(420)
     assert grid().check(424) == ["left out: snapstream at 300, no smaller than the prompt for lengths 200"]
     big = make_variants(["snapstream"], ["400"], [()], ENGINE_POLICIES)
-    with pytest.raises(ConfigurationError, match="budgets: snapstream at 400 is no smaller than the prompt"):
+    with pytest.raises(ConfigurationError, match="budgets: snapstream at 400: no smaller than the prompt"):
         grid(variants=big).check(None)
     small = make_variants(["snapstream"], ["1/100"], [()], ENGINE_POLICIES)
     with pytest.raises(ConfigurationError, match="fewer than 16 entries"):
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
     host = Perfect()
     with RecordFile(tmp_path / "r.jsonl", {}) as file:
         notes = run_grid(host, grid(tasks=find_tasks(["needle", "multivalue"]), lengths=[40, 200], samples=3), file)
-    reason = "they are too few (8 hidden sentences do not fit into 23 tokens)"
+    reason = "the text is too short (8 hidden sentences do not fit into 23 tokens)"
     assert notes == [f"left out: multivalue, 40 tokens, sample {seed}: {reason}" for seed in (7, 8, 9)]
     assert {asked[:2] for asked in host.asked} == {("needle", 40), ("needle", 200), ("multivalue", 200)}
 
@@ -383,7 +383,7 @@ def test_what_the_model_cannot_do_is_said_and_not_drawn():
     results = Results(made)
     assert [line.split()[1] for line in as_lines(summary_rows(results, "50"))[2:]] == ["needle"]
     for text in (render_markdown({"model": "m"}, results), render_html({"model": "m"}, results)):
-        assert text.count("right in 0 % only: it cannot do this task") == 1
+        assert text.count("of the questions correctly. It cannot do this task") == 1
         assert text.count("30 (11-60)") >= 1
     assert "30 (11-60)" not in render_markdown({"model": "m"}, results).partition("## qa")[2]
     assert render_html({"model": "m"}, results).count("<svg") == 1

@@ -67,7 +67,9 @@ def test_a_quarter_of_the_cache_keeps_the_answers(name, tokens, samples):
         assert accuracy(engine(CacheBudget.preset(baseline, tokens // 4), tokens), name, tokens, samples) < 0.6
 
 
-@pytest.mark.parametrize(("name", "tokens", "samples"), [("multikey", 1024, 35), ("needle", 4096, 14)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "samples"), [("multikey", 1024, 35), pytest.param("needle", 4096, 14, marks=pytest.mark.slow)]
+)
 def test_a_quarter_of_the_latents_keeps_the_answers(name, tokens, samples):
     full = accuracy(engine(None, tokens, MLA_TASK_MODEL), name, tokens, samples)
     assert full >= 0.95

@@ -242,7 +242,7 @@ def test_memory_is_fixed_and_told(model):
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["llama3-gqa", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3-gqa", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_compiled_decode_step_is_compiled_once(tmp_path, family):
     save_checkpoint(tmp_path, family)
     model = load(tmp_path)
@@ -303,7 +303,7 @@ def test_other_attention_is_refused_at_once(checkpoint):
     cache = SnapStreamCache(model.config, 64)
     model.set_attn_implementation("sdpa")  # behind the cache's back
     generate(model, [prompt(50)], DynamicCache(), 2)
-    with pytest.raises(RequestError, match="does not pass through"):
+    with pytest.raises(RequestError, match="does not use the implementation"):
         generate(model, [prompt(50)], cache, 2)
 
 
@@ -318,11 +318,11 @@ def test_bad_use_is_refused_with_reasons(model):
     generate(model, [prompt(50)] * 2, cache, 2)
     with pytest.raises(RequestError, match="holds 2 sequences, but 3"):
         generate(model, [prompt(50)] * 3, cache, 2)
-    with pytest.raises(RequestError, match="cannot take tokens back"):
+    with pytest.raises(RequestError, match="cannot remove tokens"):
         cache.crop(-1)
-    with pytest.raises(RequestError, match="not offloaded"):
+    with pytest.raises(RequestError, match="does not support offloading"):
         cache.layers[0].offload()
-    with pytest.raises(ConfigurationError, match="neither offloaded nor quantised"):
+    with pytest.raises(ConfigurationError, match="cannot be offloaded or quantized"):
         SnapStreamCache(model.config, SMALL, offloading=True)
     with pytest.raises(ConfigurationError, match="too few"):
         SnapStreamCache(model.config, 3)
@@ -345,7 +345,7 @@ def test_tokens_after_the_end_of_a_row_cannot_be_hidden_later(model):
     assert (out[0, 44:] == 0).all()
     more = torch.cat((out, torch.tensor([prompt(5, 3)] * 2)), 1)
     shown = torch.cat((mask, (out[:, 40:] != 0).long(), torch.ones(2, 5, dtype=torch.int64)), 1)
-    with pytest.raises(RequestError, match="hides tokens that are in the cache"):
+    with pytest.raises(RequestError, match="hides tokens that are already in the cache"):
         model.generate(more, attention_mask=shown, past_key_values=cache, eos_token_id=None, **settings)
 
 

@@ -101,7 +101,7 @@ REFUSED = {
         "mistral",
         {"sliding_window": 16},
         "a window in every layer: its cache has a fixed size already",
-        "fixed size already",
+        "already has a fixed size",
     ),
 }
 

@@ -137,7 +137,7 @@ def test_a_user_without_a_home_has_what_is_installed(built, nothing_installed, m
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(library.Path, "home", nowhere)
     assert library.load.__wrapped__() is None
-    assert "none in this installation, and no home directory" in caplog.text
+    assert "this installation has none, and there is no home directory" in caplog.text
     shutil.copy(built[a_level().name], nothing_installed / "installed")
     assert library.load.__wrapped__() is not None
 
@@ -180,6 +180,7 @@ assert library.load() is not None
 
 
 def test_two_processes_build_at_once(built, nothing_installed):
+    """What a compiler takes for one library, and for the tests of all of them, is most of this file's time."""
     environment = os.environ | {"XDG_CACHE_HOME": str(nothing_installed)}
     command = [sys.executable, "-c", _BUILDS, str(nothing_installed / "installed")]
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -40,7 +40,7 @@ class Instance:
             assert self.decodes
             assert transfer["length"] == len(tokens) - 1
             if self.refuses_caches:
-                return httpx.Response(400, json={"error": {"message": "a cache cannot travel"}})
+                return httpx.Response(400, json={"error": {"message": "the cache cannot be transferred"}})
             if self.loses_caches and body.get("stream"):
                 return stream(self, iter([{"error": {"message": "no cache"}}]))
             if self.loses_caches:

@@ -18,13 +18,14 @@ CHAT = {"model": "letters", "messages": [{"role": "user", "content": "abc"}], "t
 
 
 @contextlib.asynccontextmanager
-async def router(prefill="p", decode="d", attempts=3, **instances):
+async def router(prefill="p", decode="d", attempts=3, keep_alive_seconds=5.0, **instances):
     """A client of a router before these instances."""
     settings = RouterSettings(
         prefill=tuple(f"http://{name}" for name in prefill),
         decode=tuple(f"http://{name}" for name in decode),
         attempts=attempts,
         check_seconds=0.02,
+        keep_alive_seconds=keep_alive_seconds,
     )
     app = create_app(settings, Network(**instances))
     async with app.router.lifespan_context(app):
@@ -249,7 +250,7 @@ def test_an_answer_that_breaks_off_says_so():
             answer = await post(client, BODY | {"stream": True})
         events = [json.loads(one.removeprefix("data: ")) for one in answer.text.split("\n\n") if one]
         assert [one["choices"][0]["text"] for one in events[:-1]] == ["de", "f"]
-        assert "broke off" in events[-1]["error"]["message"]
+        assert "failed mid-answer" in events[-1]["error"]["message"]
         assert instances["d"].closed == 1
 
     run(work())
@@ -320,8 +321,56 @@ def test_a_client_that_leaves_is_left_by_the_instances():
 
 def test_settings():
     assert parse_urls(["http://a:1/, http://b:2", "https://c"]) == ("http://a:1", "http://b:2", "https://c")
-    for texts, message in ((["a:1"], "is no URL"), (["http://"], "is no URL"), (["http://a", "http://a/"], "twice")):
+    bad = ((["a:1"], "is not a URL"), (["http://"], "is not a URL"), (["http://a", "http://a/"], "twice"))
+    for texts, message in bad:
         with pytest.raises(ConfigurationError, match=message):
             parse_urls(texts)
-    with pytest.raises(ConfigurationError, match="decode names no instance"):
+    with pytest.raises(ConfigurationError, match="decode is empty"):
         RouterSettings(("http://a",), ())
+
+
+@pytest.mark.parametrize("who", ["p", "d"])
+def test_a_stream_is_not_silent_while_a_prompt_is_read(who):
+    """Comments come before the first event, and between events, but never inside of one."""
+
+    async def work():
+        instances = both()
+        instances[who].delay = 0.3
+        async with router(keep_alive_seconds=0.05, **instances) as client:
+            streamed = await post(client, BODY | {"stream": True})
+            whole = await post(client, BODY)
+        lines = streamed.text.split("\n\n")
+        assert lines.count(": waiting") > 2
+        assert ": waiting" not in whole.text
+        events = "\n\n".join(line for line in lines if line != ": waiting")
+        assert "".join(json.loads(one[6:])["choices"][0]["text"] for one in events.split("\n\n")[:-2]) == "defgh"
+
+    run(work())
+
+
+def test_an_error_after_a_stream_has_begun_is_an_event():
+    async def work():
+        instances = both()
+        instances["p"].delay = 0.2
+        async with router(keep_alive_seconds=0.05, **instances) as client:
+            late = await post(client, BODY | {"stream": True, "model": "other"})
+            assert late.text.startswith(": waiting\n\n")
+            assert "no such model" in late.text.strip().split("\n\n")[-1]
+            instances["p"].delay = 0
+            await post(client, BODY | {"stream": True, "model": "other"}, status=404)
+
+    run(work())
+
+
+def test_health_can_be_asked_by_head():
+    async def work():
+        async with router(**both()) as client:
+            answer = await client.head("/health")
+            assert (answer.status_code, answer.content) == (200, b"")
+
+    run(work())
+
+
+def test_keep_alive_seconds_are_checked():
+    with pytest.raises(ConfigurationError, match="keep_alive_seconds is -1; it must be 0 or more"):
+        RouterSettings((), ("http://d",), keep_alive_seconds=-1)

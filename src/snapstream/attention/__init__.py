@@ -15,7 +15,7 @@ import logging
 
 import torch
 
-import snapstream.kernels.compression  # noqa: F401 (whoever chooses a backend wants the other kernels, too)
+import snapstream.kernels.compression  # noqa: F401 (registers the kernels of compression, too)
 from snapstream.attention.base import AttentionBackend
 from snapstream.attention.cpu import CpuAttention
 from snapstream.attention.sdpa import SdpaAttention
@@ -32,22 +32,22 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "sdpa": Sdp
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
-    """The backend called ``name``, or for ``auto`` the fastest one that supports a device, a type and sizes of heads.
+    """The backend called ``name``, or for ``auto`` the fastest one that supports the device, dtype and head sizes.
 
     Args:
         name: ``auto``, or one of the table above.
-        device: Where tensors are; a CUDA device need not be here.
-        dtype: Of what is attended to.
-        sizes: Numbers of a key, and of a value if they differ.
+        device: Device of the tensors; a CUDA device need not be present.
+        dtype: Dtype of keys and values.
+        sizes: Elements of a key, and of a value if they differ.
 
     Raises:
-        ConfigurationError: An unknown backend, or one that cannot run here; the message says why.
+        ConfigurationError: The backend is unknown or cannot run here; the message says why.
     """
     if name == "auto":
         fastest = "triton" if device.type == "cuda" else "cpu"
         reason = _reason_against(fastest, device, dtype, *sizes)
         if reason and device.type == "cuda":
-            logger.warning("This GPU is used with stock operations, which are slower than our kernels: %s.", reason)
+            logger.warning("This GPU runs stock operations, which are slower than SnapStream's kernels: %s.", reason)
         return _make("sdpa" if reason else fastest, device, dtype, *sizes)
     if name not in _BACKENDS:
         raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(_BACKENDS))}")
@@ -61,7 +61,7 @@ def _reason_against(name: str, device: torch.device, dtype: torch.dtype, *sizes:
     """Why a backend cannot run, or ``None``; loads its kernels."""
     reason = _BACKENDS[name].unsupported(device, dtype, *sizes)
     if reason is None and name == "cpu" and not cpu_kernels.available():
-        return "there are no kernels; the warning above says why"
+        return "its kernels are not available; see the warning above"
     if reason is None and name == "triton" and device.type == "cpu":
         triton_kernels.interpret()
     return reason

@@ -1,4 +1,4 @@
-"""What an attention backend has to do."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AttentionBackend(ABC):
     reads_all_keys_in_prefill: bool
     """Whether prefill reads the whole staging cache it is given, so that the caller should give no more than needed."""
     narrow_values: bool = False
-    """Whether values may have fewer numbers than keys; else values of latents are given in full, and cut afterwards."""
+    """Whether values may be shorter than keys; else values of latents are passed in full, and results are truncated."""
 
     @staticmethod
     @abstractmethod
@@ -22,29 +22,36 @@ class AttentionBackend(ABC):
         """Why the backend cannot run with these, or ``None`` if it can.
 
         Args:
-            device: Where tensors are.
-            dtype: Of what is attended to.
-            sizes: Numbers of a key, and of a value if they differ.
+            device: Device of the tensors.
+            dtype: Dtype of keys and values.
+            sizes: Elements of a key, and of a value if they differ.
         """
 
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape in which prefill keeps values ``[N, L, V]`` in the order it multiplies; ``(0,)`` if it does not."""
+        """Shape of prefill's copy of values ``[N, L, V]`` in multiplication order; ``(0,)`` if it keeps none."""
         return (0,)
 
     def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
-        """Bytes of temporaries, beside the result, of a chunk of so many tokens that sees so many entries.
+        """Bytes of temporaries that the prefill of one chunk needs besides the result.
 
         Args:
-            tokens: Of the chunk.
-            entries: That the staging cache has.
+            tokens: Tokens of the chunk.
+            entries: Entries of the staging cache.
             heads: Query heads.
-            size: Numbers of a head.
-            dtype: Of the cache.
+            size: Elements of a head.
+            dtype: Dtype of the cache.
         """
         return 0
 
     def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
-        """Bytes of temporaries that decoding holds for so many slots, query heads, numbers of a value, and entries."""
+        """Bytes of temporaries that decoding needs.
+
+        Args:
+            slots: Slots (``B``).
+            heads: Query heads (``H``).
+            columns: Elements of a value.
+            entries: Entries of each slot's cache (``C``).
+        """
         return 0
 
     @abstractmethod
@@ -64,11 +71,11 @@ class AttentionBackend(ABC):
         Args:
             query: Rotated queries of tokens ``start .. start + T``, ``[T, H, D]``.
             keys: Staging cache, ``[N, L, D]``, which already holds the chunk's keys at ``start .. start + T``.
-            values: ``[N, L, V]``; of latents, the first numbers of the keys.
-            start: int64 scalar tensor.
+            values: ``[N, L, V]``; for latents, the first elements of the keys.
+            start: Entry of the first token, int64 scalar tensor.
             scale: Factor on the logits.
-            packed: Memory of :meth:`packed_shape` that is kept from chunk to chunk of one layer.
-            packed_until: Entries that chunks before this one have packed, int64 scalar tensor.
+            packed: Buffer of :meth:`packed_shape` that the chunks of one layer share.
+            packed_until: Entries that earlier chunks have packed, int64 scalar tensor.
 
         Returns:
             ``[T, H, V]``.
@@ -82,7 +89,7 @@ class AttentionBackend(ABC):
             query: ``[B, H, D]``.
             keys: ``[B, N, C, D]``.
             values: ``[B, N, C, D]``.
-            valid: int64 ``[B]``; a free slot has 0, and its result means nothing.
+            valid: Valid entries of each slot, int64 ``[B]``; 0 for a free slot, whose result is undefined.
             scale: Factor on the logits.
 
         Returns:

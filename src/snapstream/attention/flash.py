@@ -1,4 +1,4 @@
-"""Torch's flash attention for chunks of prompts: grouped heads and any start, without masks or expanded keys."""
+"""Torch's flash attention for prefill chunks: grouped heads and any start, without masks or expanded keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_HEAD_SIZE = 256
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
-    """See :meth:`snapstream.attention.base.AttentionBackend.prefill`; nothing is made that grows with ``L``.
+    """Causal attention of one chunk, as :meth:`snapstream.attention.base.AttentionBackend.prefill` describes it.
 
-    The chunk is given as a sequence of a batch whose sequences have lengths of their own, on the device (*varlen*): its
-    mask is then causal from the end of the keys, so ``start`` need not be known to the host.
+    No temporary grows with ``L``. The chunk is passed as the only sequence of a variable-length batch (*varlen*), whose
+    lengths are on the device. The mask is then causal from the end of the keys, so the host need not know ``start``.
     """
     T, L = query.shape[0], keys.shape[1]
     sequences = torch.arange(2, dtype=torch.int32, device=query.device)
@@ -41,7 +41,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: fl
 
 
 def fits(device: torch.device, dtype: torch.dtype, size: int, value_size: int) -> bool:
-    """Whether torch has a flash kernel for such heads; on a device that is here, whether it is also right."""
+    """Whether torch has a flash kernel for such heads; if a GPU is present, also whether its results are right."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if size != value_size or size % 8 or size > MOST_HEAD_SIZE:
@@ -51,7 +51,7 @@ def fits(device: torch.device, dtype: torch.dtype, size: int, value_size: int) -
 
 @functools.cache
 def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Try it: builds of torch are without it, and which heads it takes depends on the device."""
+    """Run it once: some builds of torch lack it, and the heads that it supports depend on the device."""
     generator, start, scale = torch.Generator().manual_seed(0), 3, 0.1
     query, keys, values = (torch.randn(n, m, size, generator=generator) for n, m in ((5, 4), (2, 8), (2, 8)))
     want = F.scaled_dot_product_attention(
@@ -61,14 +61,14 @@ def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
         attn_mask=torch.ones(5, 8, dtype=torch.bool).tril(start),
         scale=scale,
     ).transpose(0, 1)
-    # Behind the chunk, what must not be read would win.
+    # Entries past the chunk must not be read: they would dominate the result.
     longer = [torch.cat((each, torch.full_like(each, 30.0)), 1).to(device, dtype) for each in (keys, values)]
     try:
         got = attend(query.to(device, dtype), longer[0], longer[1], torch.tensor(start, device=device), scale)
     except (RuntimeError, TypeError) as error:
-        logger.warning("Torch's flash attention does not work here, so prompts are read without: %s", error)
+        logger.warning("Torch's flash attention does not work here, so prefill does not use it: %s", error)
         return False
     if torch.allclose(got.float().cpu(), want, atol=3e-2):
         return True
-    logger.warning("Torch's flash attention gives wrong results here, so prompts are read without.")
+    logger.warning("Torch's flash attention gives wrong results here, so prefill does not use it.")
     return False

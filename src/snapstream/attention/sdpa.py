@@ -1,23 +1,24 @@
-"""Torch's own attention: runs on every device. Where torch has a flash kernel, prompts are read without a mask."""
+"""Torch's own attention, which runs on every device. Where torch has a flash kernel, prefill needs no mask."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 
 
 class SdpaAttention(AttentionBackend):
-    """``scaled_dot_product_attention`` with a mask made from lengths, or flash attention for prompts."""
+    """``scaled_dot_product_attention`` with masks built from lengths, or flash attention for prefill."""
 
     def __init__(self, *, with_flash: bool = False) -> None:
-        """Choose how prompts are read.
+        """Choose how prefill attends.
 
         Args:
-            with_flash: By :mod:`snapstream.attention.flash`.
+            with_flash: Use :mod:`snapstream.attention.flash` for prefill.
         """
         self.with_flash = with_flash
         self.reads_all_keys_in_prefill = not with_flash
@@ -26,20 +27,23 @@ class SdpaAttention(AttentionBackend):
     def for_heads(
         cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
     ) -> SdpaAttention:
-        """The fastest for a device, a type, and numbers of a key and a value."""
+        """The fastest variant for a device, a dtype, and the sizes of keys and values."""
         return cls(with_flash=flash.fits(device, dtype, size, value_size or size))
 
     @staticmethod
+    @override
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
         """Runs everywhere."""
         return None
 
+    @override
     def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
-        """See :meth:`AttentionBackend.prefill_bytes`: masks, as bits and as numbers, and what torch makes of them."""
         if self.with_flash:
             return 0
+        # The mask as booleans and as floats, and torch's own copies of it.
         return tokens * entries * (8 if dtype == torch.float32 else 20)
 
+    @override
     def prefill(
         self,
         query: Tensor,
@@ -51,14 +55,13 @@ class SdpaAttention(AttentionBackend):
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AttentionBackend.prefill`."""
         if self.with_flash:
             return flash.attend(query, keys, values, start, scale)
         (T, H, D), (N, L, V) = query.shape, values.shape
         key_position = torch.arange(L, device=query.device)
         mask = key_position <= start + torch.arange(T, device=query.device)[:, None]
-        # KV heads are the batch, and the heads of a group see the same memory. With more heads of queries than of keys
-        # and a mask, torch may have but a kernel that makes all logits.
+        # KV heads form the batch, and the heads of a group share the same memory. With a mask and more query heads than
+        # KV heads, torch may only have a kernel that materializes all logits.
         out = F.scaled_dot_product_attention(
             query.reshape(T, N, H // N, D).permute(1, 2, 0, 3),
             keys[:, None].expand(N, H // N, L, D),
@@ -68,8 +71,9 @@ class SdpaAttention(AttentionBackend):
         )
         return out.permute(2, 0, 1, 3).reshape(T, H, V)
 
+    @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
-        """See :meth:`AttentionBackend.decode`. The heads of a group become query rows, so keys are not expanded."""
+        # The heads of a group become query rows, so keys are not expanded.
         B, H, D = query.shape
         N, C = keys.shape[1], keys.shape[2]
         # A free slot attends to its first entry: a row with nothing to attend to would be NaN.

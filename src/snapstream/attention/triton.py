@@ -1,9 +1,10 @@
-"""CUDA devices: kernels of our own in Triton, and torch's flash kernels for the prompts that they take."""
+"""Attention on CUDA: Triton kernels of this package, and torch's flash kernels for the prompts that they support."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
@@ -19,11 +20,11 @@ class TritonAttention(AttentionBackend):
     narrow_values = True
 
     def __init__(self, device: torch.device, *, with_flash: bool = False) -> None:
-        """Choose how entries of slots are split, and how prompts are read.
+        """Choose the device, and how prefill attends.
 
         Args:
-            device: On which all will be.
-            with_flash: Prompts by :mod:`snapstream.attention.flash`.
+            device: Device of all tensors.
+            with_flash: Use :mod:`snapstream.attention.flash` for prefill.
         """
         self.device, self.with_flash = device, with_flash
 
@@ -31,19 +32,20 @@ class TritonAttention(AttentionBackend):
     def for_heads(
         cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
     ) -> TritonAttention:
-        """The fastest for a device, a type, and numbers of a key and a value."""
+        """The fastest variant for a device, a dtype, and the sizes of keys and values."""
         return cls(device, with_flash=flash.fits(device, dtype, size, value_size or size))
 
     @staticmethod
+    @override
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
-        """A device with kernels, a type and head sizes that they take."""
+        """Requires a device with kernels, and a dtype and head sizes that they support."""
         if dtype not in kernels.DTYPES:
-            return f"the dtype is {dtype}; it takes float32, bfloat16 and float16"
+            return f"the dtype is {dtype}; float32, bfloat16 and float16 are supported"
         has_room = kernels.memory_of_processor(device) >= kernels.LATENTS_MEMORY
         most = kernels.LARGEST_HEAD if has_room else kernels.SMALL_HEAD
         if any(size % 2 or size > most for size in sizes):
             given = " and ".join(map(str, dict.fromkeys(sizes)))
-            return f"the head size is {given}; on this device it takes even ones up to {most}"
+            return f"the head size is {given}; on this device, even sizes up to {most} are supported"
         return kernels.missing(device)
 
     def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
@@ -53,7 +55,7 @@ class TritonAttention(AttentionBackend):
             slots: Slots (``B``).
             query: Shape of a slot's queries, ``[T, H, D]``.
             cache: Shape of its keys, ``[N, C, D]``.
-            dtype: Of both.
+            dtype: Dtype of both.
         """
         from snapstream.kernels.triton.decode import splits_of, tile_of
 
@@ -61,15 +63,15 @@ class TritonAttention(AttentionBackend):
         blocks = -(-H // N * T // tile_of(D, dtype, H // N * T)["ROWS"])
         return splits_of(slots, N * blocks, C, kernels.processors(self.device))
 
+    @override
     def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
-        """See :meth:`AttentionBackend.decode_bytes`: results of the parts that each slot's entries are split into.
-
-        Few slots have many parts; of many, each has few. A bound, as grouped heads have fewer programs than this.
-        """
+        # Results of the parts that each slot's entries are split into: many parts for few slots, few parts for many.
+        # This is an upper bound, as grouped heads have fewer programs.
         most = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
         parts = min(slots * most, max(slots, 2 * kernels.PROGRAMS_PER_PROCESSOR * kernels.processors(self.device)))
         return parts * heads * (columns + 1) * 4
 
+    @override
     def prefill(
         self,
         query: Tensor,
@@ -81,18 +83,18 @@ class TritonAttention(AttentionBackend):
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AttentionBackend.prefill`. A single token is decoded, which splits what it sees."""
         from snapstream.kernels.triton.prefill import attend_chunk
 
         if len(query) == 1 and values.stride() == keys.stride():
-            # In as many parts for any length, or there would be as many kernels.
+            # A single token is decoded, which splits its entries into parts. Their number does not depend on the
+            # length, because every number needs another kernel.
             return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
         if self.with_flash:
             return flash.attend(query, keys, values, start, scale)
         return attend_chunk(query, keys, values, start, scale)
 
+    @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
-        """See :meth:`AttentionBackend.decode`."""
         splits = self.splits(len(query), query[:, None].shape[1:], keys.shape[1:], query.dtype)
         return self._attend_slots(query, keys, values, valid, scale, splits)
 

@@ -1,7 +1,7 @@
-"""The cache as a thing: one layer's entries, and one sequence's compressed cache.
+"""KV caches: one layer's entries, and one sequence's compressed cache.
 
-A prompt that is read, the slots that decode, the sessions between two turns and the files on a disk are four uses of
-it. Shapes have the letters of :mod:`snapstream.compression`.
+They hold prompts during prefill, slots during decoding, sessions between two turns, and files on disk. Shapes use the
+letters of :mod:`snapstream.compression`.
 """
 
 from snapstream.cache.compressed import CompressedSequence

@@ -1,11 +1,9 @@
-"""One sequence's compressed cache outside of any slot: between two turns, on its way to a slot, or in a file."""
+"""One sequence's compressed cache outside any slot: between two turns, on its way to a slot, or in a file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from snapstream.cache.layer import EntryShape, LayerCache
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
 from snapstream.errors import CacheFileError, ConfigurationError
+from snapstream.outputs import replacing
 
 _FORMAT = "snapstream-sequence-1"
 
@@ -26,20 +25,21 @@ _FORMAT = "snapstream-sequence-1"
 class CompressedSequence:
     """What prefill hands to decode, and what a next turn continues from.
 
-    Keys are rotated, so entries can be put anywhere: decoding goes on with them as they are, and a next turn reads them
-    as the beginning of its prompt, oldest first, and compresses all of it at its end. ``E`` is the number of entries.
+    Keys are already rotated, so entries can be placed anywhere. Decoding continues with them unchanged. A next turn
+    uses them as the beginning of its prompt, oldest first, and compresses the whole prompt when its prefill ends. ``E``
+    is the number of entries.
 
     Attributes:
-        layers: Per layer, a cache of one row, ``[1, N, E, D]``; more entries than ``layout.count`` mean nothing.
-        positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``; empty if nobody
-            asked for them.
+        layers: Per layer, a cache of one row, ``[1, N, E, D]``; entries beyond ``layout.count`` are undefined.
+        positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``; empty if positions
+            were not requested.
         layout: Where the ring is, and how many entries are in use.
-        tokens: All tokens of the conversation that the cache was made from, kept or dropped.
-        logits: Of the last of them, float32 ``[1, vocab]``: what the next one is drawn from. ``None`` after an answer,
-            whose last token has not been read.
-        budget: What it was compressed by; ``None`` if that is not known.
-        answer: Text of the last turn's output as far as it is in ``tokens``.
-        note: What whoever saves it wants to find again.
+        tokens: All tokens of the conversation that the cache was built from, kept or dropped.
+        logits: Logits of the last token, float32 ``[1, vocab]``, from which the next one is sampled. ``None`` after an
+            answer, because its last token has not been processed.
+        budget: The budget it was compressed with; ``None`` if unknown.
+        answer: Text of the last turn's output, as far as ``tokens`` contains it.
+        note: Any text that the caller stores along with the sequence.
     """
 
     layers: Sequence[LayerCache]
@@ -58,16 +58,16 @@ class CompressedSequence:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tensors."""
+        """Bytes of its tensors."""
         logits = 0 if self.logits is None else self.logits.nbytes
         return sum(one.nbytes for one in self.layers) + sum(one.nbytes for one in self.positions) + logits
 
     def true_positions(self, positions: Tensor, layer: int) -> Tensor:
-        """Positions in the conversation of entries of a prompt that begins with this cache.
+        """Convert positions in a prompt that begins with this cache to positions in the conversation.
 
         Args:
-            positions: Of one layer, counted from the cache's first entry, int64 ``[N, C]``.
-            layer: Which.
+            positions: Positions in one layer, counted from the cache's first entry, int64 ``[N, C]``.
+            layer: Index of the layer.
 
         Returns:
             int64 ``[N, C]``.
@@ -77,7 +77,7 @@ class CompressedSequence:
         return torch.where(positions < self.entries, looked_up, positions - self.entries + len(self.tokens))
 
     def to(self, device: torch.device | str) -> CompressedSequence:
-        """The same on another device."""
+        """The same sequence on another device."""
         return replace(
             self,
             layers=[type(one)([tensor.to(device) for tensor in one.tensors]) for one in self.layers],
@@ -86,36 +86,36 @@ class CompressedSequence:
         )
 
     def check_integrity(self) -> None:
-        """See that the cache is what its layout says.
+        """Check that the cache matches its layout.
 
         Raises:
-            AssertionError: It is not.
+            AssertionError: It does not.
         """
         layout = self.layout
-        _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "the layout is none")
+        _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "the layout is invalid")
         _require(layout.count <= len(self.tokens), "there are more entries than tokens")
         _require(all(one.rows == 1 and one.entries >= layout.count for one in self.layers), "entries are missing")
         _require(len(self.positions) in (0, len(self.layers)), "positions of some layers are missing")
         for layer in self.layers:
             finite = (torch.isfinite(tensor[:, :, : layout.count].float()).all() for tensor in layer.tensors)
-            _require(all(map(bool, finite)), "an entry is no number")
+            _require(all(map(bool, finite)), "an entry is not finite")
         for layer, positions in zip(self.layers, self.positions, strict=False):
             _require(positions.shape == (layer.keys.shape[1], layout.count), "positions have another shape")
-            in_order = positions.sort(dim=-1).values  # a pinned recent token stands before older ones in the ring
-            _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry is there twice")
+            in_order = positions.sort(dim=-1).values  # a pinned recent token precedes older ones in the ring
+            _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry occurs twice")
             _require(int(in_order[:, 0].min()) >= 0, "a position is negative")
-            _require(int(in_order[:, -1].max()) < len(self.tokens), "a position is behind the end")
+            _require(int(in_order[:, -1].max()) < len(self.tokens), "a position is past the end")
 
     def save(self, path: str | Path, *, model: str) -> None:
-        """Write the sequence to a file; whatever was there is replaced in one step, or not at all.
+        """Write the sequence to a file; an existing file is replaced atomically.
 
         Args:
-            path: The file, in the format of safetensors.
-            model: Fingerprint of the model and tokenizer that made it, see
+            path: The file, in safetensors format.
+            model: Fingerprint of the model and tokenizer that created it, see
                 :func:`~snapstream.models.fingerprint.fingerprint`.
 
         Raises:
-            CacheFileError: It could not be written.
+            CacheFileError: The file could not be written.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -132,27 +132,20 @@ class CompressedSequence:
             "note": self.note,
         }
         described["digest"] = _digest(tensors, described)
-        target = Path(path)
         try:
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            os.close(handle)
-            try:
-                save_file(tensors, name, {"snapstream": json.dumps(described)})
-                os.replace(name, target)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            with replacing(path) as file:
+                save_file(tensors, file, {"snapstream": json.dumps(described)})
         except (OSError, SafetensorError) as error:
-            raise CacheFileError(f"{target} could not be written: {error}") from error
+            raise CacheFileError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
 
     @staticmethod
     def describe(path: str | Path) -> dict[str, Any]:
-        """What a file says about itself, without its tensors: ``tokens``, ``layout``, ``budget``, ``note``, ...
+        """The metadata of a file, without its tensors: ``tokens``, ``layout``, ``budget``, ``note``, ...
 
-        Nothing of it is checked against what the file holds, as :meth:`load` does.
+        Unlike :meth:`load`, this does not check the metadata against the tensors.
 
         Raises:
-            CacheFileError: Not such a file.
+            CacheFileError: The file is not a saved sequence.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -162,7 +155,7 @@ class CompressedSequence:
         except (SafetensorError, OSError, ValueError) as error:
             raise CacheFileError(f"{path} could not be read: {error}") from error
         if not isinstance(described, dict) or described.get("format") != _FORMAT:
-            raise CacheFileError(f"{path} is no compressed sequence of this version of SnapStream")
+            raise CacheFileError(f"{path} is not a compressed sequence of this version of SnapStream")
         return described
 
     @classmethod
@@ -180,14 +173,14 @@ class CompressedSequence:
 
         Args:
             path: The file.
-            model: Fingerprint of the model that is to go on with it.
-            shape: Of this model's cache.
-            layers: The same.
-            dtype: The same.
-            device: Where to put it.
+            model: Fingerprint of the model that will continue it.
+            shape: Entry shape of this model's caches.
+            layers: Number of cached layers of this model.
+            dtype: Dtype of this model's caches.
+            device: Device to load it to.
 
         Raises:
-            CacheFileError: Not such a file, a damaged one, or one of another model.
+            CacheFileError: The file is not a saved sequence, is damaged, or belongs to another model.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -200,7 +193,9 @@ class CompressedSequence:
         try:
             sequence = cls._from(Path(path), described, tensors, model, shape, layers, dtype)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
-            raise CacheFileError(f"{path} is damaged, or of another version of SnapStream: {error!r}") from error
+            raise CacheFileError(
+                f"{path} is damaged, or was written by another version of SnapStream: {error!r}"
+            ) from error
         return sequence.to(device)
 
     @classmethod
@@ -215,22 +210,26 @@ class CompressedSequence:
         dtype: torch.dtype,
     ) -> CompressedSequence:
         if described.get("format") != _FORMAT:
-            raise CacheFileError(f"{path} is no compressed sequence of this version of SnapStream")
+            raise CacheFileError(f"{path} is not a compressed sequence of this version of SnapStream")
         if described.pop("digest") != _digest(tensors, described):
-            raise CacheFileError(f"{path} is damaged: its contents are not what was written")
+            raise CacheFileError(f"{path} is damaged: its contents changed after it was written")
         if described["model"] != model:
-            raise CacheFileError(f"{path} was made by another model or tokenizer; read its text with this one instead")
+            raise CacheFileError(
+                f"{path} was created by another model or tokenizer; process its text with this one instead"
+            )
         held = sum(name.startswith("layer.") and name.endswith(".0") for name in tensors)
         if held < layers:
             raise CacheFileError(
-                f"{path} holds caches of {held} layers, {layers} are needed here; what was read without "
-                "speculative='mtp' can only be gone on with without it"
+                f"{path} holds caches of {held} layers, but {layers} are needed here; a sequence created without "
+                "speculative='mtp' can only be continued without it"
             )
         caches = []
         for layer in range(layers):
             stored = [tensors[f"layer.{layer}.{part}"] for part in range(1 if shape.latent else 2)]
             if stored[0].dtype != dtype:
-                raise CacheFileError(f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run in that dtype")
+                raise CacheFileError(
+                    f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run with the dtype of the file"
+                )
             caches.append(shape.of(stored))
         names = [f"positions.{layer}" for layer in range(layers)]
         positions = [tensors[name] for name in names if name in tensors]
@@ -250,7 +249,7 @@ class CompressedSequence:
         return sequence
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, by the names they have in a file; entries that mean nothing are left out."""
+        """All tensors with their names in a file; unused entries are left out."""
         for layer, cache in enumerate(self.layers):
             for part, tensor in enumerate(cache.tensors):
                 yield f"layer.{layer}.{part}", tensor[:, :, : self.entries]
@@ -267,7 +266,7 @@ def _require(condition: bool, otherwise: str) -> None:
 
 
 def _budget(described: dict[str, Any] | None) -> CacheBudget | None:
-    """The budget; ``None`` if its policy is not known here, as decoding does not need it."""
+    """The budget; ``None`` if its policy is unknown here, because decoding does not need it."""
     try:
         return None if described is None else CacheBudget.parse(described)
     except ConfigurationError:

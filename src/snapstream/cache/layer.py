@@ -1,4 +1,4 @@
-"""One layer's keys and values, whatever they are made of. Nothing else writes, gathers or counts them."""
+"""One layer's keys and values, in whatever form they are stored. No other module writes, gathers or sizes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
@@ -16,7 +17,7 @@ def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
 
 
 copy_rows = torch.library.custom_op("snapstream::copy_rows", plain_copy_rows, mutates_args=("target",))
-""":func:`plain_copy_rows` as an operation, so that a device may have a kernel for it."""
+""":func:`plain_copy_rows` as a custom operator, so that devices can register their own kernels."""
 
 
 @copy_rows.register_fake
@@ -26,12 +27,12 @@ def _copy_rows_shape(source: Tensor, positions: Tensor, target: Tensor) -> None:
 
 @dataclass(frozen=True)
 class EntryShape:
-    """What one token leaves in one layer.
+    """The shape of what one token stores in one layer.
 
     Attributes:
         heads: KV heads (``N``).
-        size: Numbers of a key (``D``); of a latent, all of it.
-        latent: Values are part of the keys, as in multi-head latent attention; only keys are stored.
+        size: Elements of a key (``D``), or of a whole latent.
+        latent: Whether values are part of the keys, as in multi-head latent attention; then only keys are stored.
     """
 
     heads: int
@@ -48,15 +49,15 @@ class EntryShape:
         return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
 
     def of(self, tensors: Sequence[Tensor]) -> LayerCache:
-        """A cache of one row made of tensors ``[1, N, E, D]``.
+        """A cache of one row from tensors ``[1, N, E, D]``.
 
         Raises:
-            ValueError: They have another shape.
+            ValueError: The tensors have another shape.
         """
         kind = self.kind
         shapes = {(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}
         if len(tensors) != kind.stored or shapes != {(1, self.heads, self.size)}:
-            raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are no entries of {self}")
+            raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are not entries of {self}")
         return kind(tensors)
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -65,7 +66,7 @@ class EntryShape:
 
     @property
     def kind(self) -> type[GroupedCache] | type[LatentCache]:
-        """Caches of such entries."""
+        """The class of caches of such entries."""
         return LatentCache if self.latent else GroupedCache
 
 
@@ -73,8 +74,8 @@ class LayerCache(ABC):
     """Entries of ``B`` sequences in one layer.
 
     Attributes:
-        stored: Tensors that a cache of this kind holds.
-        tensors: These tensors, each ``[B, N, C, D]``.
+        stored: Number of tensors that a cache of this kind holds.
+        tensors: The tensors, each ``[B, N, C, D]``.
     """
 
     stored: int
@@ -85,13 +86,13 @@ class LayerCache(ABC):
 
     @property
     def keys(self) -> Tensor:
-        """What attention takes for keys, ``[B, N, C, D]``."""
+        """The keys for attention, ``[B, N, C, D]``."""
         return self.tensors[0]
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """What attention takes for values, ``[B, N, C, D]``."""
+        """The values for attention, ``[B, N, C, D]``."""
 
     @property
     def rows(self) -> int:
@@ -100,7 +101,7 @@ class LayerCache(ABC):
 
     @property
     def entries(self) -> int:
-        """Entries of each (``C``)."""
+        """Entries per sequence (``C``)."""
         return self.keys.shape[2]
 
     @property
@@ -109,13 +110,13 @@ class LayerCache(ABC):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
-        """Store tokens in every row; of fixed shape, so it may be part of a static graph.
+        """Store tokens in every row. All shapes are fixed, so a static graph can contain it.
 
         Args:
-            entries: Where, int64 ``[B, T]``.
+            entries: Entries to write, int64 ``[B, T]``.
             key: ``[B, T, N, D]``.
-            value: ``[B, T, N, D]``; not looked at where values are part of keys.
-            active: Rows that are written, bool ``[B]``; the others stay as they are. ``None``: all.
+            value: ``[B, T, N, D]``; ignored if values are part of the keys.
+            active: Rows to write, bool ``[B]``; the others stay unchanged. ``None`` writes all rows.
         """
         device = entries.device
         rows = torch.arange(self.rows, device=device)[:, None, None]
@@ -126,27 +127,27 @@ class LayerCache(ABC):
             mine.index_put_(place, stored)
 
     def row(self, row: int, entries: int | None = None) -> LayerCache:
-        """The first ``entries`` entries of one sequence, in the same memory: a cache with ``B = 1``."""
+        """A view of the first ``entries`` entries of one sequence: a cache with ``B = 1``."""
         return type(self)([tensor[row : row + 1, :, :entries] for tensor in self.tensors])
 
     def gather(self, positions: Tensor, into: LayerCache) -> None:
-        """Copy some entries of a cache with one row to the first entries of another with one row.
+        """Copy selected entries of this cache, which has one row, to the first entries of another one with one row.
 
         Args:
-            positions: Of these entries, int64 ``[N, E]``.
-            into: Has ``E`` entries or more.
+            positions: Entries to copy, int64 ``[N, E]``.
+            into: The target, with ``E`` entries or more.
         """
         for mine, theirs in zip(self.tensors, into.tensors, strict=True):
             copy_rows(mine[0], positions, theirs[0, :, : positions.shape[1]])
 
     def take(self, row: int, entries: Tensor) -> LayerCache:
-        """Copy entries ``[E]`` of one sequence out, to a cache of their own."""
+        """Copy entries ``[E]`` of one sequence to a new cache."""
         return type(self)([tensor[row : row + 1].index_select(2, entries) for tensor in self.tensors])
 
     def to_host(self, entries: int) -> LayerCache:
-        """Copy the first entries of a cache with one row to the host's memory.
+        """Copy the first entries of this cache, which has one row, to host memory.
 
-        Head by head: what one head has is in one piece, so nothing is gathered on the device first.
+        The copy goes head by head: the entries of a head are contiguous, so the device need not gather them first.
         """
         copied = []
         for tensor in self.tensors:
@@ -157,7 +158,7 @@ class LayerCache(ABC):
         return type(self)(copied)
 
     def put_from_host(self, other: LayerCache, entries: int) -> None:
-        """Copy the first entries of a cache of :meth:`to_host` to those of this one, which has one row, too."""
+        """Copy the first entries of a cache from :meth:`to_host` to this one, which has one row, too."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             for head in range(mine.shape[1]):
                 mine[0, head, :entries].copy_(theirs[0, head, :entries])
@@ -169,22 +170,22 @@ class LayerCache(ABC):
 
 
 class GroupedCache(LayerCache):
-    """Keys and values apart; each KV head is read by a group of query heads."""
+    """Separate keys and values; a group of query heads reads each KV head."""
 
     stored = 2
 
     @property
+    @override
     def values(self) -> Tensor:
-        """See :attr:`LayerCache.values`."""
         return self.tensors[1]
 
 
 class LatentCache(LayerCache):
-    """Latents: values are the first numbers of keys, so attention is given the keys twice and cuts its result."""
+    """Latents: values are the first elements of keys, so attention gets the keys twice and truncates its result."""
 
     stored = 1
 
     @property
+    @override
     def values(self) -> Tensor:
-        """See :attr:`LayerCache.values`."""
         return self.keys

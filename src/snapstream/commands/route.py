@@ -23,10 +23,17 @@ def route(
         int, typer.Option(min=1, help="Instances that are tried before the first byte of an answer is sent.")
     ] = 3,
     check_seconds: Annotated[float, typer.Option(help="Between two looks at an instance's health.")] = 2.0,
+    keep_alive_seconds: Annotated[
+        float, typer.Option(help="Seconds of silence after which a stream gets a comment; 0: never.")
+    ] = 5.0,
 ) -> None:
     """One address for vLLM instances that read prompts and others that decode them. Needs the extra "serve"."""
     settings = RouterSettings(
-        prefill=parse_urls(prefill or []), decode=parse_urls(decode), attempts=attempts, check_seconds=check_seconds
+        prefill=parse_urls(prefill or []),
+        decode=parse_urls(decode),
+        attempts=attempts,
+        check_seconds=check_seconds,
+        keep_alive_seconds=keep_alive_seconds,
     )
     try:
         import uvicorn
@@ -36,4 +43,4 @@ def route(
         raise missing_extra("the router needs FastAPI and others", "serve") from error
     logging.getLogger("snapstream").setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(create_app(settings), host=host, port=port, access_log=False, server_header=False)
+    uvicorn.run(create_app(settings), host=host, port=port, http="h11", access_log=False, server_header=False)

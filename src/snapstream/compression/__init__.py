@@ -1,6 +1,6 @@
-"""The method, as pure functions on plain tensors: layout of a compressed cache, votes, choice.
+"""The compression method as pure functions on plain tensors: cache layout, votes, selection.
 
-Letters for shapes, the same everywhere: ``B`` sequences or slots, ``T`` query tokens, ``L`` prompt length (padded),
+Shapes use the same letters everywhere: ``B`` sequences or slots, ``T`` query tokens, ``L`` prompt length (padded),
 ``H`` query heads, ``N`` KV heads, ``G = H / N``, ``D`` head size, ``C`` cache entries, ``S`` sinks, ``R`` recent,
 ``K`` top-K, ``W`` observation window.
 """

@@ -18,14 +18,14 @@ from snapstream.errors import ConfigurationError
 def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: int, capacity: int) -> Tensor:
     """Choose the prompt position of every cache entry.
 
-    Sinks first, then the best-scored candidates in prompt order, then the last of all other tokens in prompt order.
-    Equal scores go to the earlier token, always.
+    Sinks come first, then the best-scored candidates in prompt order, then the last of all other tokens in prompt
+    order. Ties always go to the earlier token.
 
     Args:
-        scores: ``[B, N, L]`` float32, not negative for candidates, negative for the rest.
+        scores: float32 ``[B, N, L]``, non-negative for candidates and negative for all other tokens.
         layout: Layout of each sequence.
         sink: Sinks (``S``).
-        top_k: Most candidates kept (``K``); how many of them are real follows from the layout.
+        top_k: Maximum number of candidates kept (``K``); the layout determines the actual number.
         capacity: Cache entries (``C``).
 
     Returns:
@@ -39,7 +39,7 @@ def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: i
 def plain_selected(
     scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
 ) -> Tensor:
-    """See :func:`select_entries`; ``base``, ``count`` and ``length`` are of the layouts."""
+    """Plain-torch :func:`select_entries`; ``base``, ``count`` and ``length`` come from the layouts."""
     B, N, L = scores.shape
     device = scores.device
     position = torch.arange(L, device=device)
@@ -51,7 +51,7 @@ def plain_selected(
         is_real = torch.arange(kept, device=device) < base - sink
         is_pinned.scatter_(-1, chosen, is_real.expand(chosen.shape))
     is_other = (position >= sink) & (position < length) & ~is_pinned
-    # Of the others, the last ones fill the entries from base to count; length - count come before them.
+    # The last of the other tokens fill entries base to count; the first length - count of them are dropped.
     entry_of_other = base + is_other.cumsum(-1) - 1 - (length - count)
     target = torch.where(is_pinned, sink + is_pinned.cumsum(-1) - 1, entry_of_other)
     target = torch.where(position < sink, position, target)
@@ -63,7 +63,7 @@ def plain_selected(
 
 
 selected = torch.library.custom_op("snapstream::selected", plain_selected, mutates_args=())
-""":func:`plain_selected` as an operation, so that a device may have a kernel for it."""
+""":func:`plain_selected` as a custom operator, so that devices can register their own kernels."""
 
 
 @selected.register_fake
@@ -76,20 +76,22 @@ def _selected_shape(
 def choose_entries(
     prompt: LayerPrompt, budget: CacheBudget, *, combine: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Decide which prompt tokens one layer keeps: votes, smoothing, choice.
+    """Decide which prompt tokens one layer keeps: votes, smoothing, selection.
 
-    A pure function of fixed shapes: nothing about the result's shape depends on the data, so it may live in a static
-    graph.
+    A pure function of fixed shapes: no shape depends on data, so a static graph can contain it.
 
     Args:
-        prompt: The layer.
-        budget: Capacity and policy; ``prompt.layout`` is of this budget.
-        combine: Applied to votes ``[V * B, N, L]``, of ``V`` kinds, before they are smoothed; the first axis stays. A
-            host that splits the query heads of a KV head over devices sums their votes here, or each device would keep
-            other tokens.
+        prompt: The layer's prompt.
+        budget: Capacity and policy; ``prompt.layout`` must be computed from it.
+        combine: Applied to the votes ``[V * B, N, L]`` (``V`` kinds of votes) before smoothing; must keep the first
+            axis. A host that splits the query heads of a KV head across devices sums their votes here. Otherwise each
+            device would keep different tokens.
 
     Returns:
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
+
+    Raises:
+        ConfigurationError: The policy returned votes or scores of the wrong shape or dtype.
     """
     keys, layout = prompt.keys, prompt.layout
     is_candidate = candidate_mask(keys, layout.candidate_end, prompt.sink)
@@ -99,20 +101,20 @@ def choose_entries(
         votes = budget.policy.votes(prompt)
         if votes.dtype != torch.float32 or votes.shape[-3:] != keys.shape[:3] or votes.dim() > 4:
             raise ConfigurationError(
-                f"policy {budget.policy.name} made votes {tuple(votes.shape)} of {votes.dtype}; they must be "
-                f"{tuple(keys.shape[:3])} of torch.float32, or several of them, stacked"
+                f"policy {budget.policy.name} returned votes {tuple(votes.shape)} of {votes.dtype}; expected "
+                f"{tuple(keys.shape[:3])} of torch.float32, or several stacked along a new first axis"
             )
         if combine is not None:
             kinds = votes.shape[:-3]
             combined = combine(votes.flatten(0, -3))
             votes = combined.view(*kinds, len(keys), *combined.shape[1:])
-        votes = torch.where(is_candidate & (votes > 0), votes, 0.0)  # NaN, which a broken prompt makes, included
+        votes = torch.where(is_candidate & (votes > 0), votes, 0.0)  # also clears NaN from a broken prompt
         scores = budget.policy.smooth(votes, replace(prompt, top_k=budget.top_k))
         if scores.dtype != torch.float32 or scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
-                f"policy {budget.policy.name} made scores {tuple(scores.shape)} of {scores.dtype} of votes "
-                f"{tuple(votes.shape)}; they must be {tuple(votes.shape[-3:])} of torch.float32"
+                f"policy {budget.policy.name} returned scores {tuple(scores.shape)} of {scores.dtype} for votes "
+                f"{tuple(votes.shape)}; expected {tuple(votes.shape[-3:])} of torch.float32"
             )
-        scores = torch.where(scores > 0, scores, 0.0)  # select_entries() looks at bits: no negative zero, no NaN
+        scores = torch.where(scores > 0, scores, 0.0)  # select_entries() compares bits: no negative zero, no NaN
     scores = scores.masked_fill(~is_candidate, -1.0)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

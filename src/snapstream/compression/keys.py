@@ -1,8 +1,8 @@
-"""How unlike others each key is: what a text says once, asked for or not.
+"""Key differences: how dissimilar each key is from others, which finds what a text says only once, without queries.
 
-Unlike all others (KeyDiff, arXiv 2504.15364), or unlike its neighbours. Keys are rotated by their position, so the mean
-over a whole text keeps only what turns slowly. The mean over a neighbourhood keeps more, so a key is found that differs
-from its own paragraph's. docs/accuracy.md says what either keeps.
+A key is compared with all others (KeyDiff, arXiv 2504.15364) or with its neighbors. Keys are rotated by position, so
+only slowly rotating components survive in the mean over a whole text. The mean over a neighborhood keeps more, so it
+also finds keys that differ from the rest of their paragraph. docs/accuracy.md shows what each variant keeps.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
 
 SHORTEST = 1e-12
-"""Length that a key is taken to have at least."""
+"""Lower bound on the norm of a key, to avoid division by zero."""
 EVERYWHERE = 0
-"""In place of ``near``: keys are compared with all others."""
+"""Value of ``near`` that compares keys with all others."""
 
 
 def key_differences(
@@ -28,41 +28,41 @@ def key_differences(
     Args:
         keys: Rotated keys of the padded prompt, ``[B, N, L, D]``.
         layout: Layout of each sequence.
-        sink: Sinks (``S``), which are left out of the mean: they point where no other key does.
-        near: A text is cut into blocks of so many tokens, and what is around a key is its own block, the one before
-            it and the one after it; :data:`EVERYWHERE` for the whole text.
-        key_chunk: Keys looked at together, or one block's, if these are more; bounds memory, does not change the result
-            beyond rounding.
+        sink: Sinks (``S``), which are excluded from the mean: they point in a direction that no other key does.
+        near: Block size in tokens. A key is compared with its own block, the one before it and the one after it;
+            :data:`EVERYWHERE` compares with the whole text.
+        key_chunk: Keys processed at once, or one block if that is larger. Bounds memory; affects the result only by
+            rounding.
 
     Returns:
-        float32 ``[B, N, L]`` from 0 to 2; 0 for what is no candidate.
+        float32 ``[B, N, L]`` from 0 to 2; 0 for tokens that are not candidates.
     """
-    near = min(near, keys.shape[2])  # one block is one block; a larger one would only be padding
+    near = min(near, keys.shape[2])  # a larger block would only add padding
     differences: Tensor = differences_of_keys(keys, layout.candidate_end, sink, near, key_chunk)
     return differences
 
 
 def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
-    """See :func:`key_differences`; ``candidate_end`` is of the layouts."""
+    """Plain-torch :func:`key_differences`; ``candidate_end`` comes from the layouts."""
     B, N, L, D = keys.shape
     is_candidate = candidate_mask(keys, candidate_end, sink)
     block = near or L
     blocks = -(-L // block)
-    step = block * max(1, key_chunk // block) if near else key_chunk  # whole blocks, or parts of the only one
+    step = block * max(1, key_chunk // block) if near else key_chunk  # whole blocks, or parts of the single one
     starts = range(0, L, step)
 
     def chunk_of(start: int) -> Tensor:
         chunk = keys[:, :, start : start + step].to(torch.float32, copy=True)
-        return chunk.nan_to_num_(0.0, 0.0, 0.0)  # what is padding may be NaN
+        return chunk.nan_to_num_(0.0, 0.0, 0.0)  # padding may be NaN
 
     def rows_of(start: int, chunk: Tensor) -> tuple[Tensor, slice]:
-        """The numbers of a chunk block by block, and which blocks these are."""
+        """The chunk split into blocks, and the range of these blocks."""
         width = min(block, step)
         rows = F.pad(chunk, (0, 0, 0, -chunk.shape[2] % width)).view(B, N, -1, width, D)
         first = start // block
         return rows, slice(first, first + rows.shape[2])
 
-    # Directions are never written out: a key is divided by its length in sums and products.
+    # Normalized keys are never materialized: sums and products divide by the norm of each key instead.
     factors = torch.empty(B, N, L, dtype=torch.float32, device=keys.device)
     sums = torch.zeros(B, N, blocks, D, dtype=torch.float32, device=keys.device)
     for start in starts:
@@ -85,7 +85,7 @@ def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, ne
 differences_of_keys = torch.library.custom_op(
     "snapstream::differences_of_keys", plain_differences_of_keys, mutates_args=()
 )
-""":func:`plain_differences_of_keys` as an operation, so that a device may have a kernel for it."""
+""":func:`plain_differences_of_keys` as a custom operator, so that devices can register their own kernels."""
 
 
 @differences_of_keys.register_fake

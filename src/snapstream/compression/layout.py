@@ -1,14 +1,19 @@
-"""Where entries live in a compressed cache: three integers and the arithmetic between them.
+"""The layout of a compressed cache: three integers and the arithmetic between them.
 
-Keys are rotated before they are cached, so the order of entries means nothing to attention, and this layout needs no
-mask, only a length::
+Keys are rotated before they are cached, so the order of entries means nothing to attention. The layout therefore needs
+no mask, only a length::
 
     [ sink | pinned top-K | ring of recent tokens ]
       0..S   S..base        base..limit
 
-Entries below ``base`` stay as they are (with ``ring="resnap"`` not all: :mod:`snapstream.engine.renewal`). ``count`` is
-the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. Recent tokens are stored in
-order, so the ring starts with its oldest entry at ``base`` and the first overwrite hits the right one.
+Entries below ``base`` never change after prefill, except with ``ring="resnap"`` (:mod:`snapstream.engine.renewal`).
+
+``count`` is the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. When a layout is
+computed, nothing has been overwritten yet, so ``count`` is also the number of entries in use. From then on every
+decoded token adds one.
+
+Recent tokens are stored in order. The ring therefore starts with its oldest entry at ``base``, which is also the first
+one to be overwritten.
 """
 
 from __future__ import annotations
@@ -25,15 +30,16 @@ from snapstream.transfers import to_device
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one sequence when its prefill ends, or its places were given anew.
+    """The layout of one sequence at the end of prefill, or after its pinned entries were chosen again.
 
     Attributes:
-        length: Prompt tokens, 1 or more; later, entries.
-        candidate_end: End of the evictable range ``[S, candidate_end)``; empty if not above ``S``.
+        length: Prompt tokens, 1 or more. A layout that is computed during decoding may count entries instead.
+        candidate_end: End of the evictable range ``[S, candidate_end)``, which is empty if this is not above ``S``.
         base: First entry of the ring.
-        count: Entries in use, ``min(length, limit)``.
-        limit: End of the ring, so the most entries ever in use.
-        first_voter: First token whose query is known and may vote; above 0 where the prompt continues from a cache.
+        count: Tokens stored: ``min(length, limit)`` at the end of prefill. Also the number of entries in use, as none
+            has been overwritten yet.
+        limit: End of the ring, and so the maximum number of entries in use.
+        first_voter: First token whose query is available and may vote; above 0 if the prompt continues from a cache.
     """
 
     length: int
@@ -45,12 +51,12 @@ class Layout:
 
     @property
     def dropped(self) -> int:
-        """Prompt tokens that compression leaves out."""
+        """Prompt tokens that compression drops."""
         return self.length - self.count
 
-    def turned_to(self, count: int) -> Layout:
-        """The layout when ``count`` entries are stored oldest first: what was pinned, then the ring from its start."""
-        return replace(self, count=count, length=max(self.length, count))
+    def turned_to(self, held: int) -> Layout:
+        """The layout after its ``held`` entries were copied in order: pinned ones, then the ring, oldest first."""
+        return replace(self, count=held, length=max(self.length, held))
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     pinned = min(max(length - budget.sink - budget.recent, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
-    # Of a prompt that fits, entry i is token i under every policy.
+    # If the prompt fits, entry i is token i under every policy.
     protected = 0 if budget.policy.pins_recent and length > limit else budget.recent
     return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter)
 
@@ -82,29 +88,29 @@ def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu"
 
 
 def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
-    """Entry that the next token of each sequence takes; all arguments and the result are int64 ``[B]``.
+    """Entry that the next token of each sequence is written to; all arguments and the result are int64 ``[B]``.
 
-    The cache fills up to ``limit``; from then on the ring ``[base, limit)`` turns. (Equation 4 of the paper; its offset
-    is read as ``base``.)
+    The cache fills up to ``limit``; from then on the ring ``[base, limit)`` wraps around. (Equation 4 of the paper,
+    with its offset read as ``base``.)
     """
     return torch.where(count < limit, count, base + (count - base) % (limit - base).clamp(min=1))
 
 
-def surviving_tokens(layout: Layout, count: int, written: int) -> list[int]:
-    """Which of the first ``count`` tokens stored are still in the cache after ``written`` were, oldest first.
+def surviving_tokens(layout: Layout, until: int, count: int) -> list[int]:
+    """Which of the first ``until`` tokens stored are still in the cache after ``count`` were stored, oldest first.
 
     Args:
         layout: The sequence's layout.
-        count: Tokens to look at; what was stored after them is to be forgotten.
-        written: Tokens stored in all, ``count`` or more. Where exactly is not known, a higher number is safe.
+        until: Tokens to consider; those stored after them are to be discarded.
+        count: Tokens ever stored, ``until`` or more. If the exact number is unknown, a higher one is safe.
 
     Returns:
-        Their indices in the order of storing; :func:`entry_of` says where each one is.
+        Their indices in storage order; :func:`entry_of` maps an index to its entry.
     """
-    oldest = max(layout.base, written - (layout.limit - layout.base))
-    return [*range(min(layout.base, count)), *range(oldest, count)]
+    oldest = max(layout.base, count - (layout.limit - layout.base))
+    return [*range(min(layout.base, until)), *range(oldest, until)]
 
 
 def entry_of(layout: Layout, index: int) -> int:
-    """Entry of the token that was stored ``index``-th; :func:`next_slot` in plain numbers."""
+    """Entry of the token with storage index ``index``; :func:`next_slot` for plain integers."""
     return index if index < layout.limit else layout.base + (index - layout.base) % max(layout.limit - layout.base, 1)

@@ -15,10 +15,10 @@ from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
 
 KEY_CHUNK = 1024
-"""Keys scored at a time. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
+"""Keys scored at once. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
 
 EVERYTHING = -1
-"""Of the softmax of the voters: it runs over the whole causal prompt."""
+"""Value of ``members`` for which the voters' softmax runs over the whole causal prompt."""
 
 
 def observation_votes(
@@ -35,16 +35,17 @@ def observation_votes(
 
     Args:
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
-            ``length - 1``. Rows of tokens before ``first_voter`` (in a prompt shorter than ``W``: padding) do not vote.
+            ``length - 1``. Rows before ``first_voter`` (padding, if the prompt is shorter than ``W``) do not vote.
         keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; entries at ``length`` and beyond are ignored.
         layout: Layout of each sequence.
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
-        key_chunk: Keys scored at a time; bounds memory, does not change the result beyond rounding.
+        key_chunk: Keys scored at once; bounds memory and affects the result only by rounding.
 
     Returns:
-        Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for what is no candidate.
+        Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for tokens that are not
+        candidates.
     """
     members = EVERYTHING if normalize == "all" else sink
     sums = _attention(queries, keys, layout, scale, members, key_chunk)
@@ -52,9 +53,9 @@ def observation_votes(
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
-    """How much of the observation window's attention went to tokens that were kept.
+    """The share of the observation window's attention that went to kept tokens.
 
-    A measure of quality, not part of the method: what decoding loses is at least what the window would have lost.
+    A quality metric, not part of the method: decoding loses at least as much as the window would have.
 
     Args:
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``, as for :func:`observation_votes`.
@@ -100,15 +101,16 @@ def plain_window_attention(
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
         keys: ``[B, N, L, D]``.
-        length: Of each sequence, int64 ``[B]``; see :class:`LayoutTensors`.
-        first_voter: The same.
-        candidate_end: The same.
+        length: Length of each sequence, int64 ``[B]``; see :class:`LayoutTensors`.
+        first_voter: First voter of each sequence, likewise.
+        candidate_end: End of the candidates of each sequence, likewise.
         scale: Factor on the logits.
-        members: Sinks, if the softmax runs over the candidates alone; :data:`EVERYTHING`: over the causal prompt.
-        key_chunk: Keys scored at a time.
+        members: Number of sinks if the softmax runs over the candidates alone; :data:`EVERYTHING` if it runs over the
+            whole causal prompt.
+        key_chunk: Keys scored at once.
 
     Returns:
-        float32 ``[B, N, L]``; 0 for what no voter sees.
+        float32 ``[B, N, L]``; 0 for tokens that no voter sees.
     """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
@@ -118,9 +120,9 @@ def plain_window_attention(
     voter = (query_position >= first_voter[:, None])[:, None, None, :, None]
 
     def logits(start: int) -> tuple[Tensor, Tensor]:
-        """Logits of one chunk and whether each takes part in the softmax, ``[B, N, G, W, chunk]``."""
+        """Logits of one chunk, ``[B, N, G, W, chunk]``, and which of them the softmax includes."""
         chunk = keys[:, :, start : start + key_chunk]
-        # Products of half-precision inputs are exact in float32; only then is nothing lost before the sum.
+        # Products of half-precision inputs are exact in float32, so nothing is lost before they are summed.
         values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
         values = values.view(B, N, H // N, W, chunk.shape[2])
         position = torch.arange(start, start + chunk.shape[2], device=keys.device)
@@ -131,7 +133,7 @@ def plain_window_attention(
         return values, member[:, None, None]
 
     starts = range(0, L, key_chunk)
-    # Two passes (normaliser first, then the sums) cost a second product of W rows and save holding all logits.
+    # Two passes (normalizer first, then the sums) cost a second product of W rows but avoid holding all logits.
     normalizer = torch.full((B, N, H // N, W), float("-inf"), dtype=torch.float32, device=keys.device)
     for start in starts:
         values, member = logits(start)
@@ -147,7 +149,7 @@ def plain_window_attention(
 
 
 window_attention = torch.library.custom_op("snapstream::window_attention", plain_window_attention, mutates_args=())
-""":func:`plain_window_attention` as an operation, so that a device may have a kernel for it."""
+""":func:`plain_window_attention` as a custom operator, so that devices can register their own kernels."""
 
 
 @window_attention.register_fake
@@ -156,12 +158,12 @@ def _window_attention_shape(queries: Tensor, keys: Tensor, *_: object) -> Tensor
 
 
 def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:
-    """Uniform votes for the ``random`` baseline, repeatable on any device.
+    """Uniform votes for the ``random`` baseline, reproducible on any device.
 
     Args:
-        heads: KV heads (``N``), each with a choice of its own.
+        heads: KV heads (``N``); each gets different votes.
         length: Padded prompt length (``L``).
-        seed: int64 scalar; give each layer another one.
+        seed: int64 scalar; use a different one for each layer.
 
     Returns:
         Votes ``[1, N, L]``, float32 in (0, 1).
@@ -179,7 +181,7 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
     Args:
         votes: ``[B, N, L]``, 0 outside the candidates.
         pooling: ``avg`` or ``max``.
-        kernel: Odd width; 1 changes nothing.
+        kernel: Odd width; 1 leaves the votes unchanged.
 
     Returns:
         ``[B, N, L]``.
@@ -191,10 +193,10 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
 
 
 def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
-    """Average, or ``largest``, of ``kernel`` neighbours of each vote; see :func:`pool_votes`."""
+    """Average, or maximum if ``largest``, of the ``kernel`` votes around each vote; see :func:`pool_votes`."""
     length = votes.shape[-1]
     padded = F.pad(votes, (kernel // 2, kernel // 2))
-    result = padded[..., :length].clone()  # whole rows at a time: torch's own pooling of rows is slow on a CPU
+    result = padded[..., :length].clone()  # shifts whole rows: torch's own pooling is slow on a CPU
     for shift in range(1, kernel):
         neighbours = padded[..., shift : shift + length]
         if largest:
@@ -205,7 +207,7 @@ def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
 
 
 smoothed = torch.library.custom_op("snapstream::smoothed", plain_smoothed, mutates_args=())
-""":func:`plain_smoothed` as an operation, so that a device may have a kernel for it."""
+""":func:`plain_smoothed` as a custom operator, so that devices can register their own kernels."""
 
 
 @smoothed.register_fake
@@ -216,7 +218,7 @@ def _smoothed_shape(votes: Tensor, *_: object) -> Tensor:
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Uniform numbers in (0, 1) from a seed and a counter: the same on every device, in every batch.
 
-    A counter-based generator (the finaliser of MurmurHash3, twice), so a draw depends on nothing but its arguments.
+    A counter-based generator (the finalizer of MurmurHash3, twice), so a draw depends only on its arguments.
 
     Args:
         seed: int64, broadcastable with ``counter``.
@@ -230,7 +232,7 @@ def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors that hold 32-bit values."""
+    """MurmurHash3's 32-bit finalizer on int64 tensors that hold 32-bit values."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ (x >> 16)

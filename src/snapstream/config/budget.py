@@ -161,7 +161,7 @@ class CacheBudget:
 
         Four sinks, an eighth of the cache for recent tokens, the rest for chosen ones, by the policy ``mixed``; an
         elastic ring. In a cache of less than 256 entries 32 are for recent tokens, at most three eighths of it.
-        docs/accuracy.md has what that rests on. The rule of the paper is the preset ``snapstream``.
+        docs/experiments.md has what that rests on. The rule of the paper is the preset ``snapstream``.
         """
         return cls.preset(DEFAULT_POLICY, capacity)
 

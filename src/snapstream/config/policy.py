@@ -25,7 +25,7 @@ WINDOW = 32
 """Voters of the paper's rule with 128 entries or more. Every host keeps at least so many queries, whatever its own
 policy needs, so that a request may ask for any cache that is no larger than the host's."""
 DEFAULT_POLICY = "mixed"
-"""What a number of entries means by itself; chosen in docs/accuracy.md."""
+"""What a number of entries means by itself; chosen in docs/experiments.md."""
 ALL = -1
 """As :attr:`Policy.queries`: every query of the prompt."""
 

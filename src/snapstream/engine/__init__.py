@@ -1,4 +1,4 @@
-"""The built-in engine: static graphs, continuous batching, one device. Nothing about HTTP."""
+"""The built-in engine: static graphs and continuous batching on one device. It knows nothing about HTTP."""
 
 from snapstream.cache import CompressedSequence
 from snapstream.engine.context import Context

@@ -1,8 +1,9 @@
-"""The model's own next-token module in decoding: it reads what a step has made certain, and guesses on from there.
+"""Drafting with the model's own next-token module: it processes the tokens a step has accepted, and drafts the next.
 
-Entry ``i`` of its cache is made of the model's state at token ``i`` and of token ``i + 1``; so it has as many entries
-as the model's layers, at the same places, and is compressed, turned and saved with them. Its step is part of every step
-that verifies guesses: what that has read and taken is what the module needs, and no entry is ever missing.
+Entry ``i`` of its cache is computed from the model's hidden state at token ``i`` and from token ``i + 1``. Its cache
+therefore has as many entries as those of the model's layers, at the same places, and is compressed, reordered and saved
+together with them. The module's step is part of every verification step: the tokens and hidden states of that step are
+exactly the module's inputs, so no entry is ever missing.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from snapstream.models import DecoderModel
 
 
 class Ahead:
-    """Guesses of what comes after the next token of each slot.
+    """Drafts the tokens after the next token of each slot.
 
     Attributes:
-        device: Where they are made.
+        device: The device it runs on.
     """
 
     def __init__(
         self, model: DecoderModel, programs: Programs, cache: LayerCache, *, guesses: int, captured: bool
     ) -> None:
-        """Allocate what is between.
+        """Allocate the buffers.
 
         Args:
-            model: With a next-token module.
-            programs: Of the engine.
-            cache: The module's, ``[B, N, C, D]``.
-            guesses: Most of each slot.
-            captured: Capture graphs, on CUDA.
+            model: A model with a next-token module.
+            programs: The engine's programs.
+            cache: The module's cache, ``[B, N, C, D]``.
+            guesses: Maximum number of draft tokens per slot.
+            captured: Whether to capture CUDA graphs; ignored on other devices.
         """
         weight, slots = model.embedding.weight, len(cache.keys)
         self.device = device = weight.device
         self._model = model
         self._steps = {tokens: _Step(model, programs, cache, tokens) for tokens in most_tokens(guesses, device)}
-        # What was guessed lately, and the state that each guess comes of.
+        # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
         self._states = torch.zeros(slots, guesses, weight.shape[1], dtype=weight.dtype, device=device)
         self._looks = [
@@ -58,15 +59,15 @@ class Ahead:
             look.warm_up(pool)
 
     def follow(self, machine: Machine) -> Run:
-        """What is run where it has been noted which tokens of a step are right, and before they are kept.
+        """Return the module's part of a step. It runs after tokens have been verified and before they are committed.
 
         Args:
-            machine: Of the step.
+            machine: The step's buffers.
         """
         return functools.partial(self._follow, machine, self._steps[machine.slots.tokens])
 
     def guess(self, most: int) -> Tensor:
-        """Guesses after the next token of each slot that took part in the last step, int64 ``[B, most]``."""
+        """Draft ``most`` tokens after the next token of each slot of the last step; int64 ``[B, most]``."""
         for look in self._looks[:most]:
             look()
         return self._guesses[:, :most].clone()
@@ -83,7 +84,7 @@ class Ahead:
         self._states[:, 0] = step.made.gather(1, last.expand(-1, 1, step.made.shape[-1]))[:, 0]
 
     def _look(self, known: int) -> None:
-        """Guess one token more, where so many are guessed; nothing is stored."""
+        """Draft one more token, given ``known`` draft tokens; nothing is stored."""
         if known:
             step = self._steps[min(tokens for tokens in self._steps if tokens >= known)]
             step.token[:, :known] = self._guesses[:, :known]
@@ -95,15 +96,15 @@ class Ahead:
 
 
 class _Step:
-    """The module reads up to so many tokens of each slot.
+    """A step of the module over up to ``T`` tokens per slot.
 
     Attributes:
-        token: Those, int64 ``[B, T]``.
-        drafted: How many there are, less one; int64 ``[B]``.
-        hidden: States before each, ``[B, T, hidden]``.
-        made: Its own states, the same.
-        read: Reads.
-        commit: Keeps the entries of tokens that are certain.
+        token: The input tokens, int64 ``[B, T]``.
+        drafted: Number of input tokens minus one, int64 ``[B]``.
+        hidden: The model's hidden state before each token, ``[B, T, hidden]``.
+        made: The module's own hidden states, ``[B, T, hidden]``.
+        read: Runs the module.
+        commit: Stores the entries of accepted tokens.
     """
 
     def __init__(self, model: DecoderModel, programs: Programs, cache: LayerCache, tokens: int) -> None:
@@ -116,6 +117,6 @@ class _Step:
         self.read, self.commit = programs.run_of(operations, machine), programs.run_of([Commit()], machine)
 
     def of_tokens(self, machine: Machine) -> Tensor:
-        """States of all tokens of a step, ``[B, T, hidden]``, in its own memory."""
+        """Normalized hidden states of all tokens of a step, ``[B, T, hidden]``; a view of the step's own memory."""
         states = self._normed.of(machine.buffers)
         return states.view(len(self.token), -1, states.shape[-1])

@@ -1,4 +1,4 @@
-"""Around everything that changes an engine: what breaks off is noticed, and mended."""
+"""Guards every change to an engine: interrupted changes are detected and repaired."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class Change:
-    """Around everything that changes requests, slots or the device.
+    """Context manager around everything that changes requests, slots or the device.
 
-    What breaks off in between leaves the engine marked as changing. It is mended at once if that is possible, and in
-    any case before the next change. A generator would be less code, but may be closed at any later moment.
+    An exception inside leaves the engine marked as changing. The engine is then repaired at once if possible, and in
+    any case before the next change. A generator-based context manager would be less code, but it may be closed at any
+    later moment.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,5 +36,5 @@ class Change:
         self.engine._broken_by = kind.__name__
         try:
             self.engine._mend()
-        except Exception as another:  # the first one is what the caller has to know
-            logger.error("the engine could not be mended after %s", kind.__name__, exc_info=another)
+        except Exception as another:  # the caller needs to see the first exception
+            logger.error("the engine could not be repaired after %s", kind.__name__, exc_info=another)

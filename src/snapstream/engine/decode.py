@@ -1,8 +1,8 @@
-"""Decode: every slot in one graph, inside caches of fixed size.
+"""Decode: all slots in one graph, inside caches of fixed size.
 
-Where there are kernels of this package, a step is a list of operations. On a CPU one launch of a native loop runs it
-for all layers and for several tokens. On CUDA a whole step is captured as one graph, and replayed for each token
-without waiting for the host. Elsewhere the modules of the model run.
+Where this package has kernels, a step is a list of operations. On a CPU, one launch of a native loop runs it for all
+layers and several tokens. On CUDA, a whole step is captured as one graph and replayed for each token without waiting
+for the host. Elsewhere the model's modules run.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from snapstream.transfers import to_device
 
 @dataclass(frozen=True)
 class _Entries:
-    """Some entries of a slot, in the order they were stored in: their number in that order, and where they are."""
+    """A selection of a slot's entries in the order they were stored: their index in that order, and their place."""
 
     stored: Tensor
     places: Tensor
     layout: Layout
 
     def positions(self, before: Tensor, position: int) -> Tensor:
-        """Their true positions, int32, in one layer.
+        """True positions of the entries in one layer, int32.
 
         Args:
-            before: Of the entries that were there when places were given, ``[N, count]``.
-            position: Of the next token at that time.
+            before: True positions of the entries that existed when places were assigned, ``[N, count]``.
+            position: True position of the next token at that time.
         """
         count = self.layout.count
         later = self.stored + position - count
@@ -59,11 +59,11 @@ class _Entries:
 
 
 class Decode:
-    """Owns the slots: their caches, ``[B, N, C, D]`` per layer, and their state ``[B]``, on the device.
+    """Owns the slots on the device: their caches, ``[B, N, C, D]`` per layer, and their state ``[B]``.
 
     The whole state of a sequence is ``(base, count, limit)`` and its position; see
-    :mod:`snapstream.compression.layout`. Slots that are not active are never written by a step: prefill fills them
-    layer by layer while others decode.
+    :mod:`snapstream.compression.layout`. A step never writes to inactive slots: prefill fills them layer by layer while
+    other slots decode.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Decode:
         def column() -> Tensor:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
-        # Those of the model, and that of its next-token module.
+        # The caches of the model's layers, and that of its next-token module.
         self.layers = self._caches(capacity, weight.dtype, device)
-        # The next token of each slot, and guesses of those after it.
+        # The next token of each slot, and draft tokens after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
         self.token, self.position = self.tokens[:, 0], column()
         self.base, self.count, self.limit = column(), column(), column()
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         self.drafted, self.accepted = column(), column()
-        # Tokens that the next steps of a launch must take, the next one first; -1 where the model is free.
+        # Tokens that the next steps of a launch must take, the next one first; -1 where the model chooses.
         most = max(steps, guesses + 1)
         self.forced = torch.full((slots, most), -1, dtype=torch.int64, device=device)
         self.logits = torch.zeros(slots, spec.vocab_size, device=device)
-        # What a launch of the loop has taken, or one that verifies guesses.
+        # Tokens taken by a launch of the native loop, or by a verification step.
         self.taken = torch.zeros((most, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
         state = Slots(
@@ -130,7 +130,7 @@ class Decode:
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel) -> Decode:
-        """The slots of an engine."""
+        """Build the slots of an engine."""
         config = setup.config
         return cls(
             model,
@@ -163,17 +163,17 @@ class Decode:
         *,
         active: bool = True,
     ) -> None:
-        """Begin to decode a sequence whose cache is in its slot.
+        """Start decoding a sequence whose cache is in its slot.
 
         Args:
-            slot: Which.
-            layout: Of the cache.
+            slot: Index of the slot.
+            layout: Layout of the cache.
             position: True position of the next token.
-            token: That token, which the next step reads.
-            sampling: State whose row 0 is the request's; ``None`` where nothing but the likeliest tokens is asked for.
-            active: Whether launches decode it, or it is only to be taken out again.
+            token: The next token, which is the input of the next step.
+            sampling: Sampling state whose row 0 is the request's; ``None`` for plain greedy decoding.
+            active: Whether launches decode the slot; if not, its sequence is only extracted later.
         """
-        # Each is filled: to put a number in by an assignment waits for a GPU.
+        # fill_() rather than item assignment: assigning a Python number would wait for the GPU.
         self.token[slot].fill_(token)
         self.position[slot].fill_(position)
         self.base[slot].fill_(layout.base)
@@ -184,7 +184,7 @@ class Decode:
         self.active[slot].fill_(active)
 
     def slot(self, slot: int, entries: int) -> list[LayerCache]:
-        """The first entries of a slot's cache, layer by layer, in the slot's own memory."""
+        """Views of the first ``entries`` entries of a slot's cache, one per layer."""
         return [layer.row(slot, entries) for layer in self.layers]
 
     @torch.inference_mode()
@@ -210,11 +210,11 @@ class Decode:
         """Copy a sequence out of its slot, oldest entry first.
 
         Args:
-            slot: Which.
-            indices: Tokens to take, in the order they were stored in.
-            layout: The sequence's layout when its places were given.
-            position: See :meth:`start`; of that time.
-            positions: Per layer, true positions of its entries then, ``[N, count]``.
+            slot: Index of the slot.
+            indices: Tokens to take, by their index in the order they were stored.
+            layout: The sequence's layout when its places were last assigned.
+            position: True position of the next token at that time.
+            positions: Per layer, true positions of its entries at that time, ``[N, count]``.
             tokens: See :class:`CompressedSequence`.
             answer: See :class:`CompressedSequence`.
             logits: See :class:`CompressedSequence`.
@@ -241,18 +241,18 @@ class Decode:
         budget: CacheBudget,
         positions: Sequence[Tensor],
     ) -> tuple[Placement, list[Tensor]]:
-        """Give pinned places of a full slot anew, between two launches; see :mod:`snapstream.engine.renewal`.
+        """Reassign the pinned places of a full slot, between two launches; see :mod:`snapstream.engine.renewal`.
 
         Args:
-            slot: Which.
-            placement: Of its entries until now.
+            slot: Index of the slot.
+            placement: Placement of its entries until now.
             decoded: Tokens that have been decoded and stored.
             position: True position of the next token at the time of ``placement``.
-            budget: The sequence's.
-            positions: Per layer, true positions of its entries at that time; or none.
+            budget: The sequence's budget.
+            positions: Per layer, true positions of its entries at that time; empty if they are not tracked.
 
         Returns:
-            The new placement, and positions of the entries.
+            The new placement, and per layer the true positions of the entries in it.
         """
         count, after = placement.count(decoded), placement.renewed(decoded, budget)
         layout, chosen_by = after.layout, after.choice()
@@ -277,21 +277,21 @@ class Decode:
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Free a slot. Its entries stay where they are: an inactive slot has no valid ones."""
+        """Free a slot. Its entries are not cleared: an inactive slot has no valid ones."""
         self.active[slot].fill_(False)
         self.count[slot].fill_(0)
-        self.forced[slot].fill_(-1)  # a launch that broke off may have left some
+        self.forced[slot].fill_(-1)  # an interrupted launch may have left some
 
     def launch(self, steps: int, *, greedy: bool, forced: dict[int, Sequence[int]] | None = None) -> list[Sampled]:
-        """Decode ``steps`` tokens in every active slot, without the host looking in between.
+        """Decode ``steps`` tokens in every active slot without synchronizing with the host in between.
 
         Args:
-            steps: How many; at most the number given at construction.
-            greedy: All active requests want the most likely token and nothing else.
-            forced: Tokens that a slot must take, first step first; at most ``steps`` of them.
+            steps: Number of tokens; at most the number given at construction.
+            greedy: Whether all active requests want the most likely token and nothing else.
+            forced: Tokens that a slot must take, by slot, first step first; at most ``steps`` of them.
 
         Returns:
-            Per step, tensors that are the caller's. With ``greedy`` only the tokens mean something.
+            Per step, tensors that the caller owns. With ``greedy``, only ``tokens`` is meaningful.
         """
         self._force(forced)
         if self.loop is not None and greedy:
@@ -304,15 +304,16 @@ class Decode:
     def verify(
         self, guesses: dict[int, Sequence[int]], *, greedy: bool, forced: dict[int, Sequence[int]] | None = None
     ) -> tuple[list[Sampled], Tensor]:
-        """Read the next token of every active slot with guesses of those after it, and keep what is right.
+        """Process the next token of every active slot together with draft tokens, and keep the correct ones.
 
         Args:
-            guesses: By slot; at most the number given at construction, and may be none.
+            guesses: Draft tokens by slot; at most the number given at construction, possibly none.
             greedy: See :meth:`launch`.
-            forced: Tokens that a slot must take, at most one more than it has guesses.
+            forced: Tokens that a slot must take, by slot; at most one more than it has draft tokens.
 
         Returns:
-            Per place the tokens taken, as :meth:`launch` returns them, and how many of them are certain, int64 ``[B]``.
+            Per place, the tokens taken, in the form :meth:`launch` returns; and how many of them are accepted, int64
+            ``[B]``.
         """
         verification = self._put_guesses(guesses)
         self._force(forced)
@@ -321,14 +322,14 @@ class Decode:
 
     @torch.inference_mode()
     def read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> Tensor:
-        """Read tokens in slots that are not active, which are followed from outside.
+        """Process given tokens in inactive slots; a draft model uses this to follow the large model.
 
         Args:
-            tokens: By slot, one or more, at most as many as a step of guesses takes.
-            certain: Store them; if not, the next call begins where this one has.
+            tokens: Tokens by slot, at least one each and at most as many as a verification step takes.
+            certain: Whether to store them. If not, the next call starts where this one started.
 
         Returns:
-            The most likely token after the last one of each, int64 ``[B]``; elsewhere it means nothing.
+            The most likely token after the last given one, int64 ``[B]``; meaningless for other slots.
         """
         given, device = [tokens.get(slot, (0,)) for slot in range(self.slots)], self.token.device
         self.active.copy_(to_device([slot in tokens for slot in range(self.slots)], device, torch.bool))
@@ -343,9 +344,9 @@ class Decode:
         return taken.gather(0, to_device([[len(each) - 1 for each in given]], device))[0]
 
     def _put_guesses(self, guesses: dict[int, Sequence[int]]) -> Verification:
-        """Hand out guesses by slot; returns the kind of step that is large enough for them."""
+        """Copy draft tokens to the device; returns the smallest verification step that fits them."""
         most = max(map(len, guesses.values()))
-        # One copy for all: how many guesses each slot has, and which.
+        # A single copy: how many draft tokens each slot has, and which.
         rows = [[len(mine), *mine] for mine in (guesses.get(slot, ()) for slot in range(self.slots))]
         given = to_device([row + [0] * (most + 1 - len(row)) for row in rows], self.token.device)
         self.drafted.copy_(given[:, 0])
@@ -366,25 +367,25 @@ class Decode:
         entry, stored = spec.entry, spec.entry.kind.stored
         memory = tensors_of_zeros([(entry.shape(self.slots, capacity), dtype)] * stored * spec.cached_layers)
         for tensor in memory:
-            tensor.zero_()  # so that what was planned is there from the start
+            tensor.zero_()  # touches every page, so planned memory is committed from the start
         return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]
 
     def _read_tokens(self) -> None:
-        """Store each slot's token in its cache, attend to everything valid, the token included; leaves logits."""
+        """Store each slot's token in its cache and attend to all valid entries, the token included; leaves logits."""
         if self.loop is not None:
-            self.loop.run(last=-1)  # all but taking the token
+            self.loop.run(last=-1)  # everything except taking the token
         elif self.kernels is not None:
             self.kernels()
         else:
             self._run_modules()
 
     def _run_modules(self) -> None:
-        """The same by the modules of the model."""
+        """Do the same with the model's modules."""
         x = self.model.embedding(self.token)
         cosine, sine = self.model.rope(self.position)
         entry = next_slot(self.count, self.base, self.limit)[:, None]
         valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
-        for block, cache in zip(self.model.layers, self.layers, strict=False):  # without the next-token module's
+        for block, cache in zip(self.model.layers, self.layers, strict=False):  # not the next-token module's cache
             query, key, value = block.project(x, cosine, sine)
             cache.write(entry, key[:, None], value[:, None], self.active)
             x = block.complete(x, self.backend.decode(query, cache.keys, cache.values, valid, self.scale))

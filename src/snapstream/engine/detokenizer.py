@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 8
-"""Tokens that may be held back; four bytes make a character, and more than these will not become one."""
+"""Most tokens that are held back. A character has at most four bytes, so more tokens than this never complete one."""
 CONTEXT = 4
-"""Tokens of the prompt that are enough of a context for the text of the first generated one."""
+"""Prompt tokens that give enough context to decode the first generated token."""
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Tokens that are no text."""
+    """The tokenizer's special tokens, which are not text."""
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time, holding back bytes of a character that is not complete.
+    """Turns tokens into text incrementally, holding back the bytes of an incomplete character.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
         special: Its :func:`special_tokens`.
-        context: Tokens before the first one. Some decoders leave out the space that begins a text; after other tokens
-            they do not.
-        skip_special: Leave special tokens out of the text.
+        context: Tokens before the first one. Some decoders omit the leading space of a text, but keep it after other
+            tokens.
+        skip_special: Whether to leave special tokens out of the text.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Detokenizer:
 
     @property
     def pending(self) -> bool:
-        """Whether the last tokens have not become text yet."""
+        """Whether some tokens are held back and have not become text yet."""
         return bool(self._pending)
 
     def add(self, token: int) -> str:
-        """Text that ``token`` completes; may be empty."""
-        if token in self._special:  # no text, and none will come of it
+        """Add a token; returns the text that it completes, possibly empty."""
+        if token in self._special:  # never becomes text
             return ""
         self._pending.append(token)
         text = self._pending_text()
@@ -52,7 +52,7 @@ class Detokenizer:
         return self._emit(text) if complete or len(self._pending) > _LONGEST_CHARACTER else ""
 
     def flush(self) -> str:
-        """Whatever is still held back, with replacement characters where a character is not complete."""
+        """Return the text that is still held back, with replacement characters for incomplete characters."""
         return self._emit(self._pending_text()) if self._pending else ""
 
     def _pending_text(self) -> str:

@@ -1,8 +1,8 @@
-"""A decode step of a model that is spread over several devices, by arithmetic: what each holds, reads and sends.
+"""An analytical model of a decode step on several devices: the bytes that each one holds, reads and sends.
 
-The paper decodes with attention *data-parallel*: a device holds the caches of its own sequences, and of every
-projection and expert its share. With *tensor-parallel* attention a device holds its share of the KV heads of all
-sequences; latents have one head for all, so every device holds every sequence's cache. (arXiv 2511.03092.)
+The paper (arXiv 2511.03092) decodes with *data-parallel* attention: a device holds the caches of its own sequences, and
+its share of every projection and expert. With *tensor-parallel* attention, a device holds its share of the KV heads of
+all sequences. Latents have a single head, so every device then holds every sequence's cache.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import empty_model
 
 SEQUENCES, HEADS = "data-parallel", "tensor-parallel"
-"""What attention divides among devices."""
+"""The two ways of dividing attention among devices: by sequences, or by heads."""
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of one device, where all have the same to do.
+    """Bytes of one device, assuming that the load is balanced.
 
     Attributes:
-        sequences: That decode together, on all devices.
-        weights: What it holds of the model.
-        caches: What it holds of caches.
-        read_weights: Weights that it reads in a step; of experts those that some token of the batch chooses.
-        read_caches: Entries that it reads in a step, where caches are full.
-        sent: What it sends to others in a step.
+        sequences: Number of sequences that decode together, over all devices.
+        weights: Bytes of weights that the device holds.
+        caches: Bytes of caches that the device holds.
+        read_weights: Bytes of weights that it reads per step; of the experts, only those that at least one token of the
+            batch chooses.
+        read_caches: Bytes of entries that it reads per step when caches are full.
+        sent: Bytes that it sends to other devices per step.
     """
 
     sequences: int
@@ -43,7 +44,7 @@ class DevicePlan:
 
     @property
     def read(self) -> int:
-        """What it reads in a step."""
+        """Bytes that it reads per step."""
         return self.read_weights + self.read_caches
 
 
@@ -53,8 +54,8 @@ class Devices:
 
     Attributes:
         spec: The model.
-        dtype: Of weights, caches and what is sent. Matrices of a float8 checkpoint stay float8.
-        count: Devices.
+        dtype: Type of weights, caches and messages. Matrices of a float8 checkpoint stay float8.
+        count: Number of devices.
         attention: :data:`SEQUENCES` or :data:`HEADS`.
     """
 
@@ -64,45 +65,46 @@ class Devices:
     attention: str
 
     def __post_init__(self) -> None:
-        """Check that everything can be divided.
+        """Check that the model can be divided.
 
         Raises:
-            ConfigurationError: It cannot, or an unknown way to do it.
+            ConfigurationError: The heads are not divisible by the devices, or ``attention`` is unknown.
         """
         if self.attention not in (SEQUENCES, HEADS):
             raise ConfigurationError(f"attention is {self.attention!r}; allowed: {SEQUENCES}, {HEADS}")
         if self.count < 1 or self.spec.heads % self.count:
             raise ConfigurationError(
-                f"{self.spec.heads} query heads cannot be divided over {self.count} devices; give a divisor of them"
+                f"{self.spec.heads} query heads cannot be divided among {self.count} devices; use a divisor of "
+                f"{self.spec.heads}"
             )
 
     @property
     def types(self) -> str:
-        """Types of what is held, in words."""
+        """The types of weights and caches, for people."""
         name = f"{self.dtype}".removeprefix("torch.")
         return f"float8 and {name}" if self._is_float8 else name
 
     def cache_bytes(self, entries: int) -> int:
-        """What one sequence's cache takes on a device that holds any of it."""
+        """Bytes of one sequence's cache on a device that holds any of it."""
         spec = self.spec
         here = spec.kv_heads if self.attention == SEQUENCES else -(-spec.kv_heads // self.count)
         return entries * spec.kv_bytes_per_token(self.dtype) // spec.kv_heads * here
 
     def most_sequences(self, entries: int, room: int) -> int:
-        """Most sequences whose caches fit into so many bytes of each device."""
+        """Maximum number of sequences whose caches fit into ``room`` bytes per device."""
         return room // self.cache_bytes(entries) * self._owners
 
     def plan(self, sequences: int, entries: int) -> DevicePlan:
-        """What a device does in a step.
+        """Compute what a device holds, reads and sends in a step.
 
         Args:
-            sequences: That decode together.
-            entries: Of each one's cache.
+            sequences: Number of sequences that decode together.
+            entries: Entries of each sequence's cache.
         """
         spec, here = self.spec, -(-sequences // self._owners)
         replicated, split, experts = self._weights
         chosen = 1.0
-        if spec.experts is not None:  # of all, how many at least one token chooses
+        if spec.experts is not None:  # expected share of the experts that at least one token chooses
             chosen = 1 - (1 - spec.experts.chosen / spec.experts.count) ** sequences
         embedding = spec.vocab_size * spec.hidden_size * self.dtype.itemsize
         caches = here * self.cache_bytes(entries)
@@ -110,7 +112,8 @@ class Devices:
             sequences=sequences,
             weights=replicated + (split + experts) // self.count,
             caches=caches,
-            # Of the embedding only the rows of the batch; where it is the output projection, too, all of it.
+            # Of the embedding, only the batch's rows are read, which are negligible. If it is also the output
+            # projection, all of it is read.
             read_weights=replicated
             + (split - (0 if spec.tied_embeddings else embedding) + int(experts * chosen)) // self.count,
             read_caches=caches,
@@ -123,15 +126,15 @@ class Devices:
 
     @property
     def _owners(self) -> int:
-        """Groups of devices that hold different sequences."""
+        """Number of device groups that hold different sequences."""
         return self.count if self.attention == SEQUENCES else 1
 
     def _sent(self, sequences: int) -> int:
-        """Bytes that a device sends in a step.
+        """Bytes that a device sends per step.
 
-        Two sums of hidden states per layer, each by a ring: twice the share of the other devices. With data-parallel
-        attention also queries and entries of a token to the device that has its cache, and back what attention makes
-        of them, since every device projects its own heads of all tokens.
+        Each layer needs two all-reduces of the hidden states, and a ring all-reduce sends twice the share of the other
+        devices. Data-parallel attention also sends a token's queries and entry to the device that has its cache, and
+        the attention output back, because every device projects its own heads of all tokens.
         """
         spec, others = self.spec, self.count - 1
         numbers = 2 * 2 * sequences * spec.hidden_size
@@ -142,7 +145,7 @@ class Devices:
 
     @cached_property
     def _weights(self) -> tuple[int, int, int]:
-        """Bytes of weights that all devices hold, that are divided, and of experts, which are divided, too."""
+        """Bytes of replicated weights, of divided weights, and of experts, which are divided as well."""
         model = empty_model(self.spec, self.dtype)
         wide = {id(model.embedding.weight), id(model.head.weight)}
         routed, routers = set(), set()

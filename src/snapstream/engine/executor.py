@@ -1,6 +1,6 @@
-"""Runs the model for requests: reads their prompts, draws their first tokens, decodes them, and takes caches out.
+"""Runs the model for requests: prefills prompts, samples first tokens, decodes, and extracts caches.
 
-It decides nothing about who comes when, and it keeps nothing of a request that has ended.
+It does no scheduling, and it keeps nothing of a request that has ended.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Executor:
     """A model with its staging cache and its slots.
 
     Attributes:
-        prefill: Reads prompts.
+        prefill: Prefills prompts.
         decode: Holds the slots.
-        reading: The prompt that is being read.
-        readers: Who it is read for, with where it goes.
-        drafter: Who guesses tokens, if anybody does.
-        prefixes: What prompts were seen to begin with, if that is kept.
+        reading: The prefill in progress, if there is one.
+        readers: The requests it is for, each with its target.
+        drafter: The drafter, with speculative decoding.
+        prefixes: The prefix cache, if enabled.
     """
 
     def __init__(self, setup: Setup, model: DecoderModel, drafter: Drafter | None, *, padded: int) -> None:
@@ -71,7 +71,7 @@ class Executor:
                     drafter.warm_up(pool)
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
-        """Read a prompt that is compressed, so that all kernels that prompts need are built and loaded."""
+        """Prefill and compress a dummy prompt, so that all kernels that prefill needs are built and loaded."""
         length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
         reading = Reading(self.spec, [0] * length)
         entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
@@ -86,7 +86,7 @@ class Executor:
         self._rehearse_renewal(budget.capacity)
 
     def _rehearse_renewal(self, entries: int) -> None:
-        """Give places of a free slot anew, as any request may ask for it."""
+        """Renew the places of a free slot, because any request may ask for ``ring="resnap"``."""
         budget = replace(CacheBudget.of(entries), ring="resnap")
         placement = Placement.of_prompt(lay_out(entries + 1, budget), budget)
         heads = self.decode.layers[0].keys.shape[1]
@@ -96,15 +96,15 @@ class Executor:
         self.decode.renew(0, placement, due, entries + 1, budget, [nowhere] * len(self.decode.layers))
         self.decode.release(0)
 
-    # -- reading prompts ----------------------------------------------------------------------------------------------
+    # -- prefill ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[Request], waiting: Iterable[Request] = ()) -> None:
-        """Begin to read the prompt that some requests have in common; what has no slot gets memory of its own.
+        """Start the prefill of a prompt for one or more requests.
 
         Args:
-            requests: Have this prompt.
-            waiting: Will be read later.
+            requests: Requests with this prompt. Those without a slot get separately allocated caches.
+            waiting: Requests that will be prefilled later; their prompts show which prefixes are worth caching.
         """
         first = requests[0]
         wanted = [r.params.prompt_logprobs for r in requests if r.params.prompt_logprobs is not None]
@@ -129,8 +129,8 @@ class Executor:
         self.reading, self.readers = reading, readers
 
     def _share_beginning(self, prefixes: Prefixes, reading: Reading, waiting: Iterable[Sequence[int]]) -> None:
-        """Begin behind what is known of a prompt's beginning, and keep what others are seen to begin with, too."""
-        # All queries that vote have to be computed, and the last token's logits.
+        """Skip the cached prefix of a prompt, and select a prefix that other prompts share for caching."""
+        # All voting queries must be computed, and the last token's logits.
         most = len(reading.tokens) - max(1, self.prefill.queries.shape[1])
         if most < prefixes.block:
             return
@@ -143,7 +143,7 @@ class Executor:
             reading.keeps = Prefix(list(reading.tokens[:length]))
 
     def drop(self, request: Request) -> None:
-        """Read on for the others, if there are any."""
+        """Stop prefilling for one request; the prefill continues for the others, if there are any."""
         self.readers = [one for one in self.readers if one[0] is not request]
         if self.reading is not None:
             self.reading.targets = [target for _, target in self.readers]
@@ -151,11 +151,11 @@ class Executor:
                 self.reading = None
 
     def read(self, units: int) -> list[tuple[Request, Exception | None]]:
-        """Take up to ``units`` chunks of the prompt through a layer each.
+        """Do up to ``units`` units of prefill; a unit is one chunk through one layer.
 
         Returns:
-            If all has been read, who it was read for, and why not if that failed; their caches are complete, in their
-            slots or as their ``sequence``.
+            Empty until the prefill is finished. Then all requests it was for, each with its error or ``None``. Without
+            an error, the request's compressed cache is complete, in its slot or as its ``sequence``.
         """
         reading = self.reading
         assert reading is not None
@@ -174,12 +174,12 @@ class Executor:
         return [(request, target.error) for request, target in self.stop_reading()]
 
     def stop_reading(self) -> list[tuple[Request, Target]]:
-        """Forget what is being read; returns who it was read for."""
+        """Abandon the current prefill; returns the requests it was for."""
         readers, self.reading, self.readers = self.readers, None, []
         return readers
 
     def _take_over(self, request: Request, target: Target, reading: Reading) -> None:
-        """Give a request what reading its prompt has said."""
+        """Store the results of a prefill in a request."""
         most = request.params.prompt_logprobs
         if most is not None:
             request.prompt_logprobs = tuple(_shortened(one, most) for one in reading.logprobs)
@@ -201,7 +201,7 @@ class Executor:
             request.layout = target.layout
 
     def put(self, request: Request) -> None:
-        """Put a request's compressed prompt, which has been waiting, into its slot."""
+        """Copy a request's compressed prompt into its slot."""
         sequence, slot = request.sequence, request.slot
         assert sequence is not None
         assert slot is not None
@@ -214,7 +214,7 @@ class Executor:
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
-        """Draw the first token of a request whose cache is in its slot, and decode it from the next launch on."""
+        """Sample the first token of a request whose cache is in its slot; launches decode it from then on."""
         layout, slot, logits = request.layout, request.slot, request.logits
         assert layout is not None
         assert slot is not None
@@ -232,7 +232,7 @@ class Executor:
 
     @torch.inference_mode()
     def _draw_first(self, request: Request, logits: Tensor) -> int:
-        """Draw the first token of an output, from what prefill says."""
+        """Sample the first token of an output from the logits of prefill."""
         tokens = to_device(request.all_tokens, self.device)
         self._first_token.assign(0, request.params, request.seed, tokens, request.text.stop_ids)
         position = to_device([len(tokens)], self.device)
@@ -245,15 +245,18 @@ class Executor:
         return token
 
     def launch(self, going: Sequence[Request]) -> list[tuple[Request, Exception]]:
-        """Decode a few tokens for requests that have not ended: one after the other, or, with guesses, at once.
+        """Decode a few tokens of each request: in several steps, or with draft tokens in one verification step.
+
+        Args:
+            going: Requests that have not ended.
 
         Returns:
-            Whose own work failed, such as making text of tokens, and how.
+            Requests whose own work failed, such as detokenization, each with its error.
         """
         greedy = all(request.params.plain_greedy for request in going)
         for request in going:
             if request.until_renewal <= 0:
-                self._renew(request)  # should it fail, a slot is half done: launch() fails, and with it all that decode
+                self._renew(request)  # an error leaves a slot half renewed, so it fails the whole launch
         if self.drafter is not None:
             self._attempt_to_draft(lambda drafter: drafter.prepare(going))
         began = time.perf_counter()
@@ -263,12 +266,12 @@ class Executor:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
             else:
-                # No more steps than the request that needs most can use, and than come before the next renewal.
+                # No more steps than the longest remaining request can use, and none past the next renewal.
                 steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
                 steps = int(min(steps, *(request.until_renewal for request in going)))
                 forced = _next_forced(going, {request.slot: steps for request in going})
                 results, certain = self.decode.launch(steps, greedy=greedy, forced=forced), None
-            # One copy for all steps of a launch, one for each kind of detail.
+            # One copy per kind of result, for all steps of the launch.
             kinds = zip(*(step[: 1 if greedy else None] for step in results), strict=True)
             copied = [torch.stack(kind) for kind in kinds]
             stacked = to_host(copied if certain is None else [*copied, certain])
@@ -290,7 +293,7 @@ class Executor:
             try:
                 for index in range(counts[slot]):
                     if request.finish_reason is not None:
-                        break  # what was decoded past a stop is thrown away
+                        break  # tokens decoded past a stop are discarded
                     report = _logprobs_of(details[index], slot, wanted) if details and wanted is not None else None
                     request.append(tokens[index][slot], report)
             except Exception as error:
@@ -298,7 +301,7 @@ class Executor:
         return failed
 
     def _guess(self, going: Sequence[Request]) -> dict[int, Sequence[int]] | None:
-        """Guesses of what comes after each request's last token, by slot; ``None`` if a step of them is of no use."""
+        """Draft tokens after each request's last token, by slot; ``None`` if a plain launch is to run instead."""
         if self.drafter is None:
             return None
         wanted = [self._most_guesses(request) for request in going]
@@ -307,31 +310,31 @@ class Executor:
         vocabulary = self.spec.vocab_size
         for request, tokens in zip(going, made, strict=True):
             assert request.slot is not None
-            # What comes after an end is not guessed either.
+            # Nothing is drafted past an end token.
             end = next((at for at, token in enumerate(tokens, 1) if token in request.text.stop_ids), len(tokens))
             guesses[request.slot] = [*itertools.takewhile(lambda token: 0 <= token < vocabulary, tokens[:end])]
         needed = self.drafter is not None and self.drafter.needs_every_step
         return guesses if needed or any(guesses.values()) else None
 
     def _attempt_to_draft(self, work: Callable[[Drafter], list[Sequence[int]] | None]) -> list[Sequence[int]] | None:
-        """Have the drafter do something; if it fails, go on without: answers do not need guesses."""
+        """Call the drafter; if it fails, disable it: answers do not depend on it."""
         assert self.drafter is not None
         try:
             return work(self.drafter)
         except Exception:
-            logger.exception("guessing tokens failed; decoding goes on without")
+            logger.exception("drafting failed; speculative decoding is disabled")
             self.drafter = None
             return None
 
     def _most_guesses(self, request: Request) -> int:
-        """Guesses that a request has use for; none that may be stored farther behind its end than save() expects."""
+        """Number of draft tokens for a request; save() limits how many tokens may be stored past the request's end."""
         most = request.pace.most(self._guesses, self._cost)
-        if request.keep and request.params.stop:  # which may be anywhere
+        if request.keep and request.params.stop:  # a stop string may end the text anywhere
             most = min(most, self.steps - 1)
         return int(min(most, request.max_tokens - len(request.tokens) - 1, request.until_renewal - 1))
 
     def _renew(self, request: Request) -> None:
-        """Give pinned places of a request's cache anew."""
+        """Renew the pinned places of a request's cache."""
         placement, slot = request.placement, request.slot
         assert placement is not None
         assert slot is not None
@@ -342,13 +345,14 @@ class Executor:
             )
 
     def save(self, request: Request) -> CompressedSequence | None:
-        """Take out of its slot what a next turn may continue from: whole tokens, and nothing decoded past the end.
+        """Extract the cache that a next turn continues from: whole tokens, and nothing decoded past the end.
 
-        How far the last launch went past the end depends on who else was running, so it is taken to have gone as far
-        as it can: the same conversation always continues from the same cache.
+        How far the last launch went past the end depends on which other requests were running. The maximum is assumed,
+        so the same conversation always continues from the same cache.
 
         Returns:
-            ``None`` if the text ends so long before its last token that later ones have got places for good.
+            The sequence; ``None`` if the text ends so long before its last token that later tokens have already
+            competed for pinned places.
         """
         placement, slot = request.placement, request.slot
         assert placement is not None
@@ -371,7 +375,7 @@ class Executor:
         )
 
     def clear(self) -> None:
-        """Forget what is being read, and free all slots."""
+        """Abandon the current prefill, reset the drafter, and free all slots."""
         self.stop_reading()
         if self.drafter is not None:
             self.drafter.reset()
@@ -380,7 +384,7 @@ class Executor:
 
 
 def _smaller(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
-    """Caches of about so many entries that a prompt is compressed into: by the engine's own policy, and by votes."""
+    """Budgets of about ``entries`` entries for the dummy prompt: the default policy, and the engine's own policy."""
     budgets = [CacheBudget.of(max(MIN_CAPACITY, entries))]
     with contextlib.suppress(ConfigurationError):  # too small for the policy
         budgets.append(budget.resized(max(MIN_CAPACITY, entries)))
@@ -388,14 +392,14 @@ def _smaller(budget: CacheBudget, entries: int, kept_queries: int) -> list[Cache
 
 
 def _shortened(one: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
-    """The report with ``most`` alternatives, where others with the same prompt may have asked for more."""
+    """The report cut to ``most`` alternatives; other requests with the same prompt may have asked for more."""
     if one is None or len(one.top) == most:
         return one
     return TokenLogprobs(one.token_id, one.logprob, dict(list(one.top.items())[:most]))
 
 
 def _next_forced(requests: Sequence[Request], steps: Mapping[int | None, int]) -> dict[int, Sequence[int]]:
-    """Forced tokens by slot, of the next steps that each has."""
+    """Forced tokens of the next steps, by slot."""
     coming = {r.slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps[r.slot]] for r in requests}
     return {slot: tokens for slot, tokens in coming.items() if slot is not None and tokens}
 

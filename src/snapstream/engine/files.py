@@ -1,4 +1,4 @@
-"""Compressed sequences of one engine in files."""
+"""Saving and loading the compressed sequences of one engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SequenceFiles:
     """Saves and loads sequences; may be called from any thread.
 
     Args:
-        setup: The engine.
-        checkpoint: Its model's directory.
+        setup: The engine's setup.
+        checkpoint: Directory of its model.
     """
 
     def __init__(self, setup: Setup, checkpoint: Path) -> None:
@@ -25,27 +25,28 @@ class SequenceFiles:
 
     @functools.cached_property
     def model(self) -> str:
-        """Tells models and tokenizers apart, see :func:`~snapstream.models.fingerprint.fingerprint`."""
+        """Fingerprint of model and tokenizer; see :func:`~snapstream.models.fingerprint.fingerprint`."""
         return fingerprint(self._checkpoint)
 
     def save(self, sequence: CompressedSequence, path: str | Path, *, note: str = "") -> None:
         """Write a compressed sequence, the ``saved`` of an output, to a file.
 
         Args:
-            sequence: Of this engine.
-            path: Replaced in one step if it is there.
-            note: Kept with it.
+            sequence: A sequence of this engine.
+            path: File to write; an existing file is replaced atomically.
+            note: Text to store in the file.
 
         Raises:
-            CacheFileError: It could not be written.
+            CacheFileError: The file could not be written.
         """
         replace(sequence, note=note).save(path, model=self.model)
 
     def load(self, path: str | Path) -> CompressedSequence:
-        """Read a compressed sequence, to be given to ``add_request`` as ``past``.
+        """Read a compressed sequence, for ``add_request(past=...)``.
 
         Raises:
-            CacheFileError: No such file, a damaged one, one of another model, or with a larger cache than a slot has.
+            CacheFileError: The file is missing, damaged or of another model, or its cache is larger than a slot, or its
+                sequence as long as ``max_model_len``.
         """
         setup = self._setup
         sequence = CompressedSequence.load(
@@ -58,11 +59,12 @@ class SequenceFiles:
         )
         if sequence.layout.limit > setup.budget.capacity:
             raise CacheFileError(
-                f"{path} holds a cache of up to {sequence.layout.limit} entries, a slot of this engine "
-                f"{setup.budget.capacity}; make the engine with a budget of at least that"
+                f"{path} holds a cache of up to {sequence.layout.limit} entries, but a slot of this engine has "
+                f"{setup.budget.capacity}; create the engine with a budget of at least {sequence.layout.limit}"
             )
         if len(sequence.tokens) >= setup.max_model_len:
             raise CacheFileError(
-                f"{path} goes on after {len(sequence.tokens)} tokens; max_model_len is {setup.max_model_len}, raise it"
+                f"{path} holds a sequence of {len(sequence.tokens)} tokens, but max_model_len is "
+                f"{setup.max_model_len}; raise it"
             )
         return sequence

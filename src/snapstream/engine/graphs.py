@@ -1,4 +1,4 @@
-"""Static graphs: one function, always the same tensors; on CUDA captured once, and replayed."""
+"""Static graphs: one function over fixed tensors, captured once and replayed on CUDA."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 
 class StaticGraph:
-    """A function of no arguments over tensors that stay where they are.
+    """A function without arguments over tensors at fixed addresses.
 
-    Inputs are written into the tensors before a call and results read after it, so nothing is allocated or launched
-    piece by piece in between.
+    Inputs are written into the tensors before a call and results are read after it. So a replay allocates nothing and
+    is launched as a whole.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, *, captured: bool) -> None:
         """Wrap ``function``.
 
         Args:
-            function: Reads and writes tensors it holds. Where it is captured, what it returns is overwritten by the
-                next call of any graph.
-            device: Where they live.
-            captured: Capture it as a CUDA graph; ignored on other devices.
+            function: Reads and writes tensors it holds. If it is captured, its result is overwritten by the next call
+                of any graph.
+            device: Device of the tensors.
+            captured: Whether to capture it as a CUDA graph; ignored on other devices.
         """
         self._function = function
         self._device = device
@@ -32,9 +32,9 @@ class StaticGraph:
 
     @torch.inference_mode()
     def warm_up(self, pool: Any = None) -> None:
-        """Run once, and capture; the device must be the current one.
+        """Run the function once, and capture it; the device must be the current one.
 
-        State that the function changes has to be reset by the caller afterwards.
+        The caller must reset state that the function changes.
 
         Args:
             pool: CUDA memory that graphs share, from :func:`graph_pool`.
@@ -44,14 +44,14 @@ class StaticGraph:
             return
         torch.cuda.synchronize(self._device)
         self._captured = torch.cuda.CUDAGraph()
-        # By default the stream would be of the device that captured first in this process.
+        # The default capture stream belongs to the first device that captured a graph in this process.
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.graph(self._captured, pool=pool, stream=stream):
             self._result = self._function()
 
     @torch.inference_mode()
     def __call__(self) -> Any:
-        """Run once; on CUDA, the device must be the current one."""
+        """Run the function once; on CUDA, the device must be the current one."""
         if self._captured is None:
             return self._function()
         self._captured.replay()
@@ -59,5 +59,8 @@ class StaticGraph:
 
 
 def graph_pool(device: torch.device) -> Any:
-    """Memory for temporaries that all graphs of an engine share, as only one runs at a time; ``None`` off CUDA."""
+    """Memory pool for temporaries, shared by all graphs of an engine because only one runs at once.
+
+    ``None`` on other devices than CUDA.
+    """
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

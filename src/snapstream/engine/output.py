@@ -1,4 +1,4 @@
-"""What leaves the engine: outputs of requests and the state of slots, as plain data."""
+"""The engine's outputs, as plain data: request outputs and the state of slots."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from snapstream.cache import CompressedSequence
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 KEPT_PARTS = 64
-"""Parts of a prompt for which a slot says how much was kept."""
+"""Number of equal parts of a prompt for which a slot reports the retained share."""
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What compression kept of one prompt, token by token.
+    """The tokens of one prompt that compression kept.
 
     Attributes:
-        mass: Per layer, the share of the attention of the last 32 prompt tokens that went to tokens which were kept,
-            averaged over these tokens and the heads; 1 if nothing was dropped.
-        positions: Per layer and KV head, the positions in the prompt that were kept, in order.
+        mass: Per layer, the share of the last 32 prompt tokens' attention that falls on kept tokens, averaged over
+            these tokens and the heads; 1 if nothing was dropped.
+        positions: Per layer and KV head, the kept positions in the prompt, in order.
     """
 
     mass: tuple[float, ...]
@@ -31,18 +31,18 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What compression kept of one prompt, per layer and KV head, and what that takes over all layers.
+    """Cache use of one prompt: entries are per layer and KV head, bytes are over all layers.
 
     Attributes:
-        prompt_tokens: Length of the prompt, with the turns before it.
-        sink: First tokens kept.
-        pinned: Tokens that were chosen.
-        recent: Last of all other tokens, in the ring.
-        dropped: Tokens left out, now or in a turn before.
-        limit: Most entries the sequence will ever hold.
-        bytes_held: Keys and values of ``limit`` entries.
-        bytes_full: Keys and values of prompt and output so far, had none been dropped.
-        kept: Which tokens were kept, if asked for.
+        prompt_tokens: Length of the prompt, earlier turns included.
+        sink: Entries of the first tokens.
+        pinned: Entries of selected tokens.
+        recent: Entries of the last tokens, in the ring.
+        dropped: Tokens that were dropped, in this or an earlier turn.
+        limit: Maximum number of entries that the sequence will ever hold.
+        bytes_held: Bytes of keys and values of ``limit`` entries.
+        bytes_full: Bytes of keys and values of prompt and output so far if no token had been dropped.
+        kept: Which tokens were kept, if requested.
     """
 
     prompt_tokens: int
@@ -58,23 +58,23 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """One slot as it is now, or as it was left; numbers of entries are per layer and KV head.
+    """The state of one slot, now or at the end of its last request; entries are per layer and KV head.
 
     Attributes:
-        slot: Which.
-        busy: Whether its request is still being decoded; if not, the slot is free for the next.
-        request_id: Who decodes in it, or did.
-        seen: Tokens of prompt, earlier turns and output so far.
+        slot: Index of the slot.
+        busy: Whether its request is still being decoded; if not, the slot is free.
+        request_id: The request that decodes in it, or did last.
+        seen: Tokens of earlier turns, prompt and output so far.
         held: Entries in use.
-        sink: Entries of first tokens.
-        pinned: Entries of chosen tokens.
-        limit: Most entries this sequence will ever hold.
-        next_entry: Where the next token goes; in a full cache, the oldest entry of the ring.
-        generated: Tokens of output.
-        bytes_held: Keys and values of ``limit`` entries.
-        bytes_full: Keys and values of all tokens seen.
-        kept: Share of the prompt that was kept in each of :data:`KEPT_PARTS` equal parts of it, averaged over layers
-            and heads; 1 where nothing was dropped.
+        sink: Entries of the first tokens.
+        pinned: Entries of selected tokens.
+        limit: Maximum number of entries that this sequence will ever hold.
+        next_entry: Entry that the next token is written to; in a full cache, the oldest entry of the ring.
+        generated: Number of output tokens.
+        bytes_held: Bytes of keys and values of ``limit`` entries.
+        bytes_full: Bytes of keys and values of all tokens seen.
+        kept: Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of the prompt, averaged over layers and
+            heads; 1 where nothing was dropped.
     """
 
     slot: int
@@ -94,7 +94,7 @@ class SlotUse:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of one token, and the most likely ones at its place (token id to log-probability)."""
+    """Log-probability of one token, and the most likely tokens at its place (token id to log-probability)."""
 
     token_id: int
     logprob: float
@@ -103,12 +103,12 @@ class TokenLogprobs:
 
 @dataclass
 class Produced:
-    """All that a request has produced so far. It only grows, so its outputs share it and none of them copies it.
+    """Everything that a request has produced so far. It only grows, so all outputs of the request share it uncopied.
 
     Attributes:
-        pieces: Text, in the pieces it was handed out in.
+        pieces: The text, in the pieces in which it was returned.
         tokens: Generated tokens.
-        logprobs: One entry per token, if asked for.
+        logprobs: One entry per token, if requested.
     """
 
     pieces: list[str] = field(default_factory=list)
@@ -120,24 +120,24 @@ class Produced:
 class RequestOutput:
     """A request's output so far.
 
-    An output is made in every step, so it holds what is new and finds the rest when it is asked for.
+    An output is created in every step, so it holds only what is new and computes the rest on access.
 
     Attributes:
-        request_id: Given or made by :meth:`~snapstream.engine.engine.Engine.add_request`.
-        new_text: What was added to :attr:`text` since the last output.
-        token_count: Generated tokens.
-        reused: Tokens that its prompt begins with and that were not read again, as others begin with them, too.
-        drafted: Guesses of its tokens that were verified, with speculative decoding.
-        accepted: Those that were right.
+        request_id: Given to or generated by :meth:`~snapstream.engine.engine.Engine.add_request`.
+        new_text: Text added to :attr:`text` since the last output.
+        token_count: Number of generated tokens.
+        reused: Prompt tokens taken from the prefix cache instead of being prefilled.
+        drafted: Draft tokens that were verified, with speculative decoding.
+        accepted: Draft tokens that were accepted.
         finished: Whether this is the last output.
         finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort`` or ``error``.
         error: What went wrong, with ``finish_reason="error"``.
-        cache: What was kept of the prompt; ``None`` until prefill has ended.
-        prompt_logprobs: One entry per token of the prompt if asked for, and ``None`` for the first one, which nothing
-            comes before; ``None`` until prefill has ended.
-        saved: With the last output, if it was asked for and the request was not cut short (nor, with ``ring="resnap"``,
-            its text long before its last token, as by a stop string of more than 16 tokens): what a next turn goes on
-            from.
+        cache: Cache use of the prompt; ``None`` until prefill has ended.
+        prompt_logprobs: If requested, one entry per prompt token, with ``None`` for the first token, which has no
+            context; ``None`` until prefill has ended.
+        saved: The compressed sequence that a next turn continues from. It comes with the last output if it was
+            requested and the request ended with ``stop`` or ``length``. With ``ring="resnap"`` it is ``None`` if the
+            text ends long before the last token, for example at a stop string of more than 16 tokens.
     """
 
     request_id: str
@@ -158,7 +158,7 @@ class RequestOutput:
 
     @cached_property
     def text(self) -> str:
-        """Everything generated and final; a tail that may become a stop string is held back."""
+        """The generated text that is final; a tail that may become a stop string is held back."""
         return "".join(self._produced.pieces[: self._pieces])
 
     @cached_property
@@ -168,7 +168,7 @@ class RequestOutput:
 
     @cached_property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """One entry per generated token, if asked for."""
+        """One entry per generated token, if requested."""
         return tuple(self.logprobs_after(0)) if self._has_logprobs else None
 
     def logprobs_after(self, known: int) -> Sequence[TokenLogprobs]:
@@ -176,7 +176,7 @@ class RequestOutput:
         return self._produced.logprobs[known : self.token_count]
 
     def __repr__(self) -> str:
-        """What people look for first."""
+        """Show the most useful attributes."""
         error = f", error={self.error!r}" if self.error else ""
         return (
             f"RequestOutput(request_id={self.request_id!r}, text={self.text!r}, token_count={self.token_count}, "

@@ -1,28 +1,29 @@
-"""How many guesses are worth verifying: as few as cost nothing where they are wrong, many where they are right."""
+"""Chooses how many tokens to draft, from measured step costs and a request's recent acceptance rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 MEMORY = 0.9
-"""Weight of what is known when one thing more is seen."""
+"""Weight of the old value in moving averages of step times and acceptance."""
 LASTING = 0.97
-"""Weight of what is known of a step's cost when one more is seen."""
+"""Weight of the old sums in the regression of step costs."""
 UNKNOWN, SPREAD, LARGEST = 0.1, 0.5, 10.0
-"""What a guess costs while nothing was measured; how alike numbers of guesses are if no line can be drawn; and the most
-that one measurement can say."""
+"""Cost of a draft token before anything was measured; variance of draft lengths below which no line is fitted; and the
+largest cost ratio that a single measurement can report."""
 LONGEST_REST = 32
-"""Steps without guesses before one is tried again."""
+"""Maximum number of steps without drafting before one token is drafted again."""
 
 
 class StepCost:
-    """What a step with guesses takes, of what one without takes; measured while decoding.
+    """Cost of a step with draft tokens, relative to a step without; measured while decoding.
 
-    Products of a step read the weights once, so a guess costs little where memory is what limits them, and more where
-    arithmetic is: with many sequences, or on processors without units for small products. With a very small model, the
-    host takes the time.
+    Matrix products read the weights once per step. A draft token therefore costs little where memory bandwidth is the
+    limit. It costs more where arithmetic is, with many sequences or on processors without units for small products.
+    With a very small model, the host dominates.
 
-    It is a line: something for the step, and something for each guess of a sequence. What was seen lately counts most.
+    The model is linear: a constant for the step, plus a cost per draft token and sequence. Recent measurements have the
+    largest weight.
     """
 
     def __init__(self) -> None:
@@ -30,27 +31,27 @@ class StepCost:
         self._weight = self._guesses = self._squares = self._ratios = self._products = 0.0
 
     def of(self, guesses: int) -> float:
-        """The cost of a step with so many guesses of each sequence; 1 is that of a step without."""
+        """Cost of a step with ``guesses`` draft tokens per sequence; a step without drafts costs 1."""
         if not self._weight:
             return 1 + UNKNOWN * guesses
         mean, ratio = self._guesses / self._weight, self._ratios / self._weight
         spread = self._squares / self._weight - mean**2
-        if spread < SPREAD:  # always about as many: what a step costs by itself cannot be told
+        if spread < SPREAD:  # nearly constant draft length: the cost of the step itself cannot be separated
             return 1 + max(0.0, (ratio - 1) / mean) * guesses
         slope = max(0.0, (self._products / self._weight - mean * ratio) / spread)
         return max(1.0, ratio - slope * mean) + slope * guesses
 
     def saw_plain(self, sequences: int, seconds: float) -> None:
-        """Note what a step without guesses took."""
+        """Record the time of a step without draft tokens."""
         self._plain[sequences] = _mean(self._plain.get(sequences, seconds), seconds)
 
     def saw_guesses(self, sequences: int, guesses: int, seconds: float) -> None:
-        """Note what a step took that verified so many guesses of all sequences together."""
+        """Record the time of a step that verified ``guesses`` draft tokens, counted over all sequences."""
         plain = self._plain.get(sequences)
         if plain is None:
             return
         each = guesses / sequences
-        ratio = min(max(seconds / plain, 1.0), LARGEST)  # whatever else the machine was busy with
+        ratio = min(max(seconds / plain, 1.0), LARGEST)  # bounded, because other load on the machine distorts it
         seen = (1.0, each, each**2, ratio, each * ratio)
         known = (self._weight, self._guesses, self._squares, self._ratios, self._products)
         self._weight, self._guesses, self._squares, self._ratios, self._products = (
@@ -60,11 +61,11 @@ class StepCost:
 
 @dataclass
 class Pace:
-    """Of one request.
+    """Draft length of one request.
 
     Attributes:
-        drafted: Guesses that were verified.
-        accepted: Those that were right.
+        drafted: Draft tokens that were verified.
+        accepted: Draft tokens that were accepted.
     """
 
     drafted: int = 0
@@ -74,14 +75,14 @@ class Pace:
     _resting: int = field(default=0, repr=False)
 
     def most(self, limit: int, cost: StepCost) -> int:
-        """Guesses to make next.
+        """Number of tokens to draft next.
 
         Args:
-            limit: At most so many.
-            cost: Of steps.
+            limit: Maximum draft length.
+            cost: Measured costs of steps.
 
         Returns:
-            The number that gives most tokens for what the step will cost.
+            The number with the most expected tokens per cost.
         """
         if self._resting:
             self._resting -= 1
@@ -95,13 +96,13 @@ class Pace:
         if best:
             self._rest = 1
             return best
-        # One is tried, and then none for a while.
+        # Drafting does not pay: draft one token as a probe, then none for a while.
         self._rest = min(2 * self._rest, LONGEST_REST)
         self._resting = self._rest
         return min(1, limit)
 
     def saw(self, drafted: int, accepted: int) -> None:
-        """Note how many guesses were verified, and how many of them were right; those after a wrong one say nothing."""
+        """Record the verified and accepted draft tokens of a step; those after a wrong one carry no information."""
         self.drafted += drafted
         self.accepted += accepted
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):

@@ -1,8 +1,8 @@
-"""Prefill: one prompt at a time, one layer at a time.
+"""Prefill: one prompt at a time, layer by layer.
 
-All chunks of the prompt pass one layer before the first one passes the next. When a layer has seen them all, it is
-compressed straight into where the request decodes, and its staging cache is free for the next layer. While a prompt of
-``L`` tokens is read, memory holds ::
+All chunks of the prompt pass through one layer before the first chunk enters the next. After the last chunk, the
+layer's cache is compressed directly into the slot where the request will decode, and the staging cache is free for the
+next layer. While a prompt of ``L`` tokens is prefilled, memory holds ::
 
     weights | slots              | staging, one layer  | hidden states | queries      | workspace
             | [B, N, C, D] each  | [1, N, L, D]        | [L, hidden]   | [H, W, D]    | one chunk, or one layer's votes
@@ -11,8 +11,8 @@ compressed straight into where the request decodes, and its staging cache is fre
             | a slot are filled  | --+ gathers what    |   | becomes   |   | l vote   |
             |  <-----------------+     is kept         |   + layer l   |              |
 
-so what grows with the prompt is one layer's cache and one row of hidden states, however deep the model is. Some
-attention backends keep the layer's values a second time, in the order they multiply them (``packed``).
+Only one layer's cache and the hidden states of one layer grow with the prompt, whatever the model's depth. Some
+attention backends keep a second copy of the layer's values, in the order in which they multiply them (``packed``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from snapstream.transfers import to_device, to_host
 logger = logging.getLogger(__name__)
 
 SCORED_ROWS = 32
-"""Prompt tokens whose logits are held at a time where their log-probabilities are asked for."""
+"""Number of prompt tokens whose logits are computed together for ``prompt_logprobs``."""
 
 
 class Prefill:
-    """Owns the staging cache of one layer and the hidden states of the one prompt that is being read."""
+    """Owns the staging cache of one layer and the hidden states of the one prompt that is being prefilled."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class Prefill:
         padded: int,
         chunk: int,
     ) -> None:
-        """Allocate what a prompt of any length needs.
+        """Allocate the buffers for the longest prompt.
 
         Args:
             model: The model.
-            backend: Attention.
-            queries: Last queries of a prompt to keep, or ALL.
-            padded: Tokens of the staging cache, see :func:`staging_length`.
-            chunk: Prompt tokens of one launch.
+            backend: The attention backend.
+            queries: Number of last queries of a prompt to keep, or ALL.
+            padded: Tokens in the staging cache, see :func:`staging_length`.
+            chunk: Prompt tokens per launch.
         """
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
@@ -78,20 +78,20 @@ class Prefill:
         )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self.start = torch.zeros((), dtype=torch.int64, device=device)
-        # How far true positions are ahead of the staging cache: tokens that a turn before has dropped.
+        # Offset of true positions from staging entries: the number of tokens dropped in earlier turns.
         self.ahead = torch.zeros((), dtype=torch.int64, device=device)
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
-        """What reads the prompts of an engine; ``padded`` as above."""
+        """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
         chunk = setup.config.prefill_chunk
         return cls(model, setup.backend, queries=setup.queries, padded=padded, chunk=chunk)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:
-        """Take the next chunk through the layer that is being read; after its last one, compress the layer.
+        """Take the next chunk through the current layer; after the last chunk, compress the layer.
 
-        What an error leaves behind is not to be gone on with.
+        After an error, this prefill must not be continued.
         """
         start, last_layer = reading.done, reading.layer == len(self.model.layers) - 1
         is_ahead = reading.layer == len(self.model.layers)
@@ -111,9 +111,9 @@ class Prefill:
         self._packed_until.fill_(0 if begins else reading.before + start)
         self.ahead.fill_(reading.dropped_before)
         if is_ahead or (last_layer and not self._completes(reading)):
-            query = self._store(block, x)  # nobody looks at what comes out of the last layer, but for the last token
+            query = self._store(block, x)  # of the last layer's output, only the last token's is needed
         else:
-            if last_layer:  # what the last token goes into the layer with, before its place is written over
+            if last_layer:  # keep the last token's input to the layer, before it is overwritten in place
                 self._last_input.copy_(x[used - 1 : used])
             query = self._read(block, x, reading.before + start + used)
         self._keep_queries(query, reading.before + start, reading.length)
@@ -130,11 +130,14 @@ class Prefill:
             reading.done = reading.skipped
 
     def _completes(self, reading: Reading) -> bool:
-        """Whether all tokens go through the model to its end."""
+        """Whether all tokens go through the whole last layer."""
         return reading.scored is not None or self.model.ahead is not None
 
     def _enter_ahead(self, reading: Reading, x: Tensor, start: int) -> None:
-        """Put each token's state in ``x`` together with the token after it; the likeliest comes after the last one."""
+        """Replace each token's hidden state in ``x`` by the next-token module's input: the state and the next token.
+
+        The most likely token stands in for the token after the last one.
+        """
         assert self.model.ahead is not None
         assert reading.logits is not None
         following = to_device(reading.tokens[start + 1 : start + 1 + len(x)], self.device)
@@ -148,7 +151,7 @@ class Prefill:
         return block.store(x, *self.model.rope(rows + self.ahead), self.staging, self.start)
 
     def _read(self, block: Block, x: Tensor, entries: int) -> Tensor:
-        """Take a chunk through a layer in place, with which there are ``entries`` in the staging cache."""
+        """Take a chunk through a layer in place; with it, the staging cache has ``entries`` entries."""
         query = self._store(block, x)
         read = entries if self.backend.reads_all_keys_in_prefill else None
         attended = self._attend(query, self.staging.row(0, read), self.start)
@@ -167,12 +170,12 @@ class Prefill:
         )
 
     def _values(self, cache: LayerCache) -> Tensor:
-        """Values of the staging cache, ``[N, L, V]``; of latents, the numbers that are values."""
+        """Values of the staging cache, ``[N, L, V]``; for latents, the columns that serve as values."""
         return cache.values[0][..., : self._columns]
 
     def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
-        """Keep those of ``query`` ``[T, H, D]``, from entry ``start`` on, that are among the last of the prompt."""
-        first = length - self.queries.shape[1]  # belongs to row 0; negative in a short prompt
+        """Keep the rows of ``query`` ``[T, H, D]``, the first of entry ``start``, that are among the prompt's last."""
+        first = length - self.queries.shape[1]  # the entry of row 0; negative for a short prompt
         skipped = max(0, first - start)
         if skipped < len(query):
             rows = query[skipped:].transpose(0, 1)
@@ -180,21 +183,21 @@ class Prefill:
             self.queries[:, at : at + rows.shape[1]] = rows
 
     def _last_logits(self, reading: Reading, block: Block) -> Tensor:
-        """Logits of the prompt's last token: it alone goes through the rest of the last layer."""
-        # In this one way, whether the prompt is scored for somebody or not.
+        """Logits of the prompt's last token, the only one that goes through the rest of the last layer."""
+        # Computed the same way whether or not the prompt is scored.
         last = len(reading.tokens) - 1
         x = self._last_input if self._completes(reading) else self.hidden[last : last + 1]
         query = self.queries[:, -1:].transpose(0, 1)
         start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
         seen = self.staging.row(0, reading.length)
-        self._packed_until.zero_()  # nothing has attended to the last layer before
+        self._packed_until.zero_()  # the last layer's values have not been packed yet
         attended = self._attend(query, seen, start)
         return self.model.logits(block.complete(x, attended))
 
     def _score(self, reading: Reading, x: Tensor, start: int) -> None:
-        """Log-probabilities of the tokens that follow those of a chunk, from its hidden states of the last layer."""
+        """Compute log-probabilities of the tokens after each token of a chunk, from its last hidden states."""
         following = list(reading.tokens[start + 1 : start + 1 + len(x)])
-        # Logits of a whole chunk would take more memory than the rest of its work.
+        # The logits of a whole chunk would take more memory than everything else.
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
             logprobs = self.model.logits(x[at : at + len(some)]).log_softmax(-1)
@@ -207,26 +210,26 @@ class Prefill:
             ]
 
     def _keep_beginning(self, reading: Reading, keeps: Prefix) -> None:
-        """Copy the layer's first entries to the host; whoever asked for the prompt does not depend on it."""
+        """Copy the layer's first entries to the host, for the prefix cache; a failure does not affect the request."""
         try:
             keeps.layers.append(self.staging.to_host(len(keeps.tokens)))
-        except Exception:  # such as too little memory
-            logger.exception("what a prompt begins with could not be kept")
+        except Exception:  # for example, out of memory
+            logger.exception("the prefix of a prompt could not be cached")
             reading.keeps = None
 
     def _compress(self, reading: Reading) -> None:
-        """Compress the layer that has been read, for everyone who waits for it; plain tensor code, once per layer."""
+        """Compress the finished layer for every target; plain tensor code, once per layer."""
         for target in reading.targets:
             if target.error is not None:
                 continue
             try:
                 self._compress_into(target, reading)
-            except Exception as error:  # such as in a policy of somebody else; the others go on
+            except Exception as error:  # for example, in a third-party policy; the other targets continue
                 target.error = error
 
     def _compress_into(self, target: Target, reading: Reading) -> None:
         layout, budget = target.layout, target.budget
-        if layout.dropped == 0:  # nothing to choose: entry i is token i
+        if layout.dropped == 0:  # nothing to select: entry i is token i
             heads = self.staging.keys.shape[1]
             positions = torch.arange(layout.count, device=self.device).expand(heads, -1)
             target.layers[reading.layer].put(self.staging.row(0, layout.count))
@@ -246,7 +249,7 @@ class Prefill:
             target.mass.append(shares.mean())
 
     def _shown(self, reading: Reading, target: Target, queries: int | None = None) -> LayerPrompt:
-        """The layer that has been read, as policies are shown it: the last queries that are known, at most so many."""
+        """The finished layer in the form policies take it, with at most ``queries`` of the last queries."""
         wanted = target.budget.policy.queries if queries is None else queries
         rows = min(rows_of_queries(wanted, reading.length), self.queries.shape[1])
         staged = self.staging.row(0, reading.length)
@@ -262,11 +265,12 @@ class Prefill:
 
 
 def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
-    """Tokens the staging cache holds: whole chunks.
+    """Tokens in the staging cache, a whole number of chunks.
 
     Args:
-        max_model_len: Longest sequence.
-        chunk: Prompt tokens of one launch.
-        continued: A prompt may begin after the entries of a saved cache, so that no chunk of it starts at a multiple.
+        max_model_len: Maximum sequence length.
+        chunk: Prompt tokens per launch.
+        continued: Whether a prompt may begin after the entries of a saved cache. Its chunks are then not aligned to
+            multiples of ``chunk``, so one more chunk is needed.
     """
     return (-(-max_model_len // chunk) + continued) * chunk

@@ -1,9 +1,9 @@
-"""What many prompts begin with: read once, and kept as full caches in the host's memory.
+"""The prefix cache: prefixes shared by prompts are prefilled once and kept as full caches in host memory.
 
-Prompts are compared in blocks of ``prefill_chunk`` tokens. A beginning that two prompts have in common is kept while
-the second one is read, layer by layer as they pass, and the third one goes on behind it. Nothing is lost by that: what
-is kept are the entries that would be computed again, in the same chunks, and the whole prompt is compressed at its end
-as ever. So answers are the same to the bit.
+Prompts are compared in blocks of ``prefill_chunk`` tokens. A prefix that two prompts share is cached, layer by layer,
+while the second one is prefilled, and the third prompt is prefilled from its end on. This is lossless: the cached
+entries are the ones that would be computed again, in the same chunks, and the whole prompt is compressed at its end as
+usual. Answers are identical bit for bit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from snapstream.cache import LayerCache
 
 REMEMBERED_BLOCKS = 4096
-"""Blocks of prompts that are remembered, to see which beginnings come again; a number each."""
+"""Number of prompt blocks that are remembered, one hash each, to detect repeated prefixes."""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """The beginning of prompts.
+    """A cached prefix of prompts.
 
     Attributes:
-        tokens: Its tokens, whole blocks.
-        layers: Per layer that was read, the full cache of these tokens, of one row, in the host's memory.
+        tokens: Its tokens, a whole number of blocks.
+        layers: Per finished layer, the full cache of these tokens in host memory, with a batch size of 1.
     """
 
     tokens: list[int]
@@ -32,40 +32,41 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its caches."""
+        """Bytes of its caches."""
         return sum(layer.nbytes for layer in self.layers)
 
 
 class Prefixes:
-    """Keeps the ``limit`` beginnings that were used last.
+    """Keeps the ``limit`` most recently used prefixes.
 
     Args:
-        limit: How many.
+        limit: Maximum number of prefixes.
         block: Tokens of a prefill chunk.
     """
 
     def __init__(self, limit: int, block: int) -> None:
         self.limit, self.block = limit, block
-        self._kept: list[Prefix] = []  # the one used last is the last
+        self._kept: list[Prefix] = []  # most recently used last
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
-        """Memory of all that is kept."""
+        """Bytes of all cached prefixes."""
         return sum(prefix.nbytes for prefix in self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, prompt: Sequence[int], most: int) -> tuple[Prefix, int, int] | None:
-        """What is kept of a prompt's beginning.
+        """Find the cached prefix that shares the most tokens with a prompt.
 
         Args:
             prompt: The prompt.
-            most: Tokens that may be left out.
+            most: Maximum number of tokens that may be skipped.
 
         Returns:
-            A beginning, how many tokens can be left out, and how many it has in common with the prompt; or ``None``.
+            The prefix, how many tokens can be skipped, and how many it shares with the prompt; ``None`` if no tokens
+            can be skipped.
         """
         best, length = None, 0
         for prefix in self._kept:
@@ -80,12 +81,15 @@ class Prefixes:
         return best, usable, length
 
     def worth_keeping(self, prompt: Sequence[int], waiting: Iterable[Sequence[int]], known: int) -> int:
-        """How much of a prompt that is about to be read should be kept; 0: nothing.
+        """Decide how much of a prompt to cache when it is prefilled.
 
         Args:
-            prompt: Remembered from now on.
-            waiting: Prompts that will be read after it.
-            known: Tokens that are kept already.
+            prompt: The prompt; its blocks are remembered from now on.
+            waiting: Prompts that will be prefilled after it.
+            known: Number of its tokens that are already cached.
+
+        Returns:
+            Number of tokens to cache; 0 for none.
         """
         blocks = list(self._blocks(prompt))
         again = next((at for at, block in enumerate(blocks) if block not in self._seen), len(blocks)) * self.block
@@ -99,7 +103,7 @@ class Prefixes:
         return again if again > known else 0
 
     def keep(self, prefix: Prefix) -> None:
-        """Keep a beginning whose layers have all been read, instead of those that it begins with."""
+        """Cache a prefix whose layers are all complete; shorter prefixes of it are dropped."""
         if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in self._kept):
             return
         self._kept = [one for one in self._kept if prefix.tokens[: len(one.tokens)] != one.tokens]
@@ -107,7 +111,7 @@ class Prefixes:
         del self._kept[: -self.limit]
 
     def _common(self, one: Sequence[int], other: Sequence[int]) -> int:
-        """How many tokens two prompts begin with in common, in whole blocks; both are lists."""
+        """Number of leading tokens that two prompts share, in whole blocks; both must be lists."""
         whole = self._whole(min(len(one), len(other)))
         for start in range(0, whole, self.block):
             if one[start : start + self.block] != other[start : start + self.block]:
@@ -115,11 +119,11 @@ class Prefixes:
         return whole
 
     def _whole(self, tokens: int) -> int:
-        """So many tokens in whole blocks."""
+        """Round a number of tokens down to whole blocks."""
         return tokens // self.block * self.block
 
     def _blocks(self, prompt: Sequence[int]) -> Iterable[int]:
-        """A number for each whole block that says what it and all before it are."""
+        """Yield one hash per whole block, over the block and all blocks before it."""
         before = 0
         for start in range(0, self._whole(len(prompt)), self.block):
             before = hash((before, *prompt[start : start + self.block]))

@@ -1,4 +1,4 @@
-"""A prompt that is being read: which layer has seen how much of it, and the caches it is compressed into."""
+"""The state of a prefill in progress: how far each layer has got, and the caches the prompt is compressed into."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from snapstream.transfers import to_host
 
 @dataclass(eq=False)
 class Target:
-    """Where the prompt goes for one request, in its own size and by its own policy.
+    """The compressed cache of one request, with the request's own size and policy.
 
     Attributes:
-        budget: The request's cache.
-        layers: Of one row each, and at least as large as the budget: part of a slot, or memory of its own.
-        layout: Of the compressed prompt.
-        telemetry: Whether to report which tokens were kept, and how much attention they had.
+        budget: The request's budget.
+        layers: One cache per layer, with a batch size of 1 and room for all kept entries: part of a slot, or
+            separately allocated.
+        layout: Layout of the compressed prompt.
+        telemetry: Whether to report which tokens were kept, and the share of attention on them.
         wants_positions: Whether true positions are needed later.
-        positions: Per layer that is done, true positions of the entries, int32 ``[N, count]``, if they are wanted.
-        mass: Per layer of the model that is done, the share of the window's attention on what was kept, a scalar.
-        parts: Kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all layers and heads.
-        error: Why this one could not be made.
+        positions: Per finished layer, true positions of the entries, int32 ``[N, count]``, if wanted.
+        mass: Per finished layer of the model, the share of the window's attention on kept tokens, a scalar.
+        parts: Number of kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all layers and heads.
+        error: Why this cache could not be built.
     """
 
     budget: CacheBudget
@@ -44,31 +45,31 @@ class Target:
     error: Exception | None = None
 
     def kept_tokens(self) -> KeptTokens:
-        """Telemetry of the whole prompt."""
+        """Which tokens were kept, over all layers."""
         mass, *layers = to_host([torch.stack(self.mass), *self.positions[: len(self.mass)]])
         positions = tuple(tuple(tuple(head) for head in layer.sort(-1).values.tolist()) for layer in layers)
         return KeptTokens(tuple(mass.tolist()), positions)
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
-        """How much of each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens was kept."""
+        """Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens."""
         return _shares(self.parts, length, len(self.layers) * self.layers[0].keys.shape[1])
 
 
 class Reading:
-    """The state of reading one prompt for one or more requests.
+    """The prefill of one prompt for one or more requests.
 
     Attributes:
-        tokens: The prompt, without the turns before.
-        past: What a conversation's next turn begins with.
-        prefix: What the prompt begins with, if that was read before.
-        skipped: How many of its tokens.
-        keeps: What the prompt begins with, to be kept for others; filled layer by layer.
-        targets: What it is compressed into; more than one if several requests have this prompt.
-        scored: Most likely tokens to report beside each of the prompt's; ``None``: the prompt is not scored.
-        layer: The layer that tokens pass now.
-        done: Tokens that have passed it.
-        logits: Of the last token, float32 ``[1, vocab]``, once all is read.
-        logprobs: Of the prompt's tokens, if it is scored.
+        tokens: The prompt, without earlier turns.
+        past: The compressed cache of earlier turns.
+        prefix: The cached prefix that the prompt starts with, if there is one.
+        skipped: Number of prompt tokens taken from ``prefix``.
+        keeps: The prefix of the prompt that is being added to the prefix cache, layer by layer.
+        targets: The caches it is compressed into; several if several requests have this prompt.
+        scored: Number of most likely tokens to report for each prompt token; ``None`` if the prompt is not scored.
+        layer: The current layer.
+        done: Tokens that have passed through it.
+        logits: Logits of the last token, float32 ``[1, vocab]``, once they are computed.
+        logprobs: Log-probabilities of the prompt's tokens, if it is scored.
     """
 
     def __init__(
@@ -88,37 +89,37 @@ class Reading:
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs | None] = [None]
         self._layers = spec.cached_layers
-        # Multiplications per token: those with weights, and those with each key it sees.
+        # Multiplications per token: with the weights, and with each key it attends to.
         self._constant, self._per_key = spec.layer_parameters, spec.heads * spec.head_dim * 2
 
     @property
     def before(self) -> int:
-        """Entries that the staging cache begins with."""
+        """Entries of earlier turns at the start of the staging cache."""
         return 0 if self.past is None else self.past.entries
 
     @property
     def dropped_before(self) -> int:
-        """How far true positions are ahead of entries: tokens that a turn before has dropped."""
+        """Offset of true positions from entries: the number of tokens dropped in earlier turns."""
         return 0 if self.past is None else len(self.past.tokens) - self.past.entries
 
     @property
     def length(self) -> int:
-        """Entries of the staging cache when a layer has been read."""
+        """Entries in the staging cache when a layer is finished."""
         return self.before + len(self.tokens)
 
     @property
     def finished(self) -> bool:
-        """Whether all layers have been read and compressed."""
+        """Whether all layers have been prefilled and compressed."""
         return self.layer == self._layers
 
     @property
     def failed(self) -> bool:
-        """Whether nobody is left to whom going on would be of use."""
+        """Whether all targets have failed, so there is no use in continuing."""
         return all(target.error is not None for target in self.targets)
 
     @property
     def share(self) -> float:
-        """How much of the work is done, between 0 and 1."""
+        """Share of the work that is done, between 0 and 1."""
         skipped = self._work(self.skipped)
         done = (self._work(self.done) - skipped) / (self._work(len(self.tokens)) - skipped)
         return min(1.0, (self.layer + done) / self._layers)
@@ -131,16 +132,16 @@ class Reading:
         telemetry: bool = False,
         wants_positions: bool = False,
     ) -> Target:
-        """Compress the prompt for one more request; before anything is read.
+        """Add a target for one more request; must be called before the prefill starts.
 
         Args:
-            budget: The request's.
-            layers: Per layer, a cache of one row with room for what is kept.
+            budget: The request's budget.
+            layers: Per layer, a cache with a batch size of 1 and room for all kept entries.
             telemetry: See :class:`Target`.
             wants_positions: See :class:`Target`.
 
         Returns:
-            What is filled layer by layer.
+            The target, which is filled layer by layer.
         """
         assert self.layer == 0
         assert self.done == self.skipped
@@ -149,18 +150,18 @@ class Reading:
         return self.targets[-1]
 
     def begin_behind(self, prefix: Prefix, tokens: int) -> None:
-        """Leave out the first ``tokens`` of the prompt, as ``prefix`` holds them; before anything is read."""
+        """Take the first ``tokens`` tokens of the prompt from ``prefix``; must be called before the prefill starts."""
         assert self.past is None
         assert self.layer == self.done == 0
         self.prefix, self.skipped, self.done = prefix, tokens, tokens
 
     def _work(self, tokens: int) -> float:
-        """Multiplications of a layer for the first ``tokens`` tokens."""
+        """Multiplications in one layer for the first ``tokens`` tokens."""
         return tokens * (self._constant + self._per_key * (self.before + tokens / 2))
 
 
 def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
-    """How much of each of :data:`KEPT_PARTS` equal parts of its conversation a sequence holds."""
+    """Share of tokens that a sequence holds of each of :data:`KEPT_PARTS` equal parts of its conversation."""
     length = len(sequence.tokens)
     if sequence.entries == length:
         return _shares(None, length, 1)
@@ -169,7 +170,7 @@ def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
 
 
 def count_parts(positions: Tensor, length: int) -> Tensor:
-    """How many of some positions, int64, lie in each of :data:`KEPT_PARTS` equal parts of ``length`` tokens."""
+    """Count the positions, int64, that lie in each of :data:`KEPT_PARTS` equal parts of ``length`` tokens."""
     part = positions.flatten() * KEPT_PARTS // length
     return torch.zeros(KEPT_PARTS, dtype=torch.int64, device=part.device).scatter_add_(0, part, torch.ones_like(part))
 

@@ -1,4 +1,4 @@
-"""What a request's cache holds, for people and for servers."""
+"""Builds the outputs and cache reports of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapstream.engine.request import Request
 
 
 def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
-    """What was kept of a request's prompt; ``None`` until it has been read."""
+    """Cache use of a request's prompt; ``None`` until prefill has ended."""
     layout = request.layout
     if layout is None:
         return None
@@ -30,7 +30,7 @@ def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
 
 
 def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
-    """What a request that is being decoded holds."""
+    """Slot use of a request that is being decoded, or was when it ended."""
     assert request.layout is not None
     assert request.slot is not None
     placement = request.placement or Placement.of_prompt(request.layout, request.budget)
@@ -54,13 +54,13 @@ def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
 
 
 def output_of(request: Request, new_text: str, saved: CompressedSequence | None, bytes_per_token: int) -> RequestOutput:
-    """A request as its owner sees it.
+    """Build the output of a request.
 
     Args:
-        request: Which.
-        new_text: What it has just handed out.
-        saved: Its cache, if it is given out now.
-        bytes_per_token: Keys and values of one token over all layers.
+        request: The request.
+        new_text: Text added since the last output.
+        saved: Its compressed sequence, if it is returned now.
+        bytes_per_token: Bytes of keys and values of one token over all layers.
     """
     wants_scores = request.params.prompt_logprobs is not None and request.layout is not None
     return RequestOutput(

@@ -1,4 +1,4 @@
-"""One request inside the engine: what was asked, how far it is, and what it has produced."""
+"""One request inside the engine: its parameters, its progress, and what it has produced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from snapstream.engine.text import OutputText
 
 
 class Phase(enum.Enum):
-    """Where a request is."""
+    """Phase of a request."""
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
@@ -32,27 +32,27 @@ class Request:
     """State of a request.
 
     Attributes:
-        request_id: Its name.
-        prompt: Tokens to read; with a ``past``, only what is new.
-        params: How to sample.
-        seed: For drawing.
-        budget: Its cache.
-        max_tokens: Most tokens to generate.
-        text: What it has generated.
-        past: The turns before.
-        keep: Whether its cache is given out at the end.
-        phase: Where it is.
-        slot: Where it decodes, or will once its prompt has been read.
-        sequence: Its compressed prompt, if that is there but has no slot yet.
-        layout: Of its cache, once the prompt has been read.
-        placement: How its cache was laid out when places were given last, once it decodes.
-        logits: Of the prompt's last token, if the cache is given out with nothing generated.
-        positions: Per layer, true positions of the entries of its placement, if the cache is given out.
-        prompt_logprobs: Of the prompt's tokens, if asked for.
-        kept: Which tokens were kept, if asked for.
-        shares: How much of each part of the prompt was kept.
-        reused: Tokens that its prompt begins with and that were read for another one.
-        pace: What came of guesses of its tokens.
+        request_id: Its id.
+        prompt: Tokens to prefill; with a ``past``, only the new ones.
+        params: Sampling parameters.
+        seed: Seed of its random draws.
+        budget: Its cache budget.
+        max_tokens: Maximum number of tokens to generate.
+        text: The generated text.
+        past: The compressed cache of earlier turns.
+        keep: Whether its compressed cache is returned at the end.
+        phase: Its phase.
+        slot: The slot it decodes in, or will after prefill.
+        sequence: Its compressed prompt, as long as that waits for a slot.
+        layout: Layout of its cache, once prefill has ended.
+        placement: Layout of its cache when places were last assigned, once it decodes.
+        logits: Logits of the prompt's last token, if the cache is returned with nothing generated.
+        positions: Per layer, true positions of the entries of its placement, if the cache is returned.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if requested.
+        kept: Which tokens were kept, if requested.
+        shares: Share of tokens kept in each part of the prompt.
+        reused: Prompt tokens taken from the prefix cache.
+        pace: Draft length and acceptance with speculative decoding.
         finish_reason: Why it ended, once it has.
         error: What went wrong.
     """
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def all_tokens(self) -> list[int]:
-        """The prompt, with the turns before."""
+        """The prompt, with earlier turns."""
         return [*(() if self.past is None else self.past.tokens), *self.prompt]
 
     @property
@@ -98,22 +98,22 @@ class Request:
 
     @property
     def decoded(self) -> int:
-        """Generated tokens that are stored; the last one is when the next step reads it."""
+        """Number of generated tokens that are stored; the last one is stored by the next step."""
         return max(len(self.tokens) - 1, 0)
 
     @property
     def until_renewal(self) -> float:
-        """Tokens that may be stored before pinned places of its cache are given anew."""
+        """Number of tokens that may be stored before the pinned places of its cache are renewed."""
         due = None if self.placement is None else self.placement.due(self.budget)
         return math.inf if due is None else due - self.decoded
 
     @property
     def seen(self) -> int:
-        """Tokens of the conversation up to now."""
+        """Number of tokens of the conversation so far."""
         return self.before + len(self.prompt) + len(self.tokens)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Take one generated token; sets ``finish_reason`` if it is the last."""
+        """Add a generated token; sets ``finish_reason`` if it is the last."""
         last = len(self.tokens) + 1 >= self.max_tokens
         if self.text.append(token, logprobs, last=last):
             self.finish_reason = "stop"
@@ -121,5 +121,5 @@ class Request:
             self.finish_reason = "length"
 
     def shares_prompt_with(self, other: Request) -> bool:
-        """Whether one reading does for both."""
+        """Whether one prefill serves both requests."""
         return self.past is other.past and self.prompt == other.prompt

@@ -1,7 +1,7 @@
-"""Logits to tokens, for all slots at once, with fixed shapes: it runs inside the decode graph.
+"""Sampling for all slots at once, with fixed shapes, so it runs inside the decode graph.
 
-A draw depends on the request's seed, the position and the token alone (Gumbel-max over counter-based noise), so a
-seeded request gives the same tokens in any slot, next to any others.
+The noise depends only on the request's seed, the position and the token (Gumbel-max over counter-based noise). A seeded
+request therefore gives the same tokens in any slot, whatever other requests are running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snapstream.transfers import to_device
 
 
 class Sampled(NamedTuple):
-    """One step's tokens and what was asked to know about them.
+    """One step's tokens and their log-probabilities.
 
     Attributes:
         tokens: int64 ``[B]``.
@@ -34,7 +34,7 @@ class Sampled(NamedTuple):
 
 
 class SamplingState:
-    """Sampling parameters and token counts of every slot, on the device, always at the same place."""
+    """Sampling parameters and token counts of every slot, in device tensors at fixed addresses."""
 
     def __init__(self, slots: int, vocab_size: int, max_logprobs: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -54,7 +54,7 @@ class SamplingState:
         self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(slots, vocab_size, dtype=torch.float32, device=device)
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        # Tokens that end the output, and the first position that one of them may have.
+        # Tokens that end the output, and the first position at which they are allowed.
         self.ends = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.end_from = column(0, torch.int64)
 
@@ -62,13 +62,13 @@ class SamplingState:
         """Set up a slot for a request.
 
         Args:
-            slot: Which.
-            params: Its sampling parameters.
-            seed: Its seed.
+            slot: Index of the slot.
+            params: The request's sampling parameters.
+            seed: The request's seed.
             prompt: All tokens before the first generated one, int64 ``[L]`` on the device.
-            ends: Tokens that end its output.
+            ends: Tokens that end the output.
         """
-        # Each is filled: to put a number in by an assignment waits for a GPU.
+        # fill_() rather than item assignment: assigning a Python number would wait for the GPU.
         self.temperature[slot].fill_(params.temperature)
         self.top_k[slot].fill_(min(params.top_k or self.vocab_size, self.vocab_size))
         self.top_p[slot].fill_(params.top_p)
@@ -90,40 +90,41 @@ class SamplingState:
             self.ends[slot].index_fill_(0, to_device(known, self.ends.device), True)
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
-        """Take over a row of another state."""
+        """Copy a row of another state into a slot."""
         for name, mine in vars(self).items():
             if isinstance(mine, Tensor):
                 mine[slot] = vars(source)[name][row]
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row of ``[B, vocab]``; the first one if several are equal."""
+    """The most likely token of each row of ``[B, vocab]``; the first one in case of a tie."""
     return logits.argmax(-1)
 
 
 def impose(tokens: Tensor, forced: Tensor) -> Tensor:
-    """``tokens`` of ``[B]``, or those of ``forced`` where they are not negative."""
+    """``tokens`` ``[B]``, replaced by those of ``forced`` ``[B]`` that are not negative."""
     return torch.where(forced >= 0, forced, tokens)
 
 
 def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor, forced: Tensor) -> Sampled:
     """Draw a token for every slot and count it.
 
-    Penalties, bias and tokens that may not end the output yet, temperature, min-p, top-k and top-p apply in this order.
+    These apply in order: penalties, bias, the mask of end tokens before ``min_tokens``, temperature, min-p, top-k,
+    top-p.
 
     Args:
         logits: float32 ``[B, vocab]``.
         state: Parameters of the slots; counts are updated in place.
         position: Position of the new token, int64 ``[B]``.
         active: Which slots hold a running request, bool ``[B]``.
-        forced: Token to take instead of a drawn one, int64 ``[B]``; -1 for none.
+        forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
     """
     logprobs = logits.log_softmax(-1)
     top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
     adjusted = _penalize(logits, state, position)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
-    # A stable order makes ties go to the smaller token id, and top-k exact.
+    # A stable sort breaks ties in favor of the smaller token id, and makes top-k exact.
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     keep = ordered - ordered[:, :1] >= state.min_p[:, None].log()

@@ -1,4 +1,4 @@
-"""Who runs next: first come, first served, into a fixed number of slots."""
+"""The scheduler: first come, first served, into a fixed number of slots."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from snapstream.engine.request import Phase, Request
 
 
 class Scheduler:
-    """Requests wait in order, one prompt is read at a time, and up to ``slots`` requests are decoded.
+    """Requests wait in order, one prompt is prefilled at a time, and up to ``slots`` requests are decoded.
 
-    A request gets its slot before its prompt is read, as it is compressed straight into it.
+    A request gets its slot before prefill, because its prompt is compressed directly into the slot.
     """
 
     def __init__(self, slots: int) -> None:
@@ -19,18 +19,18 @@ class Scheduler:
         self.slots: list[Request | None] = [None] * slots
 
     def add(self, request: Request, *, first: bool = False) -> None:
-        """Put a request at the end of the queue, or at its head."""
+        """Add a request at the end of the queue, or at its head."""
         if first:
             self.waiting.appendleft(request)
         else:
             self.waiting.append(request)
 
     def next(self) -> Request | None:
-        """The request whose turn it is, if there is one and a slot for it."""
+        """The next request, if one is waiting and a slot is free."""
         return self.waiting[0] if self.waiting and None in self.slots else None
 
     def give_slot(self, request: Request) -> int:
-        """Take a waiting request into a free slot; returns the slot."""
+        """Move a waiting request into a free slot; returns the slot's index."""
         slot = self.slots.index(None)
         self.waiting.remove(request)
         self.slots[slot] = request
@@ -38,13 +38,17 @@ class Scheduler:
         return slot
 
     def sharing(self, request: Request, has_room: Callable[[Request, Sequence[Request]], bool]) -> list[Request]:
-        """Who else gets the prompt that ``request`` is about to have read.
+        """Select the waiting requests that share the prefill ``request`` is about to start.
 
-        Who is next takes a free slot. Others stay in the queue, with their compressed prompt.
+        Requests that are next in the queue take free slots. Others stay in the queue, and hold their compressed prompt
+        until they get a slot.
 
         Args:
-            request: Has its slot.
-            has_room: Whether one more may stay, besides some.
+            request: The request, which has its slot.
+            has_room: Whether there is memory for the compressed prompt of one more request, besides those of others.
+
+        Returns:
+            Requests that took a slot, then those that stay in the queue.
         """
         with_slot: list[Request] = []
         staying: list[Request] = []
@@ -59,7 +63,7 @@ class Scheduler:
         return [*with_slot, *staying]
 
     def finish(self, request: Request) -> int | None:
-        """Take a request out, wherever it is; returns the slot it frees, if it had one."""
+        """Remove a request in any phase; returns the slot it frees, if it had one."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         slot, request.slot = request.slot, None
@@ -70,10 +74,10 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Requests being decoded."""
+        """Requests that are being decoded."""
         return [request for request in self.slots if request is not None and request.phase is Phase.DECODE]
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or runs."""
+        """Whether any request is waiting or running."""
         return bool(self.waiting) or any(request is not None for request in self.slots)

@@ -1,10 +1,11 @@
-"""A decode step that reads several tokens of each slot: the next one, and guesses of those after it.
+"""A decode step that processes several tokens per slot: the next one, and draft tokens after it.
 
-What comes of it is what single steps would give, token for token: a token is taken after each guess just as if the
-guess had been taken before, and what was taken after a wrong one is forgotten. Entries of the cache are written only
-for tokens that are certain. A drawn token depends on its seed, its position and the tokens before it alone, and a guess
-is right if it is the token that is drawn, so this is the usual rule of speculative sampling for guesses that come
-without a distribution (arXiv 2211.17192, section 2.3): the distribution of the output is unchanged.
+Its output is the same, token for token, as that of single steps. A token is taken after each draft token as if that had
+been accepted, and tokens taken after a wrong one are discarded. Cache entries are written only for accepted tokens.
+
+A drawn token depends only on its seed, its position and the tokens before it, and a draft token is accepted if it
+equals the drawn token. This is the standard rule of speculative sampling for draft tokens without a distribution (arXiv
+2211.17192, section 2.3), so the distribution of the output is unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ Run = Callable[[], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of.
+    """The parts of a step.
 
     Attributes:
-        read: Reads all tokens; leaves logits.
-        settle: Keeps what was accepted, and goes on behind it.
-        look: Reads, and takes the most likely tokens.
-        greedy: All of it.
+        read: Processes all tokens and leaves logits.
+        settle: Stores the accepted tokens and advances past them.
+        look: Processes all tokens and takes the most likely ones, without storing anything.
+        greedy: The whole greedy step: ``look``, then ``settle``.
     """
 
     read: Run
@@ -44,13 +45,13 @@ class Verification:
     """Steps of up to ``T`` tokens per slot."""
 
     def __init__(self, parts: Parts, machine: Machine, sampling: SamplingState, *, captured: bool) -> None:
-        """Wrap what a step is made of.
+        """Wrap the parts of a step.
 
         Args:
-            parts: Of a step, on the machine.
-            machine: The slots, with ``T`` tokens each.
-            sampling: How their tokens are drawn.
-            captured: Capture steps as CUDA graphs.
+            parts: The parts of a step on ``machine``.
+            machine: The step's buffers and slots, with ``T`` tokens per slot.
+            sampling: Sampling state of the slots.
+            captured: Whether to capture steps as CUDA graphs.
         """
         device = machine.slots.token.device
         self._parts, self._machine, self._sampling = parts, machine, sampling
@@ -65,17 +66,21 @@ class Verification:
             graph.warm_up(pool)
 
     def greedy(self) -> Tensor:
-        """Take the most likely tokens; returns them, ``[T, B]``, and they are the caller's."""
+        """Take the most likely tokens and store the accepted ones; returns a copy of the tokens, ``[T, B]``."""
         self._greedy_step()
         return self._machine.slots.taken[: self._machine.slots.tokens].clone()
 
     def look(self) -> Tensor:
-        """The same, but nothing is stored, and the next step begins where this one has."""
+        """Take the most likely tokens without storing anything; the next step starts where this one did."""
         self._look_step()
         return self._machine.slots.taken[: self._machine.slots.tokens].clone()
 
     def sampled(self) -> list[Sampled]:
-        """Draw tokens; returns those after each token, as many as may be certain, and they are the caller's."""
+        """Draw tokens and store the accepted ones.
+
+        Returns:
+            Per place, a copy of the tokens drawn there; places past the last accepted token may be missing.
+        """
         drawn: list[Sampled] = self._sampled_step()
         return [Sampled(*(tensor.clone() for tensor in each)) for each in drawn]
 
@@ -97,9 +102,10 @@ class Verification:
 
 
 def most_tokens(guesses: int, device: torch.device) -> Sequence[int]:
-    """Tokens per slot of the steps there are, for up to so many guesses; none for none.
+    """Tokens per slot of each verification step that is built, for at most ``guesses`` draft tokens.
 
-    A CPU works on the tokens there are, so one kind of step does for all; a graph works on as many as it was made for.
+    On a CPU, a step only processes the tokens that are in use, so one step serves all numbers. A CUDA graph always
+    processes the number it was captured for, so there are several. Without draft tokens, there are no steps.
     """
     if not guesses:
         return ()

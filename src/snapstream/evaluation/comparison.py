@@ -10,12 +10,12 @@ from snapstream.engine import LLM
 from snapstream.evaluation.tasks import Question, TaskText
 
 ANSWER = 6
-"""Most tokens of an answer."""
+"""Maximum tokens of an answer."""
 
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What one policy made of a text.
+    """The result of one policy on a text.
 
     Attributes:
         policy: Its name.
@@ -48,17 +48,17 @@ def compare_policies(
     enforce_eager: bool,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[PolicyResult]:
-    """Ask every question under every policy; the engines differ in nothing but their cache.
+    """Ask every question under every policy; the engines differ only in their cache.
 
     Args:
         model: Checkpoint.
         made: The text.
-        prompt_length: Most tokens of the text with a question.
+        prompt_length: Maximum tokens of the text with a question.
         asked: Which of its questions to ask, one request each.
         budgets: Cache of each policy, by name; ``None`` is a full one.
-        slots: Sequences decoded at a time.
+        slots: Sequences decoded concurrently.
         enforce_eager: As in :class:`EngineConfig`.
-        report: Told what is being done.
+        report: Called with what is being done.
     """
     prompts = [made.text + question.ask + question.lead for question in asked]
     length = prompt_length + ANSWER
@@ -73,7 +73,7 @@ def compare_policies(
             enforce_eager=enforce_eager,
             report_plan=lambda _: None,
         )
-        report(f"{policy}: reading {prompt_length} tokens, {len(asked)} times")
+        report(f"{policy}: prefilling {prompt_length} tokens, {len(asked)} times")
         answers = [out.text.strip() for out in llm.generate(prompts, SamplingParams(max_tokens=ANSWER))]
         results.append(
             PolicyResult(

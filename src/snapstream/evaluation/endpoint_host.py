@@ -21,7 +21,7 @@ class EndpointError(RequestError):
 
 
 class EndpointHost:
-    """Asks with greedy sampling over HTTP, several requests at a time."""
+    """Sends requests over HTTP, several concurrently, with greedy sampling."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class EndpointHost:
         """Ask the endpoint what it serves.
 
         Args:
-            url: Such as ``http://localhost:8000/v1``.
-            model: Name of the served model; ``None``: the first.
-            tokenizer: Directory or hub id of its tokenizer, to size prompts; ``None``: what the endpoint says.
-            api_key: If it wants one.
-            timeout: Seconds to wait for one answer; tried three times.
-            concurrency: Requests at a time.
-            chat: Use chat completions; ``None``: if the tokenizer has a chat template.
-            needs_budgets: Requests will bring a ``kv_budget``; refused if the endpoint would ignore it.
-            served_as: What the user calls what the endpoint does by itself; it cannot be seen from here.
+            url: Base URL, such as ``http://localhost:8000/v1``.
+            model: Name of the served model; ``None`` for the first one.
+            tokenizer: Directory or hub id of its tokenizer, to size prompts; ``None`` uses what the endpoint reports.
+            api_key: API key, if the endpoint requires one.
+            timeout: Seconds to wait for one answer; each request is tried three times.
+            concurrency: Concurrent requests.
+            chat: Use chat completions; ``None`` uses them if the tokenizer has a chat template.
+            needs_budgets: Requests will carry a ``kv_budget``; an endpoint that would ignore it is refused.
+            served_as: The user's name for the endpoint's own cache, which cannot be determined from here.
 
         Raises:
-            EndpointError: It is down.
-            ConfigurationError: No such model, no tokenizer, or a server without SnapStream where one is needed.
+            EndpointError: The endpoint is down.
+            ConfigurationError: The model is not served, there is no tokenizer, or SnapStream is needed but not there.
         """
         try:
             import openai
@@ -76,8 +76,8 @@ class EndpointHost:
             self._require_snapstream()
 
     def refuses(self, task: Task) -> str | None:
-        """A request is always a prompt: a server has no second turn over a compressed cache."""
-        return None if task.follow_up == "none" else "which goes on in a compressed cache; an endpoint cannot"
+        """A request is always a whole prompt: a server has no second turn in a compressed cache."""
+        return None if task.follow_up == "none" else "which continues in a compressed cache; an endpoint cannot"
 
     def describe(self) -> dict[str, Any]:
         """Which model of which kind of endpoint; not where it is."""
@@ -85,7 +85,7 @@ class EndpointHost:
         return {"host": "endpoint", "model": name, "served_as": self.served_as, "chat": self.prompts.chat}
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
-        """Answer jobs as they come in; after the first error nothing new is asked, and what runs is waited for."""
+        """Answer jobs as they finish. After the first error no new request is sent, and running ones are awaited."""
         todo = list(reversed(jobs))
         running: dict[Future[Answer], Job] = {}
         failure: EndpointError | None = None
@@ -114,7 +114,7 @@ class EndpointHost:
         if job.variant.policy == DEFAULT_POLICY:
             # The plugin reads vllm_xargs, the built-in server the plain field.
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
-        # The beginning of an answer cannot be put into the assistant's turn over this interface.
+        # This API cannot prefill the assistant's turn with the beginning of an answer.
         prompt = job.sample.prompt + ("" if self.prompts.chat else job.sample.lead)
         if job.variant.policy == "truncated":
             assert entries is not None
@@ -146,14 +146,14 @@ class EndpointHost:
         )
 
     def _call(self, request: Any) -> Any:
-        """Make a request; errors of the client become one line."""
+        """Send a request; errors of the client become one line."""
         openai = self._openai
         try:
             return request()
         except openai.APITimeoutError as error:
             raise EndpointError(
-                f"{self.url} gave no answer within {self.timeout:g} seconds, three times; raise --timeout, or lower "
-                "--concurrency"
+                f"{self.url} did not answer within {self.timeout:g} seconds in three attempts; raise --timeout or "
+                "lower --concurrency"
             ) from error
         except openai.APIConnectionError as error:
             raise EndpointError(f"{self.url} cannot be reached ({error.__cause__ or error})") from error
@@ -175,16 +175,16 @@ class EndpointHost:
             ) from error
 
     def _require_snapstream(self) -> None:
-        """A server that knows nothing of budgets would ignore them, and its numbers would have the wrong name."""
+        """Refuse a server without SnapStream: it would ignore budgets, and its results would be mislabeled."""
         root = self.url.removesuffix("/v1")
         try:
             with urllib.request.urlopen(f"{root}/metrics", timeout=self.timeout) as reply:
                 metrics = reply.read().decode(errors="replace")
         except (OSError, ValueError) as error:
             raise EndpointError(
-                f"{root}/metrics cannot be read ({error}), so budgets cannot be trusted there"
+                f"{root}/metrics cannot be read ({error}), so the endpoint might ignore budgets"
             ) from error
-        # Before the first request there may be a description only. A label with that name, of a model, is none.
+        # Before the first request there may only be a description. A label value with that name is not a counter.
         if not re.search(r"^(# HELP )?snapstream_prompts_compressed", metrics, re.MULTILINE):
             raise ConfigurationError(
                 f"{self.url} shows no SnapStream counters at /metrics, so it would ignore cache budgets; start it with "

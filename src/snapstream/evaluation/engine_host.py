@@ -1,4 +1,4 @@
-"""The built-in engine as a host: each prompt is read once, and every policy decodes from that one reading."""
+"""The built-in engine as a host: each prompt is prefilled once, and every policy decodes from that prefill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BINS = 100
 
 
 class EngineHost:
-    """One engine whose slots are as large as the largest variant; a job brings its own budget."""
+    """One engine with slots as large as the largest variant; each job brings its own budget."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class EngineHost:
 
         Args:
             model: Checkpoint directory or hub id.
-            grid: All that will be asked.
+            grid: All questions that will be asked.
             config: Engine settings; its ``max_model_len`` is set here.
             chat: See :class:`Prompts`.
-            telemetry: Record what was kept.
+            telemetry: Record which tokens were kept.
         """
         self.max_length: int | None = max(grid.lengths) + grid.room
         asked = {(v, length) for task in grid.tasks for length in grid.lengths for v in grid.variants_of(task, length)}
         budgets = [variant.budget(length) for variant, length in asked]
         sized = [budget for budget in budgets if budget is not None]
         capacity = self.max_length if None in budgets else max(budget.capacity for budget in sized)
-        # As many queries are kept as any of them looks at.
+        # As many queries are kept as any of the policies uses.
         queries = most_queries(*(budget.policy.queries for budget in sized))
         self.full = CacheBudget.preset("full", capacity)
         self.model, self.telemetry = model, telemetry
@@ -60,7 +60,7 @@ class EngineHost:
         self.count, self.overhead = self.prompts.count, self.prompts.overhead
 
     def refuses(self, task: Task) -> str | None:
-        """A second turn needs a chat template that leaves the first one as it was."""
+        """A second turn needs a chat template that leaves the first one unchanged."""
         if task.follow_up == "none":
             return None
         try:
@@ -85,7 +85,7 @@ class EngineHost:
         } | ({} if config.speculative == "off" else {"speculative": config.speculative, "guesses": config.guesses})
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
-        """Answer jobs; equal prompts that follow each other are read once."""
+        """Answer jobs; equal prompts that follow each other are prefilled once."""
         waiting: dict[str, tuple[Job, int]] = {}
         try:
             for job in jobs:

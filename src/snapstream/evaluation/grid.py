@@ -1,4 +1,4 @@
-"""What a run of the lab asks: every task at every length under every cache that measures something there."""
+"""The grid of an evaluation: every task at every length with every cache that measures something there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from snapstream.evaluation.policies import Variant, misfit
 from snapstream.evaluation.tasks import Task
 
 _SECOND_TURN = {"none": 0, "late": 64, "long": 96, "told": 128}
-"""Most forced tokens besides ``decode``: a first answer, the scored question, the end of a sentence, a template."""
+"""Maximum forced tokens besides ``decode``: first answer, scored question, end of a sentence, chat template."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked.
+    """All questions of an evaluation.
 
     Attributes:
-        tasks: Which tasks.
+        tasks: Tasks.
         lengths: Prompt lengths in tokens.
         variants: Caches.
         samples: Questions per task, length and variant.
-        depths: Depths, in turn; empty draws them.
+        depths: Depths, which the samples cycle through; drawn if empty.
         decode: Tokens that are decoded before a ``long`` or ``told`` follow-up.
-        seed: The first sample's; the others count up.
+        seed: Seed of the first sample; each further sample adds 1.
     """
 
     tasks: Sequence[Task]
@@ -38,16 +38,16 @@ class Grid:
 
     @property
     def room(self) -> int:
-        """Most tokens after a prompt: forced ones and the answer."""
+        """Maximum tokens after a prompt: forced ones and the answer."""
         return max(self.decoded(task) + task.max_tokens for task in self.tasks)
 
     @property
     def pictured(self) -> int:
-        """Seed of the sample of which the report shows what was kept: one whose answer lies in the middle."""
+        """Seed of the sample whose kept tokens the report shows: one with its answer in the middle."""
         return self.seed + min(len(self.depths) // 2, self.samples - 1)
 
     def decoded(self, task: Task) -> int:
-        """Most tokens that go through the ring before the scored answer."""
+        """Maximum tokens that go through the ring before the scored answer."""
         return (self.decode if task.decodes_filler else 0) + _SECOND_TURN[task.follow_up]
 
     def misfit(self, variant: Variant, task: Task, length: int) -> str | None:
@@ -56,21 +56,21 @@ class Grid:
         return misfit(variant, length, turning, self.decoded(task) + task.max_tokens)
 
     def variants_of(self, task: Task, length: int) -> list[Variant]:
-        """Caches that measure something; those with the same prompt stand together, so that it is read once."""
+        """Caches that measure something; those with the same prompt are adjacent, so that it is prefilled once."""
         fitting = [variant for variant in self.variants if self.misfit(variant, task, length) is None]
         return sorted(fitting, key=lambda variant: variant.policy == "truncated")
 
     def check(self, max_length: int | None) -> list[str]:
-        """Refuse what cannot be run, before anything is.
+        """Reject what cannot run before anything runs.
 
         Args:
             max_length: Longest sequence of the model, if known.
 
         Returns:
-            What will be left out, for people.
+            Notes for the user on what will be left out.
 
         Raises:
-            ConfigurationError: A length beyond the model's, settings that do not work, a cache that measures nothing.
+            ConfigurationError: A length exceeds the model's, settings are invalid, or a cache measures nothing.
         """
         for length in self.lengths:
             if max_length is not None and length + self.room > max_length:
@@ -84,13 +84,13 @@ class Grid:
                 for length in self.lengths:
                     reason = self.misfit(variant, task, length)
                     if reason is None:
-                        variant.budget(length)  # settings that do not work are refused now
+                        variant.budget(length)  # rejects invalid settings
                     else:
                         reasons[reason].append((task.name, length))
             told = [self._told(reason, cells) for reason, cells in reasons.items()]
             name = f"{variant.label} at {variant.size}"
             if sum(map(len, reasons.values())) == len(self.tasks) * len(self.lengths):
-                raise ConfigurationError(f"budgets: {name} is {'; '.join(told)}; leave it out or give longer lengths")
+                raise ConfigurationError(f"budgets: {name}: {'; '.join(told)}; leave it out or give longer lengths")
             notes += [f"left out: {name}, {one}" for one in told]
         return notes
 

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger(__name__)
 
 NAME = "snapstream"
-"""What ``--model`` is to be."""
+"""Value of ``--model``."""
 
 Job = tuple[list[int], SamplingParams]
 
@@ -42,9 +42,9 @@ _SAMPLING = ["top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_p
 
 
 class SnapStreamLM(TemplateLM):  # type: ignore[misc]
-    """A model of lm-eval: prompts are read and compressed once, everything after them is decoded from what was kept.
+    """A model of lm-eval: prompts are prefilled and compressed once, and the rest is decoded from what was kept.
 
-    This holds for scores as well as for generated text. The context of a log-likelihood request is a prompt, and its
+    This applies to scores as well as to generated text. The context of a log-likelihood request is a prompt, and its
     continuation is decoded token by token through the compressed cache. The first token after a prompt comes from
     prefill, which sees all of it: a task whose choices are single tokens does not depend on the budget at all.
 
@@ -69,26 +69,26 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         max_gen_toks: int | None = None,
         **budget_fields: Any,
     ) -> None:
-        """Load the model. Every argument may also be text, as it comes from ``--model_args``.
+        """Load the model. Every argument may also be a string, as ``--model_args`` passes it.
 
         Args:
             pretrained: Directory of a checkpoint, or a hub id.
             budget: Cache entries per sequence; ``None`` is a full cache.
             policy: What the budget keeps: ``mixed`` (the default with a budget), ``snapstream``,
                 ``local-keydiff``, ``keydiff``, ``streaming``, ``sage-kv``, ``random``; or ``full``, without a budget.
-            max_length: Longest prompt plus output; by default what the model was made for.
-            slots: Sequences decoded at a time; by default the batch size.
+            max_length: Longest prompt plus output; by default the model's own limit.
+            slots: Sequences decoded concurrently; by default the batch size.
             prefill_chunk: Prompt tokens per prefill launch.
             dtype: As in :class:`EngineConfig`.
             device: As in :class:`EngineConfig`.
             compiled: On CUDA, capture decode steps as graphs: faster.
             batch_size: lm-eval's ``--batch_size``; ``auto`` is the engine's default.
             max_batch_size: lm-eval's ``--max_batch_size``: the batch size, if that is ``auto``.
-            max_gen_toks: Most tokens to generate, for tasks that do not say; 256 by default.
+            max_gen_toks: Maximum tokens to generate, for tasks that do not specify it; 256 by default.
             **budget_fields: Fields of :class:`CacheBudget`, such as ``window``, ``kernel`` or ``ring``.
 
         Raises:
-            ConfigurationError: An unknown argument or a value that is not allowed.
+            ConfigurationError: An argument is unknown, or its value is not allowed.
         """
         super().__init__()
         unknown = sorted(set(budget_fields) - set(_BUDGET_FIELDS))
@@ -123,9 +123,10 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> SnapStreamLM:
-        """Make a model from ``--model_args`` and what lm-eval adds to it.
+        """Create a model from ``--model_args`` and the arguments that lm-eval adds.
 
-        lm-eval always adds a batch size and a device, whether the user gave them or not, so ``model_args`` win.
+        lm-eval always adds a batch size and a device, whether or not the user gave them, so ``model_args`` take
+        precedence.
         """
         added = {name: value for name, value in (additional_config or {}).items() if value is not None}
         return cls(**(added | dict(arg_dict)))
@@ -146,7 +147,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context: beginning of sequence, or end where there is none."""
+        """Token for an empty context: beginning of sequence, or end of sequence if there is none."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -157,12 +158,12 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_gen_toks(self) -> int:
-        """Most tokens to generate, for tasks that do not say."""
+        """Maximum tokens to generate, for tasks that do not specify it."""
         return 256 if self._max_gen_toks is None else self._max_gen_toks
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the name under which lm-eval keeps prepared requests."""
+        """Part of the name under which lm-eval caches prepared requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         }
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Lay a conversation out; without generation prompt its last message is left open, to be continued.
+        """Format a conversation; without a generation prompt, its last message is left open, to be continued.
 
         Raises:
             RequestError: The model has no chat template.
@@ -194,10 +195,9 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
-        """Tokens of a text, the last ``left_truncate_len`` of them if that is given.
+        """Tokens of a text, or the last ``left_truncate_len`` of them if that is given.
 
-        Unless told otherwise, special tokens are added if the text does not begin with them: that of a chat template
-        does.
+        By default, special tokens are added unless the text begins with them, as the text of a chat template does.
         """
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token
@@ -208,8 +208,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     # -- the three kinds of requests ----------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts, each up to a stop string or its greatest length."""
-        # All settings are read before anything runs: a mistake in the last ones must not end a run of hours.
+        """Generated texts, each up to a stop string or its maximum length."""
+        # Parse all settings before anything runs: a mistake in the last ones must not abort a run of hours.
         asked = [(request.args[0], self._sampling(request.args[1])) for request in requests]
         jobs = ((self._fitting(self.tok_encode(context), params), params) for context, params in asked)
         texts = [""] * len(requests)
@@ -221,9 +221,9 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of whole texts, in windows of ``max_length`` tokens.
 
-        A window is a prompt of few tokens, the prefix token or what overlaps with the window before, and all else is
-        decoded. So there is no prompt to compress, and beyond the budget it is the ring that decides what is seen:
-        the first tokens and the last ones.
+        The prompt of a window is short, the prefix token or the overlap with the window before, and all else is
+        decoded. So there is no prompt to compress, and beyond the budget the ring determines what is seen: the first
+        tokens and the last ones.
         """
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
@@ -246,9 +246,9 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether greedy decoding would have written it."""
-        # Longest first, so that the time left is rather over- than underestimated; equal contexts next to each other,
-        # so that they are read once.
+        """Log-probability of each continuation, and whether greedy decoding would have generated it."""
+        # Longest first, so that the remaining time is over- rather than underestimated. Equal contexts are adjacent, so
+        # that they are prefilled once.
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number][1]), requests[number][1]))
         forced = [self._forcing(continuation) for _, _, continuation in requests]
         contexts = (requests[number][1] or [self.prefix_token_id] for number in order)
@@ -267,10 +267,10 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _run(self, jobs: Iterable[Job], total: int, what: str, quiet: bool) -> Iterator[tuple[int, RequestOutput]]:
-        """Final outputs with the numbers of their jobs, as they come."""
-        # Equal prompts are read once if they wait together.
+        """Final outputs with the indices of their jobs, in the order in which they finish."""
+        # Equal prompts are prefilled once if they wait together.
         alike = groupby(enumerate(jobs), lambda numbered: numbered[1][0])
-        queue = 2 * self.llm.engine.config.slots  # no slot is ever without work, nor are all prompts tokens at a time
+        queue = 2 * self.llm.engine.config.slots  # every slot has work, and prompts are tokenized as needed
         waiting: dict[str, int] = {}
         try:
             with tqdm(total=total, desc=f"Running {what} requests", disable=quiet) as bar:
@@ -292,17 +292,20 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             self.llm.engine.discard(list(waiting))
 
     def _fitting(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """The end of a prompt, if it and its output are too long."""
+        """The prompt, or its end if the prompt and its output are too long."""
         room = self.max_length - params.max_tokens
         if len(prompt) > room:
             logger.warning(
-                "a prompt of %d tokens is cut to its last %d: max_length is %d", len(prompt), room, self.max_length
+                "a prompt of %d tokens is truncated to its last %d; max_length is %d",
+                len(prompt),
+                room,
+                self.max_length,
             )
         return prompt[-room:]
 
     def _forcing(self, continuation: Sequence[int]) -> SamplingParams:
         if not continuation:
-            raise RequestError("a continuation to score has no tokens of its own; every choice needs at least one")
+            raise RequestError("a continuation to score has no tokens; every choice needs at least one")
         if len(continuation) >= self.max_length:
             raise RequestError(
                 f"a continuation has {len(continuation)} tokens; at most {self.max_length - 1} fit, "
@@ -319,21 +322,21 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
                 f"max_gen_toks is {max_tokens}, which leaves no room for a prompt in max_length={self.max_length}; "
                 "raise max_length, or give a smaller max_gen_toks with --gen_kwargs"
             )
-        # lm-eval's temperature counts only if it samples; transformers samples at 1 if none is given.
+        # lm-eval's temperature applies only if it samples; transformers samples at 1 by default.
         temperature = float(given.pop("temperature", 1.0))
         if not given.pop("do_sample"):
             temperature = 0.0
         if given.pop("num_beams", 1) != 1:
-            raise RequestError("generation settings: num_beams is not 1, but there is no beam search here")
+            raise RequestError("generation settings: num_beams must be 1, because there is no beam search")
         unknown = sorted(set(given) - set(_SAMPLING))
         if unknown:
             allowed = ", ".join(["until", "max_gen_toks", "do_sample", "temperature", *_SAMPLING])
             raise RequestError(f"generation settings: unknown {', '.join(unknown)}; allowed: {allowed}")
-        if given.get("top_k") == -1:  # another way to say all tokens
+        if given.get("top_k") == -1:  # also means all tokens
             given["top_k"] = 0
         if not max_tokens:
             raise RequestError("generation settings: max_gen_toks is 0; give at least 1")
-        # Special tokens are no part of the text, where a stop string would be looked for.
+        # Special tokens are not part of the text that is searched for stop strings.
         special = self.tokenizer.get_added_vocab()
         ends = {special[stop] for stop in until if stop in special} | {self.tokenizer.eos_token_id}
         return SamplingParams(
@@ -346,8 +349,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make ``--model snapstream`` known to lm-eval, unless its entry points have done so."""
-    import lm_eval.models  # noqa: F401  # adds lm-eval's own models, which it does by itself only to an empty registry
+    """Register ``--model snapstream`` with lm-eval, unless its entry points have done so."""
+    import lm_eval.models  # noqa: F401  # adds lm-eval's own models, which it adds by itself only to an empty registry
 
     if NAME not in model_registry:
         model_registry.register(NAME, target="snapstream.evaluation.harness:SnapStreamLM")
@@ -377,7 +380,7 @@ def _budget(budget: object, policy: str | None, settings: Mapping[str, Any]) -> 
 
 
 def _device(name: str) -> str:
-    # lm-eval's command line says cuda:0 if the user says nothing.
+    # lm-eval's command line defaults to cuda:0.
     if name == "cuda:0" and not torch.cuda.is_available():
         logger.warning("device is cuda:0, but there is no CUDA device here: running on the CPU")
         return "cpu"
@@ -389,7 +392,7 @@ def _given(value: Any) -> Any:
 
 
 def _whole(name: str, value: object) -> int | None:
-    """A whole number, which lm-eval's parsers also hand over as float or text; ``None`` if not given."""
+    """A whole number, which lm-eval's parsers also pass as a float or a string; ``None`` if not given."""
     value = _given(value)
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)

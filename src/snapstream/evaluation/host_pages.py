@@ -1,9 +1,9 @@
-"""What eviction is compared with: a full cache in host memory, of which each step fetches the pages that may matter.
+"""A baseline for eviction: a full cache in host memory, from which each step fetches the pages that may matter.
 
-Nothing is dropped. A device would hold, per page, the least and the greatest value of every channel of its keys, which
-bound the dot product of any query with any of them (Quest, arXiv 2406.10774), and as many whole pages as its memory
-has room for. Here everything is in one memory; what would have been fetched is counted. It runs inside a model of
-``transformers``, to measure what keeping everything is worth, not to serve.
+Nothing is dropped. A device would hold the minimum and the maximum of every key channel of each page, which bound the
+dot product of any query with any of its keys (Quest, arXiv 2406.10774), and as many whole pages as fit into its memory.
+Here everything is in one memory, and entries that would have been fetched are counted. It runs inside a model of
+``transformers``, to measure what keeping everything is worth, not for serving.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch.nn import functional as F
 from snapstream.errors import ConfigurationError
 
 PAGE = 16
-"""Entries of a page."""
+"""Entries per page."""
 NEWEST = 2
-"""Pages at the end that are always looked at: one that is being filled, and the one before."""
+"""Pages at the end that are always read: the one that is being filled, and the one before it."""
 ATTENTION = "snapstream_host_pages"
-"""As ``attn_implementation`` of a model of ``transformers``."""
+"""Value of ``attn_implementation`` for models of ``transformers``."""
 
 
 @dataclass
 class HostPages:
-    """Which pages one sequence's layers look at, and what it takes to have them on the device.
+    """Chooses the pages that the layers of one sequence read, and counts the entries that the device would fetch.
 
     Attributes:
-        entries: Of a layer and KV head, what the device has memory for; the bounds of a page take as much as one entry.
-        fetched: Entries that were not there since the step before, over all steps but the first, layers and KV heads.
-        looked_at: Entries that were attended to, counted in the same way.
+        entries: Entries per layer and KV head that fit on the device; the bounds of a page take as much as one entry.
+        fetched: Entries that the previous step did not leave on the device, over all steps but the first, layers and KV
+            heads.
+        looked_at: Entries attended to, over all steps, layers and KV heads.
         steps: Layers times decoded tokens.
     """
 
@@ -44,26 +45,26 @@ class HostPages:
     _held: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, query: Tensor, keys: Tensor) -> Tensor:
-        """Pages that a new token looks at.
+        """Choose the pages that a new token reads.
 
         Args:
-            layer: Of the model.
-            query: Rotated, ``[H, D]``.
-            keys: Rotated, of all tokens up to the new one, ``[N, L, D]``.
+            layer: Index of the layer.
+            query: Rotated query, ``[H, D]``.
+            keys: Rotated keys of all tokens up to the new one, ``[N, L, D]``.
 
         Returns:
             bool ``[N, pages]``.
 
         Raises:
-            ConfigurationError: The device has no room for the pages that are always looked at.
+            ConfigurationError: The device has no room for the pages that are always read.
         """
         least, greatest = self._updated(layer, keys)
         heads, pages = least.shape[:2]
         room = (self.entries - pages) // PAGE
         if room <= NEWEST:
             raise ConfigurationError(
-                f"{self.entries} entries hold the bounds of {pages} pages and {max(room, 0)} pages; at least "
-                f"{(NEWEST + 1) * PAGE + pages} are needed"
+                f"{self.entries} entries hold the bounds of {pages} pages and {max(room, 0)} whole pages; at least "
+                f"{(NEWEST + 1) * PAGE + pages} entries are needed"
             )
         grouped = query.view(heads, -1, 1, query.shape[-1])
         bounds = torch.maximum(grouped * least[:, None], grouped * greatest[:, None]).sum(-1).amax(1)
@@ -73,7 +74,7 @@ class HostPages:
         return torch.zeros(heads, pages, dtype=torch.bool).scatter_(1, chosen, True)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Attention of one new token to the pages that were chosen, ``[H, D]``; arguments as for :meth:`choose`."""
+        """Attention of one new token over the chosen pages, ``[H, D]``; arguments as for :meth:`choose`."""
         pages = self.choose(layer, query, keys)
         length, heads = keys.shape[1], len(keys)
         self._count(layer, pages, length)
@@ -85,7 +86,7 @@ class HostPages:
         return mixed[0, :, 0]
 
     def _updated(self, layer: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest value of each page's keys, ``[N, pages, D]``; the last pages are looked at again."""
+        """Minimum and maximum of each page's keys, ``[N, pages, D]``; those of the last pages are computed again."""
         known = self._bounds.get(layer)
         begin = 0 if known is None else max(0, known[0].shape[1] - 1)
         new = keys[:, begin * PAGE :]
@@ -103,8 +104,8 @@ class HostPages:
         sizes = torch.full((pages.shape[1],), PAGE)
         sizes[-1] = length - (pages.shape[1] - 1) * PAGE
         held = self._held.get(layer)
-        new = torch.zeros_like(pages)  # what the first step looks at is there since the prompt was read
-        if held is not None:  # so is what was made since
+        new = torch.zeros_like(pages)  # pages of the first step are on the device since prefill
+        if held is not None:  # so are pages created since
             new[:, : held.shape[1]] = pages[:, : held.shape[1]] & ~held
         self.fetched += int((new * sizes).sum())
         self.looked_at += int((pages * sizes).sum())
@@ -113,7 +114,7 @@ class HostPages:
 
 
 def register() -> None:
-    """Make :data:`ATTENTION` known to ``transformers``; such a model is called with ``host_pages=HostPages(...)``."""
+    """Register :data:`ATTENTION` with ``transformers``; call such a model with ``host_pages=HostPages(...)``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -130,7 +131,7 @@ def register() -> None:
         if query.shape[2] > 1 or host_pages is None:
             return sdpa_attention_forward(module, query, key, value, mask, **more)  # type: ignore[no-any-return]
         if len(query) != 1:
-            raise ConfigurationError(f"host pages are for one sequence at a time, not {len(query)}")
+            raise ConfigurationError(f"host pages support one sequence at a time, not {len(query)}")
         scale = more.get("scaling") or query.shape[-1] ** -0.5
         return host_pages.attend(module.layer_idx, query[0, :, 0], key[0], value[0], scale)[None, None], None
 

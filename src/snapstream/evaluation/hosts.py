@@ -1,4 +1,4 @@
-"""Who answers: what the lab asks of a host, and how a sample becomes what a model reads."""
+"""Hosts, which answer questions: their interface, and how a sample becomes the input of a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from snapstream.evaluation.tasks import Sample, Task
 
 @dataclass(frozen=True)
 class Job:
-    """One question to one variant.
+    """One question for one variant.
 
     Attributes:
         task: Its task.
         length: Nominal length of the prompt.
-        seed: Of the sample.
-        depth: Of what is asked for, if the task has one.
+        seed: Seed of the sample.
+        depth: Depth of the answer, if the task has one.
         variant: The cache.
         sample: The question.
     """
@@ -34,18 +34,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host made of a job.
+    """The answer of a host to a job.
 
     Attributes:
-        text: What the model wrote after the scored question.
-        prompt_tokens: Length of the prompt as it was read.
-        output_tokens: Tokens written, without forced ones.
+        text: What the model generated after the scored question.
+        prompt_tokens: Length of the prompt as it was processed.
+        output_tokens: Tokens generated, without forced ones.
         finish_reason: ``stop`` or ``length``.
-        settings: The cache budget in full, or ``None`` where the host does not tell.
-        mass: Kept share of the observation window's attention, per layer, if known.
+        settings: All fields of the cache budget, or ``None`` if the host does not report them.
+        mass: Share of the observation window's attention that was kept, per layer, if known.
         kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head, if known.
-        drafted: Guesses of tokens that were verified, with speculative decoding.
-        accepted: Those that were right.
+        drafted: Guesses of speculative decoding that were verified.
+        accepted: Guesses that were right.
     """
 
     text: str
@@ -81,17 +81,17 @@ class Host(Protocol):
 
 
 class Prompts:
-    """Turns samples into token ids, plain or laid out by the model's chat template."""
+    """Turns samples into token ids, plain or formatted with the model's chat template."""
 
     def __init__(self, tokenizer: Any, *, chat: bool | None) -> None:
         """Wrap a transformers tokenizer.
 
         Args:
-            tokenizer: The model's.
-            chat: Use its chat template; ``None``: if it has one.
+            tokenizer: The model's tokenizer.
+            chat: Use its chat template; ``None`` uses it if there is one.
 
         Raises:
-            ConfigurationError: ``chat`` without a template.
+            ConfigurationError: ``chat`` is true, but there is no template.
         """
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat and not has_template:
@@ -106,14 +106,14 @@ class Prompts:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def first(self, sample: Sample) -> list[int]:
-        """Tokens that are read, and then compressed."""
+        """Tokens that are prefilled, and then compressed."""
         if not self.chat:
             return list(self.tokenizer.encode(sample.prompt + sample.lead))
         text = self._render([{"role": "user", "content": sample.prompt}]) + sample.lead.lstrip()
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def then(self, sample: Sample) -> list[int]:
-        """Tokens that follow in the compressed cache, before the model is free."""
+        """Tokens that are forced in the compressed cache, before the model generates freely."""
         if not sample.second:
             return []
         text = sample.reply + sample.second
@@ -133,7 +133,7 @@ class Prompts:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def truncated(self, tokens: list[int], room: int) -> list[int]:
-        """The first and last half of ``room`` tokens: instructions and question stay, the middle goes."""
+        """The first and last half of ``room`` tokens: instructions and question stay, the middle is dropped."""
         if len(tokens) <= room:
             return tokens
         return tokens[: room // 2] + tokens[len(tokens) - (room - room // 2) :]

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
 
 
 def import_matplotlib() -> None:
-    """Raises ImportError if plots cannot be drawn."""
+    """Raise ``ImportError`` if plots cannot be drawn."""
     import matplotlib  # noqa: F401
 
 
@@ -72,7 +72,7 @@ def _middle(results: Results) -> str:
 
 
 def _kept(results: Results, task: str, size: str, plots: Any) -> str:
-    """The picture of what was kept of one prompt, of the longest length that has one."""
+    """The plot of the tokens kept of one prompt, for the longest length that has one."""
     for length in reversed(results.lengths_of(task)):
         shown = [
             record

@@ -1,4 +1,4 @@
-"""The lab: answers everything of a grid that is not on record yet, one record each."""
+"""Runs a grid: answers every question that has no record yet, and adds a record for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from snapstream.evaluation.scoring import equal, found_parts
 from snapstream.evaluation.tasks import TASKS, Sample, Task, TooShortError, make_sample
 
 GROUP = 8
-"""Samples whose jobs are given to a host together, so that its slots stay busy."""
+"""Samples whose jobs are passed to a host together, so that its slots stay busy."""
 
 
 def run_grid(
@@ -23,16 +23,16 @@ def run_grid(
     """Answer everything that is not in the file yet.
 
     Args:
-        host: Who answers.
-        grid: What is asked.
-        file: Where records go.
-        report: Told what is being done, how many jobs are done, and how many there are.
+        host: The host that answers.
+        grid: The questions.
+        file: The file for the records.
+        report: Called with what is being done, how many jobs are done, and how many there are.
 
     Returns:
-        What was left out and why, for people.
+        Notes for the user on what was left out, and why.
 
     Raises:
-        ConfigurationError: The file has texts that would be drawn differently now.
+        ConfigurationError: The file has results on texts that would be drawn differently now.
     """
     _same_texts(host, grid, file)
     groups, notes = _plan(host, grid)
@@ -52,7 +52,7 @@ def run_grid(
                     drawn[job.seed] = _draw(host, grid, job.task, job.length, job.seed, job.depth)
                 except TooShortError as error:
                     drawn[job.seed] = None
-                    notes.append(f"left out: {what}, sample {job.seed}: they are too few ({error})")
+                    notes.append(f"left out: {what}, sample {job.seed}: the text is too short ({error})")
         ready = [replace(job, sample=sample) for job in todo if (sample := drawn[job.seed]) is not None]
         finished += len(todo) - len(ready)
         for job, answer in host.run(ready):
@@ -67,7 +67,10 @@ _NOT_DRAWN = Sample("", 0, "", "", "", "", "", ())
 
 
 def _plan(host: Host, grid: Grid) -> tuple[list[list[Job]], list[str]]:
-    """Jobs of a few samples at a time, those of one sample together, and what is left out. Samples are drawn later."""
+    """Groups of jobs for a few samples each, those of one sample adjacent, and notes on what is left out.
+
+    Samples are drawn later.
+    """
     groups: list[list[Job]] = []
     notes: list[str] = []
     for task in grid.tasks:
@@ -91,7 +94,7 @@ def _draw(host: Host, grid: Grid, task: Task, length: int, seed: int, depth: flo
 
 
 def _same_texts(host: Host, grid: Grid, file: RecordFile) -> None:
-    """Refuse to mix texts: another version, or another tokenizer, may draw others from the same seeds."""
+    """Refuse to mix texts: another version or tokenizer may draw different ones from the same seeds."""
     seen = set()
     for record in file.records:
         cell = record.task, record.length
@@ -101,7 +104,7 @@ def _same_texts(host: Host, grid: Grid, file: RecordFile) -> None:
         now = _draw(host, grid, TASKS[record.task], record.length, record.seed, record.depth)
         if _hash(now) != record.prompt_sha256:
             raise ConfigurationError(
-                f"{file.path} has other texts of {record.task} at {record.length} tokens than are drawn now; give "
+                f"{file.path} has other texts of {record.task} at {record.length} tokens than would be drawn now; give "
                 "another --output"
             )
 

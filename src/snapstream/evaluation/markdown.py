@@ -1,4 +1,4 @@
-"""The report as Markdown: one table per task, and what was kept of the attention."""
+"""The report as Markdown: one table per task, and the share of attention that was kept."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from snapstream.evaluation.tables import Results
 from snapstream.evaluation.tasks import TASKS
 
 FLOOR = 0.2
-"""With a full cache less often right than this, a model cannot do the task, and smaller caches show only noise."""
+"""Minimum share of right answers with a full cache: below it, the model cannot do the task, and the rest is noise."""
 
 
 def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[str] = ()) -> str:
-    """The whole report, from its title on."""
+    """The whole report, including its title."""
     lines = [f"# Accuracy of {header['model']}", "", describe(header, results), ""]
     lines += [f"- {note}" for note in notes]
     for task in results.tasks:
@@ -33,17 +33,18 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
 
 
 SWEPT_NOTE = (
-    "Each setting beside the first of its list, on the same questions at the same sizes: the difference in right "
-    "answers in points, with its 95 % interval; tasks that go on in a compressed cache are apart."
+    "Each setting compared with the first one, on the same questions at the same sizes: the difference in right "
+    "answers in percentage points, with its 95 % interval. Tasks that continue in a compressed cache are listed "
+    "separately."
 )
 MASS_NOTE = (
-    "Percent of the attention of the prompt's last tokens that went to tokens which were kept, mean over layers, "
-    "heads, tasks and samples."
+    "Percentage of the attention of the prompt's last tokens that went to kept tokens, averaged over layers, heads, "
+    "tasks and samples."
 )
 
 GUESS_NOTE = (
-    "Percent of the guesses of speculative decoding that were right, and how many there were, over all lengths, sizes "
-    "and samples. They change how fast an answer comes, not what it is."
+    "Percentage of the guesses of speculative decoding that were right, and their number, over all lengths, sizes and "
+    "samples. Guesses change how fast an answer is generated, not what it is."
 )
 
 
@@ -54,10 +55,10 @@ def describe(header: dict[str, Any], results: Results) -> str:
     where = "the built-in engine" if header.get("host") == "engine" else "an OpenAI-compatible endpoint"
     dtype = f", {header['dtype']}" if "dtype" in header else ""
     return (
-        f"Percent of questions answered right, with 95 % intervals; {count} questions per cell, greedy decoding, on "
-        f"{where}{dtype}. An answer is right if every part of it is named in the output before anything else the text "
-        "might be taken to say. Sizes are shares of the prompt's length, or entries per layer and KV head; 'full' "
-        "drops nothing."
+        f"Percentage of questions answered correctly, with 95 % intervals; {count} questions per cell, greedy "
+        f"decoding, on {where}{dtype}. An answer is right if the output names every part of it before any other answer "
+        "that the text might suggest. Sizes are shares of the prompt's length, or entries per layer and KV head; "
+        "'full' drops nothing."
     )
 
 
@@ -68,10 +69,10 @@ def is_weak(results: Results, task: str) -> bool:
 
 
 def weakness(results: Results, task: str) -> str:
-    """Said instead of the numbers of a task that the model cannot do."""
+    """What the report shows instead of results for a task that the model cannot do."""
     return (
-        f"With a full cache this model is right in {100 * (results.ceiling(task) or 0):.0f} % only: it cannot do this "
-        "task, and what smaller caches make of it is noise, which is left out here."
+        f"With a full cache, this model answers only {100 * (results.ceiling(task) or 0):.0f} % of the questions "
+        "correctly. It cannot do this task, so results with smaller caches would be noise and are left out."
     )
 
 
@@ -128,7 +129,7 @@ def swept_rows(results: Results) -> list[list[str]]:
 
 
 def guess_rows(results: Results) -> list[list[str]]:
-    """Guesses by task and cache, of tasks that the model cannot do too; empty if there were none."""
+    """Guesses by task and cache, also for tasks that the model cannot do; empty if there were none."""
     table = [["task", *results.labels]]
     for task in results.tasks:
         row = [task]
@@ -142,7 +143,7 @@ def guess_rows(results: Results) -> list[list[str]]:
 
 
 def mass_rows(results: Results) -> list[list[str]]:
-    """Kept attention by cache and size; empty if it was not recorded."""
+    """Attention kept, by cache and size; empty if it was not recorded."""
     table = [["cache", *results.sizes]]
     for label in results.labels:
         masses = [

@@ -13,7 +13,7 @@ from snapstream.evaluation.scoring import interval
 from snapstream.evaluation.tables import Results, make_cell
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")
-"""Colours that people with colour blindness can tell apart (Okabe and Ito)."""
+"""Colors that people with color blindness can tell apart (Okabe and Ito)."""
 MARKERS = "osD^vPX*"
 
 
@@ -109,7 +109,7 @@ def kept_tokens(records: Sequence[Record]) -> str:
         if record.depth is not None:
             axis.axvline(100 * record.depth, color="#d55e00", linewidth=1, linestyle=":")
     axes[-1].set_xticks([0, 25, 50, 75, 100])
-    axes[-1].set_xlabel("place in the prompt, %", fontsize=8)
+    axes[-1].set_xlabel("position in the prompt, %", fontsize=8)
     return _svg(figure, "kept tokens")
 
 

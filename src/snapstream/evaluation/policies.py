@@ -25,7 +25,7 @@ ENGINE_POLICIES = (
 )
 ENDPOINT_POLICIES = ("served", "truncated", DEFAULT_POLICY)
 UNSIZED = ("full", "served")
-"""Policies without a size: a full cache, and whatever an endpoint does by itself."""
+"""Policies without a size: a full cache, and an endpoint's own cache."""
 
 _SWEPT: dict[str, type] = {
     "window": int,
@@ -68,7 +68,7 @@ class Variant:
         """The cache of prompts of ``length`` tokens; ``None`` for a full one.
 
         Raises:
-            ConfigurationError: Settings that do not work at this size.
+            ConfigurationError: The settings are invalid at this size.
         """
         entries = self.entries(length)
         if entries is None or self.policy == "truncated":
@@ -96,7 +96,7 @@ def parse_lengths(text: str) -> list[int]:
     """Numbers of tokens from ``512,4k`` (``k`` is 1024).
 
     Raises:
-        ConfigurationError: Not positive numbers.
+        ConfigurationError: One is not a positive number.
     """
     return [parse_tokens(item, "lengths") for item in split_names(text, "lengths")]
 
@@ -105,7 +105,7 @@ def parse_sizes(text: str) -> list[str]:
     """Cache sizes from ``512,2k,1/4``: numbers of entries, or shares of the prompt's length below 1.
 
     Raises:
-        ConfigurationError: Neither.
+        ConfigurationError: One is neither.
     """
     sizes = []
     for item in split_names(text, "budgets"):
@@ -117,7 +117,7 @@ def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
     """Every combination of ``window=8,32`` and ``pooling=avg,max``; one empty combination if nothing is swept.
 
     Raises:
-        ConfigurationError: An unknown setting, or a value that is not of its type.
+        ConfigurationError: A setting is unknown, or a value does not have its type.
     """
     axes: list[list[tuple[str, str]]] = []
     for text in texts:
@@ -136,10 +136,10 @@ def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
 def make_variants(
     policies: Sequence[str], sizes: Sequence[str], sweeps: Sequence[tuple[tuple[str, str], ...]], allowed: Sequence[str]
 ) -> list[Variant]:
-    """Every policy at every size; settings are swept for ``snapstream``, or where it is not chosen for ``mixed``.
+    """Every policy at every size; settings are swept for ``snapstream``, or for ``mixed`` if the former is not chosen.
 
     Raises:
-        ConfigurationError: A policy that is not allowed here, or one that needs a size without any.
+        ConfigurationError: A policy is not allowed here, or needs a size and there is none.
     """
     unknown = [policy for policy in policies if policy not in allowed]
     if unknown:
@@ -158,12 +158,12 @@ def make_variants(
 
 
 def swept_of(policies: Sequence[str]) -> str | None:
-    """Whose settings are swept."""
+    """The policy whose settings are swept."""
     return next((policy for policy in ("snapstream", DEFAULT_POLICY) if policy in policies), None)
 
 
 LEAST_PROMPT = 64
-"""Fewest prompt tokens that a truncated prompt must be left with, or it is no prompt."""
+"""Minimum tokens of a truncated prompt; with fewer, there would be no prompt to speak of."""
 
 
 def misfit(variant: Variant, length: int, decoded: int, after: int) -> str | None:
@@ -172,7 +172,7 @@ def misfit(variant: Variant, length: int, decoded: int, after: int) -> str | Non
     Args:
         variant: The cache.
         length: Tokens of the prompt.
-        decoded: Tokens that are decoded to turn the ring, before anything is scored.
+        decoded: Tokens that are decoded, so that the ring wraps around, before anything is scored.
         after: All tokens after the prompt, the answer included.
     """
     entries = variant.entries(length)
@@ -191,7 +191,7 @@ def split_names(text: str, what: str) -> list[str]:
     """Names separated by commas.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: The list is empty.
     """
     items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:

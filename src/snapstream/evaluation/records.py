@@ -1,4 +1,4 @@
-"""Results on disk: one JSON object per line, written as soon as it is known, so that a killed run can go on."""
+"""Results on disk: one JSON object per line, written as soon as it is known, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ Key = tuple[str, int, int, float | None, str, str, tuple[tuple[str, str], ...]]
 def make_key(
     task: str, length: int, seed: int, depth: float | None, policy: str, size: str, settings: Iterable[tuple[str, str]]
 ) -> Key:
-    """What tells one answer from all others; the order of settings does not matter."""
+    """The key of an answer, which no other answer has; the order of settings does not matter."""
     return task, length, seed, depth, policy, size, tuple(sorted(settings))
 
 
 @dataclass(frozen=True)
 class Record:
-    """One answered question, with everything needed to ask it again.
+    """One answered question, with everything that is needed to ask it again.
 
     Attributes:
         task: Name of the task.
         length: Nominal prompt length in tokens.
-        seed: Of the sample; task, length, seed and depth give the same text again.
-        depth: Of what was asked for, or ``None``.
-        policy: Of the cache.
-        size: Its size as asked for: entries, a share of the length, or empty.
+        seed: Seed of the sample; task, length, seed and depth reproduce the text.
+        depth: Depth of the answer in the text, or ``None``.
+        policy: Policy of the cache.
+        size: Size of the cache as given: entries, a share of the length, or empty.
         settings: Settings that were swept.
         entries: Cache entries, or ``None`` for all.
         budget: All fields of the cache budget, if known.
-        prompt_tokens: Length of the prompt as it was read.
-        prompt_sha256: Of its text.
+        prompt_tokens: Length of the prompt as it was processed.
+        prompt_sha256: SHA-256 of the prompt's text.
         output: What the model wrote.
         answer: The right answer.
         found: Whether each part of it was found.
         equal: Whether the output is the answer and nothing else.
-        output_tokens: Tokens written.
-        finish_reason: Why writing ended.
-        mass: Kept share of attention, per layer, if known.
+        output_tokens: Tokens generated.
+        finish_reason: Why generation ended.
+        mass: Share of attention kept, per layer, if known.
         kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head; for one seed only.
-        drafted: Guesses of tokens that were verified, with speculative decoding.
-        accepted: Those that were right.
+        drafted: Guesses of speculative decoding that were verified.
+        accepted: Guesses that were right.
     """
 
     task: str
@@ -80,7 +80,7 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """What was asked of what; no two records of a file share it."""
+        """The question and the cache; no two records of a file share it."""
         return make_key(self.task, self.length, self.seed, self.depth, self.policy, self.size, self.settings.items())
 
     @property
@@ -90,17 +90,17 @@ class Record:
 
 
 class RecordFile:
-    """A file of records that one run at a time appends to. Its first line says what model and settings they are of."""
+    """A file of records, to which one run at a time appends. Its first line holds the model and the settings."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         """Open or create it.
 
         Args:
             path: The file.
-            header: Model and settings; a file that exists must have the same.
+            header: Model and settings; an existing file must have the same.
 
         Raises:
-            ConfigurationError: It is of another model or other settings, or no file of this kind.
+            ConfigurationError: The file has another model or other settings, or is not a results file.
         """
         self.path = path
         self.records: list[Record] = []
@@ -110,7 +110,7 @@ class RecordFile:
             if different:
                 told = "; ".join(f"{k}: {found.get(k)!r} there, {header.get(k)!r} now" for k in different)
                 raise ConfigurationError(f"{path} has results of another run ({told}); give another --output")
-            if end < path.stat().st_size:  # a line that was being written when the run was killed
+            if end < path.stat().st_size:  # a line that was being written when the run was interrupted
                 os.truncate(path, end)
             self._file = path.open("a", encoding="utf-8")
         else:
@@ -120,7 +120,7 @@ class RecordFile:
         self.done = {record.key for record in self.records}
 
     def add(self, record: Record) -> None:
-        """Write a record; it is in the file when this returns."""
+        """Write a record to the file, and flush it."""
         fields = {name: value for name, value in asdict(record).items() if name != "kept" or value is not None}
         self._write(fields)
         self.records.append(record)
@@ -145,7 +145,7 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[Record]]:
     """Header and records of a file.
 
     Raises:
-        ConfigurationError: It is missing or no file of this kind.
+        ConfigurationError: It is missing or not a results file.
     """
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file")
@@ -154,7 +154,7 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Record], int]:
-    """Header, records, and the length of what is whole."""
+    """Header, records, and the length of all complete lines in bytes."""
     header: dict[str, Any] | None = None
     records, end = [], 0
     with path.open("rb") as file:
@@ -168,8 +168,10 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Record], int]:
                 else:
                     records.append(Record(**fields))
             except (ValueError, TypeError, KeyError) as error:
-                raise ConfigurationError(f"{path}, line {number}, is no result of snapstream eval: {error}") from error
+                raise ConfigurationError(
+                    f"{path}, line {number}, is not a result of snapstream eval: {error}"
+                ) from error
             end += len(line)
     if header is None:
-        raise ConfigurationError(f"{path} has no whole first line; remove it, or give another --output")
+        raise ConfigurationError(f"{path} has no complete first line; remove it, or give another --output")
     return header, records, end

@@ -1,4 +1,4 @@
-"""Right or wrong, and how sure one can be of a share of right answers."""
+"""Which answers are right, and confidence intervals of shares of right answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NORMAL = 1.959963984540054  # 97.5 % quantile
 
 
 def found_parts(parts: Sequence[str], rivals: Sequence[str], output: str) -> list[bool]:
-    """Which parts of an answer stand in an output, as whole words or numbers; case and spacing do not matter.
+    """Which parts of an answer occur in an output, as whole words or numbers; case and spacing do not matter.
 
-    Of everything that is named in the output, parts or rivals, only as many as there are parts count, the first ones:
-    who names every word of a text has not answered which three are the most common.
+    Of the parts and rivals that the output names, only the first ones count, as many as there are parts: an output that
+    names every word of a text has not answered which three are the most common.
 
     Args:
         parts: What the answer consists of; their order does not matter.
@@ -52,12 +52,12 @@ def interval(right: float, samples: int) -> tuple[float, float]:
 def paired_difference(gaps: Sequence[float]) -> tuple[float, float, float]:
     """The mean of differences on the same questions, and its 95 % interval.
 
-    The interval is that of Agresti and Min: two questions more, of which half a one is won and half a one lost, so that
-    it has a width also where all questions agree.
+    The interval is that of Agresti and Min: it adds two questions, of which half a question is won and half a question
+    is lost. It therefore has a width even if all questions agree.
 
     Args:
-        gaps: Per question, how much more often the one was right than the other, -1 to 1. What was asked of one text,
-            such as at several cache sizes, is one question: its answers are not independent.
+        gaps: Per question, how much more often one was right than the other, -1 to 1. Everything that was asked about
+            one text, such as at several cache sizes, is one question, because the answers are not independent.
     """
     count = len(gaps)
     center = sum(gaps) / (count + 2)

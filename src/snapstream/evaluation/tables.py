@@ -1,4 +1,4 @@
-"""Records to numbers: shares of right answers per task, length and cache, with intervals."""
+"""Statistics of records: shares of right answers per task, length and cache, with intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cell:
         right: How many had every part of the answer.
         equal: How many were the answer and nothing else.
         parts: Mean share of parts found.
-        mass: Kept share of attention, mean over samples and layers, if known.
+        mass: Share of attention kept, mean over samples and layers, if known.
     """
 
     samples: int
@@ -45,7 +45,7 @@ class Cell:
 
 
 def make_cell(records: Sequence[Record]) -> Cell:
-    """Sum up records; one or more."""
+    """Aggregate one or more records."""
     masses = [sum(record.mass) / len(record.mass) for record in records if record.mass]
     return Cell(
         samples=len(records),
@@ -87,7 +87,7 @@ class Results:
         return [length for length in self.lengths if any(key[:2] == (task, length) for key in self._groups)]
 
     def common_lengths(self, task: str, size: str) -> list[int]:
-        """Lengths at which every cache that has this size (or none) was run in a task: only they can be compared."""
+        """Lengths at which every cache that has this size (or none) was run in a task: only these can be compared."""
         labels = [label for label in self.labels if any(self.of(task, length, label, size) for length in self.lengths)]
         return [length for length in self.lengths if all(self.of(task, length, label, size) for label in labels)]
 
@@ -97,7 +97,7 @@ class Results:
         return make_cell(records) if records else None
 
     def ceiling(self, task: str) -> float | None:
-        """Share of right answers with a full cache, or with what the endpoint does by itself, over all lengths."""
+        """Share of right answers with a full cache, or with the endpoint's own cache, over all lengths."""
         for label in UNSIZED:
             records = [record for length in self.lengths for record in self.of(task, length, label, "")]
             if records:
@@ -105,7 +105,7 @@ class Results:
         return None
 
     def kept_mass(self, label: str, size: str) -> float | None:
-        """Kept share of attention, over the tasks and lengths at which every cache of this size was run."""
+        """Share of attention kept, over the tasks and lengths at which every cache of this size was run."""
         records = [
             record
             for task in self.tasks
@@ -119,7 +119,7 @@ class Results:
 
         Returns:
             The difference, its 95 % interval and the number of questions (texts; their sizes are averaged); ``None`` if
-            they share none.
+            they have none in common.
         """
         right: dict[object, bool] = {}
         for record in self.records:

@@ -1,1 +1,1 @@
-"""SnapStream inside other engines. Thin: configuration and compression come from the core, the rest from the host."""
+"""SnapStream inside other engines: thin layers over the core's configuration and compression."""

@@ -1,1 +1,1 @@
-"""Kernels of our own, for what no library has: :mod:`snapstream.kernels.cpu` and :mod:`snapstream.kernels.triton`."""
+"""Kernels for what no library provides: :mod:`snapstream.kernels.cpu` and :mod:`snapstream.kernels.triton`."""

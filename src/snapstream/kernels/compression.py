@@ -1,6 +1,7 @@
-"""Votes, keys, smoothing, choice and copy of compression: each asks which kernel there is for its device and type.
+"""Dispatches votes, key differences, smoothing, selection and copies of compression to kernels by device and dtype.
 
-Importing this module registers them with the operations of :mod:`snapstream.compression` and :mod:`snapstream.cache`.
+Importing this module registers the kernels with the operators of :mod:`snapstream.compression` and
+:mod:`snapstream.cache`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         and rest[3] > 0
     )
     if fits_cpu:
-        return cpu.attend_window(queries, keys, *rest[:-1])  # key_chunk is what bounds the plain function's memory
+        return cpu.attend_window(queries, keys, *rest[:-1])  # key_chunk only bounds the plain function's memory
     return plain_window_attention(queries, keys, *rest)
 
 

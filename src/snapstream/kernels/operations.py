@@ -1,8 +1,12 @@
-"""What a decode step is made of: a short list of operations, which models describe their layers by.
+"""The operations of a decode step. Models describe their layers as a short list of them.
 
-The list runs in three ways: by the loop of :mod:`snapstream.kernels.cpu.program`, for all layers and several tokens in
-one launch; by :mod:`snapstream.kernels.triton.program` on CUDA; and here, operation by operation in plain torch, which
-says what each of them means and what the others are tested against. Kernel looping: arXiv 2410.23668.
+Three programs run such a list:
+
+- :mod:`snapstream.kernels.cpu.program`: a native loop, for all layers and several tokens in one launch (kernel looping,
+  arXiv 2410.23668).
+- :mod:`snapstream.kernels.triton.program`: on CUDA.
+- This module: operation by operation in plain torch. It defines what each operation means, and is the reference for
+  tests of the other two.
 
 An operation reads and writes parts of buffers (:mod:`snapstream.kernels.parts`).
 """
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, Slots
@@ -22,41 +27,41 @@ from snapstream.kernels.parts import Machine, Part, Slots
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; fields that are :class:`Part` are read or written, tensors are weights."""
+    """One operation. Fields of type :class:`Part` are read or written; tensors are weights."""
 
     def run(self, m: Machine) -> None:
-        """Do it, in plain torch."""
+        """Run the operation in plain torch."""
         raise NotImplementedError
 
     def parts(self) -> list[Part]:
-        """All parts it reads or writes."""
+        """All parts that the operation reads or writes."""
         values = (getattr(self, each.name) for each in fields(self))
         return [value for value in values if isinstance(value, Part)]
 
 
 @dataclass(frozen=True)
 class Embed(Operation):
-    """Rows of a table ``[vocab, hidden]``."""
+    """Embeddings of the tokens, from a table ``[vocab, hidden]``."""
 
     table: Tensor
     target: Part
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         self.target.of(m.buffers)[:, 0] = self.table[m.slots.token.flatten()]
 
 
 @dataclass(frozen=True)
 class Angles(Operation):
-    """Cosines, then sines, of the tokens' positions; float32 numbers of the model's type."""
+    """Cosines, then sines, of the rotary angles at the tokens' positions: float32, rounded to the model's dtype."""
 
     frequencies: Tensor
     scaling: float
     target: Part
     dtype: torch.dtype
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         angles = m.slots.positions()[:, None].to(self.frequencies.dtype) * self.frequencies
         both = torch.cat((angles.cos(), angles.sin()), -1) * self.scaling
         self.target.of(m.buffers)[:, 0] = both.to(self.dtype)
@@ -71,8 +76,8 @@ class Norm(Operation):
     weight: Tensor
     epsilon: float
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         self.target.of(m.buffers).copy_(plain.norm(self.source.of(m.buffers), self.weight, self.epsilon))
 
 
@@ -80,8 +85,8 @@ class Norm(Operation):
 class Product(Operation):
     """``x @ weight.T + bias`` with a weight ``[out, in]``.
 
-    With ``add`` it is added to the target. A float32 target takes sums as they are, or with ``rounded`` as numbers of
-    the model's type.
+    With ``add``, the result is added to the target. A float32 target gets the float32 sums, or with ``rounded`` the
+    sums rounded to the model's dtype.
     """
 
     source: Part
@@ -91,8 +96,8 @@ class Product(Operation):
     add: bool = False
     rounded: bool = False
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         if target.dtype != x.dtype and not self.rounded:
             y = F.linear(x.to(target.dtype), self.weight.to(target.dtype))
@@ -110,22 +115,22 @@ class GatedProduct(Operation):
     weight: Tensor
     bias: Tensor | None = None
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         self.target.of(m.buffers)[:, 0] = plain.gate(F.linear(self.source.of(m.buffers)[:, 0], self.weight, self.bias))
 
 
 @dataclass(frozen=True)
 class HeadProduct(Operation):
-    """Every head times a matrix of its own: ``weight[h]`` is ``[out, in]``, or ``[in, out]`` if ``transposed``."""
+    """Multiply each head by its own matrix: ``weight[h]`` is ``[out, in]``, or ``[in, out]`` if ``transposed``."""
 
     source: Part
     target: Part
     weight: Tensor
     transposed: bool
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         weight = self.weight if self.transposed else self.weight.transpose(1, 2)
         out = torch.bmm(self.source.of(m.buffers).transpose(0, 1), weight)
         self.target.of(m.buffers).copy_(out.transpose(0, 1))
@@ -133,15 +138,15 @@ class HeadProduct(Operation):
 
 @dataclass(frozen=True)
 class Rotate(Operation):
-    """Rotary embedding: halves are turned together, or neighbours, which then become halves (``pairs``)."""
+    """Rotary embedding of the two halves of a head, or with ``pairs`` of neighboring elements, which become halves."""
 
     source: Part
     target: Part
     angles: Part
     pairs: bool = False
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         x, target = self.source.of(m.buffers), self.target.of(m.buffers)
         cosine, sine = (half.repeat(1, 1, 2) for half in self.angles.of(m.buffers).to(x.dtype).chunk(2, -1))
         target.copy_(plain.rotate(x, cosine, sine, pairs=self.pairs))
@@ -149,14 +154,14 @@ class Rotate(Operation):
 
 @dataclass(frozen=True)
 class Store(Operation):
-    """Put keys and values into a layer's cache; with more than one token per slot they only become pending."""
+    """Write keys and values to a layer's cache, or, with more than one token per slot, to its pending entries."""
 
     key: Part
     value: Part | None
     layer: int
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots, cache = m.slots, m.caches[self.layer]
         B, T = slots.token.shape
         key = self.key.of(m.buffers).view(B, T, -1, self.key.size)
@@ -169,9 +174,9 @@ class Store(Operation):
 
 @dataclass(frozen=True)
 class Attend(Operation):
-    """Attention of each token to what its slot's cache holds once it and the tokens before it are stored.
+    """Attention of each token over its slot's cache, as it is once the token and those before it are stored.
 
-    Where values are shorter than keys, they are the first numbers of entries.
+    If values are shorter than keys, they are the first elements of the entries.
     """
 
     query: Part
@@ -179,8 +184,8 @@ class Attend(Operation):
     layer: int
     scale: float
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots, cache = m.slots, m.caches[self.layer]
         B, T = slots.token.shape
         query = self.query.of(m.buffers).view(B, T, *self.query.of(m.buffers).shape[1:])
@@ -205,7 +210,7 @@ class Attend(Operation):
 
 @dataclass(frozen=True)
 class Choose(Operation):
-    """Choose experts of each token, and their weights, from its router's logits; see ``models/deepseek.py``."""
+    """Choose each token's experts and their weights from the router's logits; see ``models/deepseek.py``."""
 
     logits: Part
     weights: Part
@@ -217,8 +222,8 @@ class Choose(Operation):
     normalize: bool
     scale: float
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         weights, experts = plain.choose_experts(
             self.logits.of(m.buffers)[:, 0],
             self.correction,
@@ -235,7 +240,7 @@ class Choose(Operation):
 
 @dataclass(frozen=True)
 class Sort(Operation):
-    """Put a copy of each row beside the others that chose the same expert; ``ends`` says where each expert's end."""
+    """Copy each row next to the others with the same expert; ``ends`` holds where each expert's rows end."""
 
     source: Part
     target: Part
@@ -243,10 +248,10 @@ class Sort(Operation):
     ends: Part
     count: int
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         idle = ~m.slots.used().reshape(-1, 1)
-        chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, self.count)  # behind all others
+        chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, self.count)  # after all others
         order = chosen.flatten().argsort(stable=True)
         self.target.of(m.buffers)[:, 0] = self.source.of(m.buffers)[order // chosen.shape[1], 0]
         self.ends.of(m.buffers)[0, 0] = F.one_hot(chosen.flatten(), self.count + 1).sum(0)[:-1].cumsum(0)
@@ -254,7 +259,7 @@ class Sort(Operation):
 
 @dataclass(frozen=True)
 class ExpertProduct(Operation):
-    """Sorted rows times the weights ``[E, out, in]`` of their experts; ``gated``: see :class:`GatedProduct`."""
+    """Multiply sorted rows by the weights ``[E, out, in]`` of their experts; ``gated``: see :class:`GatedProduct`."""
 
     source: Part
     target: Part
@@ -262,8 +267,8 @@ class ExpertProduct(Operation):
     weight: Tensor
     gated: bool
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         source, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         start = 0
         for expert, end in enumerate(self.ends.of(m.buffers)[0, 0, : len(self.weight)].tolist()):
@@ -274,15 +279,15 @@ class ExpertProduct(Operation):
 
 @dataclass(frozen=True)
 class Combine(Operation):
-    """Add the weighted rows that experts have made of each token to the target."""
+    """Add the weighted expert outputs of each token to the target."""
 
     source: Part
     weights: Part
     experts: Part
     target: Part
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         idle = ~m.slots.used().reshape(-1, 1)
         chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, torch.iinfo(torch.int64).max)
         place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
@@ -293,12 +298,12 @@ class Combine(Operation):
 
 @dataclass(frozen=True)
 class Take(Operation):
-    """Take the most likely token of each slot, or the one it must take, as the next; one token per slot."""
+    """Take each slot's most likely token, or its forced one, as the next token; for one token per slot."""
 
     logits: Part
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots, active = m.slots, m.slots.active
         likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1)
         tokens = torch.where(slots.forced[:, 0] >= 0, slots.forced[:, 0], likeliest)
@@ -311,11 +316,11 @@ class Take(Operation):
 
 
 def accept(slots: Slots, tokens: Tensor) -> None:
-    """Note what was taken after each token, and which guesses it shows to be right.
+    """Record the tokens taken, and how many of them are certain because the guesses before them were right.
 
     Args:
-        slots: Their ``taken`` and ``accepted`` are written.
-        tokens: What the model takes after each token, int64 ``[B, T]``; those after a wrong guess mean nothing.
+        slots: State of the slots; ``taken`` and ``accepted`` are written.
+        tokens: The token that the model takes after each token, int64 ``[B, T]``; undefined after a wrong guess.
     """
     right = (slots.token[:, 1:] == tokens[:, :-1]) & slots.used()[:, 1:]
     assert slots.accepted is not None
@@ -326,12 +331,12 @@ def accept(slots: Slots, tokens: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Verify(Operation):
-    """Take the most likely token after each token, or the one it must take; see :func:`accept`."""
+    """Take the most likely token after each token, or the forced one; see :func:`accept`."""
 
     logits: Part
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots = m.slots
         likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1).view_as(slots.token)
         forced = slots.forced[:, : slots.tokens]
@@ -340,10 +345,10 @@ class Verify(Operation):
 
 @dataclass(frozen=True)
 class Commit(Operation):
-    """Put the pending entries of tokens that were accepted into the caches of all layers."""
+    """Write the pending entries of accepted tokens to the caches of all layers."""
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots, entries = m.slots, m.slots.entries()
         assert slots.accepted is not None
         for cache, pending in zip(m.caches, m.pending, strict=True):
@@ -355,10 +360,10 @@ class Commit(Operation):
 
 @dataclass(frozen=True)
 class Advance(Operation):
-    """Go on behind the tokens that were accepted: the last one that was taken is read next."""
+    """Advance each slot past its accepted tokens; the last token taken is processed next."""
 
+    @override
     def run(self, m: Machine) -> None:
-        """See :class:`Operation`."""
         slots = m.slots
         assert slots.accepted is not None
         accepted = torch.where(slots.active, slots.accepted, 0)
@@ -374,11 +379,11 @@ class Advance(Operation):
 
 @dataclass
 class PlainProgram:
-    """A list of operations that runs in plain torch; the twin of the loop on the CPU.
+    """Runs a list of operations in plain torch; the reference for the native loop.
 
     Attributes:
         operations: The list.
-        machine: What it works on.
+        machine: The buffers, slots and caches that it works on.
     """
 
     operations: Sequence[Operation]
@@ -386,7 +391,7 @@ class PlainProgram:
 
     @torch.inference_mode()
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
-        """Run operations ``first .. last`` so many times."""
+        """Run operations ``first .. last``, ``steps`` times."""
         for self.machine.step in range(steps):
             for operation in self.operations[first:last]:
                 operation.run(self.machine)

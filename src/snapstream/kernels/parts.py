@@ -17,16 +17,16 @@ from snapstream.compression import next_slot
 
 @dataclass(frozen=True)
 class Part:
-    """Numbers of every row of a buffer.
+    """A range of elements in every row of a buffer.
 
     Attributes:
-        buffer: Its name.
-        size: Numbers of a head.
-        heads: Heads of a row.
-        offset: Where the first head begins in a row.
-        stride: Numbers from one head to the next; 0: they lie side by side.
-        dtype: Of the buffer; ``None``: that of the model.
-        copies: Rows of the buffer for each token.
+        buffer: Name of the buffer.
+        size: Elements per head.
+        heads: Heads per row.
+        offset: Offset of the first head in a row.
+        stride: Elements from one head to the next; 0 if heads are contiguous.
+        dtype: Dtype of the buffer; ``None`` for the model's.
+        copies: Rows of the buffer per token.
     """
 
     buffer: str
@@ -39,16 +39,16 @@ class Part:
 
     @property
     def step(self) -> int:
-        """Numbers from one head to the next."""
+        """Elements from one head to the next."""
         return self.stride or self.size
 
     @property
     def end(self) -> int:
-        """Numbers that a row must have."""
+        """Elements that a row must have."""
         return self.offset + (self.heads - 1) * self.step + self.size
 
     def of(self, buffers: dict[str, Tensor]) -> Tensor:
-        """The part itself, ``[rows, heads, size]``, in the buffer's memory."""
+        """A view of the part, ``[rows, heads, size]``, in its buffer."""
         buffer = buffers[self.buffer]
         shape = (len(buffer), self.heads, self.size)
         return buffer.as_strided(shape, (buffer.stride(0), self.step, 1), buffer.storage_offset() + self.offset)
@@ -56,21 +56,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Slots:
-    """State of the slots, which operations read, and those that take tokens write.
+    """State of the slots. All operations read it; those that take tokens also write it.
 
-    With several tokens per slot the first is certain, and those after it are guesses of what comes next.
+    With several tokens per slot, the first is certain, and the others are guesses of what comes next.
 
     Attributes:
-        token: Tokens to read, int64 ``[B, T]``.
+        token: Tokens to process, int64 ``[B, T]``.
         position: True position of the first of them, int64 ``[B]``.
-        base: See :mod:`snapstream.compression.layout`; int64 ``[B]``.
-        count: The same.
-        limit: The same.
-        active: Slots that take part, bool ``[B]``; the others are left alone.
+        base: First entry of the ring, int64 ``[B]``; see :mod:`snapstream.compression.layout`.
+        count: Tokens ever stored, int64 ``[B]``.
+        limit: End of the ring, int64 ``[B]``.
+        active: Slots to process, bool ``[B]``; the others stay unchanged.
         forced: Tokens that must be taken next, -1 for none, int64 ``[B, steps]``.
         taken: Tokens that were taken, int64 ``[steps, B]``.
-        drafted: How many guesses each slot has, int64 ``[B]``; ``None``: as many as there is room for.
-        accepted: How many of the tokens taken are certain, int64 ``[B]``; ``None`` where nothing is verified.
+        drafted: Number of guesses of each slot, int64 ``[B]``; ``None``: as many as there is room for.
+        accepted: How many of the tokens taken are certain, int64 ``[B]``; ``None`` without verification.
     """
 
     token: Tensor
@@ -86,11 +86,11 @@ class Slots:
 
     @classmethod
     def that_see(cls, valid: Tensor, entries: int) -> Slots:
-        """Slots of which only what they see matters, for attention alone.
+        """Slots for attention alone: only the number of entries that they attend to matters.
 
         Args:
-            valid: Entries that each one's token sees, int64 ``[B]``; one that sees none takes no part.
-            entries: Of their caches.
+            valid: Entries that each slot's token attends to, int64 ``[B]``; a slot with 0 is inactive.
+            entries: Entries of the caches (``C``).
         """
         nothing = torch.zeros_like(valid)
         return cls(
@@ -106,11 +106,11 @@ class Slots:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a slot (``T``)."""
+        """Tokens per slot (``T``)."""
         return self.token.shape[1]
 
     def used(self) -> Tensor:
-        """Which tokens there are, bool ``[B, T]``."""
+        """Which tokens are in use, bool ``[B, T]``."""
         places = torch.arange(self.tokens, device=self.active.device)
         there = self.active[:, None].expand_as(self.token)
         return there if self.drafted is None else there & (places <= self.drafted[:, None])
@@ -120,11 +120,11 @@ class Slots:
         return self._of_rows(self.position)
 
     def entries(self) -> Tensor:
-        """Entries that the tokens go to, int64 ``[B, T]``."""
+        """Entries that the tokens are written to, int64 ``[B, T]``."""
         return next_slot(self._of_rows(self.count), *self._expanded(self.base, self.limit)).view_as(self.token)
 
     def valid(self) -> Tensor:
-        """Entries that each token sees, its own included, int64 ``[B, T]``; 0 where there is no token."""
+        """Number of entries that each token attends to, its own included, int64 ``[B, T]``; 0 for unused tokens."""
         seen = torch.minimum(self._of_rows(self.count) + 1, *self._expanded(self.limit)).view_as(self.token)
         return torch.where(self.used(), seen, 0)
 
@@ -140,11 +140,11 @@ class Machine:
     """What the operations work on.
 
     Attributes:
-        buffers: By name; each ``[rows, width]``.
+        buffers: Buffers by name, each ``[rows, width]``.
         slots: State of the slots.
         caches: One per layer.
-        pending: Where ``T > 1``: entries ``[B, N, T, D]`` of the tokens, which are not certain yet.
-        step: Of the launch.
+        pending: If ``T > 1``, one per layer: entries ``[B, N, T, D]`` of tokens that are not certain yet.
+        step: Index of the current step in the launch.
     """
 
     buffers: dict[str, Tensor]
@@ -161,7 +161,7 @@ def allocate_buffers(
     given: dict[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Buffers that are wide enough for all parts, zero; those that are given stay."""
+    """Allocate zeroed buffers that are wide enough for all parts; those in ``given`` are used as they are."""
     widths: dict[str, int] = {}
     kinds: dict[str, Part] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""What kernels do, in torch alone: for wherever there is no kernel, and what they are tested against."""
+"""The kernels' functions in plain torch: the fallback without kernels, and the reference for their tests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch.nn import functional as F
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See :func:`snapstream.kernels.rows.norm`; float64 stays as it is."""
+    """Plain-torch :func:`snapstream.kernels.rows.norm`; float64 is not converted."""
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(x.dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
-    """See :func:`snapstream.kernels.rows.rotate`."""
+    """Plain-torch :func:`snapstream.kernels.rows.rotate`."""
     if pairs:
         half = x.shape[-1] // 2
         cosine, sine = cosine[..., :half], sine[..., :half]
@@ -26,7 +26,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """See :func:`snapstream.kernels.rows.gate`."""
+    """Plain-torch :func:`snapstream.kernels.rows.gate`."""
     first, second = x.chunk(2, -1)
     return F.silu(first).mul_(second)
 
@@ -42,7 +42,7 @@ def choose_experts(
     normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and experts, ``[T, chosen]`` both, of a router's logits ``[T, E]``; see ``models/deepseek.py``."""
+    """Weights and indices of experts, ``[T, chosen]`` each, of router logits ``[T, E]``; see ``models/deepseek.py``."""
     scores = logits.sigmoid() if corrected else logits.softmax(-1)
     ranking = scores if correction is None else scores + correction.float()
     if groups > 1:

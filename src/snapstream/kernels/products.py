@@ -1,4 +1,4 @@
-"""Products of rows with weights: each asks which kernel there is for its device, type and shape."""
+"""Products of rows with weights, dispatched to kernels by device, dtype and shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from snapstream.kernels import cpu
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``; few rows on a CPU read the weight once.
+    """Compute ``x @ weight.T + bias``; for few rows on a CPU, the weight is read only once.
 
     Args:
         x: ``[T, K]``.
@@ -26,9 +26,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows that are sorted by expert, each with the weights of its own; each expert's weights are read once.
+    """Multiply rows, sorted by expert, by the weights of their experts; each expert's weights are read once.
 
-    Weights of experts without rows are not read. On CUDA torch's grouped product needs bfloat16.
+    Weights of experts without rows are not read. On CUDA, torch's grouped product needs bfloat16.
 
     Args:
         x: ``[M, K]``, sorted by expert.
@@ -44,12 +44,12 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _skinny_rows(weight: Tensor) -> int:
-    """Most rows for which the kernels of this package beat the library's product; 0 where there are none."""
+    """Maximum number of rows for which this package's kernels beat the library; 0 if there are no kernels."""
     fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
     ready = cpu.loaded and weight.device.type == "cpu"
     return cpu.SKINNY_ROWS if ready and fits else 0
 
 
 def stock_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """:func:`grouped_linear` by torch's product; rows behind the last end mean nothing."""
+    """:func:`grouped_linear` by torch's grouped product; rows past the last end are undefined."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32)).contiguous()

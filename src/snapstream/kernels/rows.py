@@ -1,6 +1,6 @@
-"""What a model does to each row by itself: norm, rotation, gate. Each asks which kernel there is for it.
+"""Row-wise operations of a model: norm, rotation, gate. Each dispatches to a kernel if there is one.
 
-Plain torch takes several passes over memory for each of them; the kernels of this package take one.
+Plain torch needs several passes over memory for each of them; the kernels of this package need one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from snapstream.kernels import cpu, plain, triton
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32; rounded before it is multiplied with the weight.
+    """Root-mean-square norm over the last axis, in float32; rounded before it is multiplied by the weight.
 
     Args:
         x: ``[T, ..., D]``, with at most one axis between.
@@ -21,7 +21,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         epsilon: Added to the mean of squares.
 
     Returns:
-        Shape and type of ``x``.
+        A tensor of the shape and dtype of ``x``.
     """
     if _triton_takes(x):
         from snapstream.kernels.triton import rows
@@ -36,14 +36,14 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
-    """Rotate ``[T, heads, D]`` by angles whose cosines and sines are given, ``[T, 1, D]`` with equal halves.
+    """Apply rotary embedding.
 
     Args:
-        x: What is rotated.
-        cosine: Of the angles.
-        sine: The same.
-        pairs: Neighbours are rotated together; in the result the first of all pairs come before the second of all.
-            Otherwise halves are.
+        x: Queries or keys, ``[T, heads, D]``.
+        cosine: Cosines of the angles, ``[T, 1, D]`` with equal halves.
+        sine: Sines of the angles, likewise.
+        pairs: Rotate neighboring elements together; in the result, the first elements of all pairs come before the
+            second ones. Otherwise, rotate the two halves of a head together.
     """
     if _triton_takes(x):
         from snapstream.kernels.triton import rows
@@ -70,7 +70,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def can_store(x: Tensor) -> bool:
-    """Whether there are kernels for :func:`store_grouped` and :func:`store_latent`, for such numbers where they are."""
+    """Whether :func:`store_grouped` and :func:`store_latent` have kernels for the device and dtype of ``x``."""
     return _triton_takes(x)
 
 
@@ -82,15 +82,15 @@ def store_grouped(
     start: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Norm and rotate queries and keys of one sequence's next tokens; keys and values go to its cache, in one pass.
+    """Norm and rotate queries and keys of a sequence's next tokens and store keys and values, in one pass.
 
     Args:
-        qkv: Queries, keys and values of each token, ``[T, (H + 2 * N) * D]``; written over.
-        cosine: Of the angles, as for :func:`rotate`.
-        sine: The same.
-        cache: ``[1, N, C, D]``.
+        qkv: Queries, keys and values of each token, ``[T, (H + 2 * N) * D]``; overwritten.
+        cosine: Cosines of the angles, as for :func:`rotate`.
+        sine: Sines of the angles, likewise.
+        cache: The sequence's cache, ``[1, N, C, D]``.
         start: Entry of the first token, int64 scalar.
-        norms: Weights of the queries' and the keys' norm, ``[D]``, and their epsilon.
+        norms: Weights of the norms of queries and keys, ``[D]``, and their epsilon.
 
     Returns:
         Queries ``[T, H, D]``.
@@ -113,13 +113,13 @@ def store_latent(
     *,
     pairs: bool,
 ) -> None:
-    """Norm the compressed part of latents of one sequence's next tokens and rotate the rest, into its cache.
+    """Norm the compressed part of the latents of a sequence's next tokens, rotate the rest, and store both.
 
     Args:
-        latent: ``[T, D]``: compressed part, then what is rotated.
-        cosine: As for :func:`store_grouped`, of what is rotated.
-        sine: The same.
-        cache: ``[1, 1, C, D]``.
+        latent: ``[T, D]``: the compressed part, then the part that is rotated.
+        cosine: As for :func:`store_grouped`, for the rotated part.
+        sine: As ``cosine``.
+        cache: The sequence's cache, ``[1, 1, C, D]``.
         start: Entry of the first token, int64 scalar.
         norm: The norm's weight, whose size is that of the compressed part, and its epsilon.
         pairs: See :func:`rotate`.

@@ -1,4 +1,5 @@
-"""A router before instances of vLLM that read prompts and others that decode them: OpenAI's routes, one address.
+"""A router in front of vLLM prefill and decode instances: OpenAI's routes at one address.
 
-It knows HTTP and nothing of models; caches pass it by (``integrations/vllm/connector.py``).
+It knows HTTP but nothing about models. Caches are transferred directly between the instances
+(``integrations/vllm/connector.py``).
 """

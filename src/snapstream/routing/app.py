@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
@@ -16,19 +17,21 @@ from snapstream.routing.relay import Refused, Relay, Reply, UpstreamError
 from snapstream.routing.settings import RouterSettings
 from snapstream.routing.stitch import event
 from snapstream.serving.clients import DisconnectedError, until_disconnect
+from snapstream.serving.middleware import HeadMiddleware
 
+_EVENTS = "text/event-stream"
 _ELSEWHERE = ("v1/models", "tokenize", "detokenize", "version")
 
 
 def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
-    """Make the application.
+    """Create the application.
 
     Args:
-        settings: The operator's.
-        transport: For tests: how instances are reached.
+        settings: The operator's settings.
+        transport: Transport to the instances, for tests.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    # An instance may think for as long as it wants; only to accept takes no time.
+    # An instance may take as long as it needs to answer; only connecting has a time limit.
     timeout = httpx.Timeout(None, connect=settings.connect_seconds)
     client = httpx.AsyncClient(limits=limits, timeout=timeout, transport=transport, trust_env=False)
     relay = Relay(settings, client)
@@ -46,50 +49,34 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
             await client.aclose()
 
     app = FastAPI(title="SnapStream router", version=__version__, lifespan=lifespan)
-
-    async def generate(kind: str, request: Request) -> Response:
-        try:
-            body = await request.json()
-        except ValueError:
-            return _error(400, "the body is not JSON")
-        if not isinstance(body, dict):
-            return _error(400, "the body is no JSON object")
-        try:
-            reply = await until_disconnect(request.receive, lambda: relay.answer(kind, body, request.headers))
-        except DisconnectedError:
-            return _error(503, "the client has gone")
-        except Refused as refusal:
-            return Response(refusal.body, refusal.status, media_type="application/json")
-        except UpstreamError as error:
-            return _error(503, f"no instance could serve this: {error}", headers={"Retry-After": "2"})
-        return StreamingResponse(_to_the_end(reply), reply.status, media_type=reply.media)
+    app.add_middleware(HeadMiddleware)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        return await generate("completions", request)
+        return await _generate(relay, "completions", request)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await generate("chat/completions", request)
+        return await _generate(relay, "chat/completions", request)
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether requests can be served; without prefill instances the others read prompts, more slowly."""
+        """Whether requests can be served; without prefill instances, decode instances prefill prompts more slowly."""
         state = {"prefill": relay.prefill.well, "decode": relay.decode.well}
         return JSONResponse(state, 200 if relay.decode.well else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(relay.metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def elsewhere(request: Request) -> Response:
-        """What any decode instance can say."""
+        """Forward to any decode instance."""
         instance = relay.decode.choose()
         if instance is None:
-            return _error(503, "no decode instance is well", headers={"Retry-After": "2"})
+            return _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
         kept = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
         try:
             answer = await client.request(
@@ -105,6 +92,29 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
     return app
 
 
+async def _generate(relay: Relay, kind: str, request: Request) -> Response:
+    """Answer a request for completions."""
+    try:
+        body = await request.json()
+    except ValueError:
+        return _error(400, "the body is not JSON")
+    if not isinstance(body, dict):
+        return _error(400, "the body is not a JSON object")
+    answer = asyncio.ensure_future(relay.answer(kind, body, request.headers))
+    # A stream that takes its time begins before its first token; an error before that has a status of its own.
+    seconds = relay.settings.keep_alive_seconds if body.get("stream") is True else 0
+    try:
+        await until_disconnect(request.receive, lambda: asyncio.wait({answer}, timeout=seconds or None))
+        reply = answer.result() if answer.done() else None
+    except BaseException as error:
+        answer.cancel()
+        return _failed(error)
+    if reply is not None and reply.media != _EVENTS:
+        return StreamingResponse(_to_the_end(reply), reply.status, media_type=reply.media)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_lasting(answer, seconds), headers=headers, media_type=_EVENTS)
+
+
 async def _check_on(relay: Relay, seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
@@ -112,15 +122,57 @@ async def _check_on(relay: Relay, seconds: float) -> None:
 
 
 async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:
-    """The parts of an answer; one that breaks off says so, where it can."""
+    """The parts of an answer; one that is cut off says so, where it can."""
     try:
         async for part in reply.parts:
             yield part
     except (httpx.HTTPError, UpstreamError) as error:
-        if reply.media != "text/event-stream":
+        if reply.media != _EVENTS:
             raise
-        said = {"error": {"message": f"the instance broke off: {error}", "type": "server_error", "code": 502}}
-        yield event(said).encode()
+        yield _error_event(f"the instance failed mid-answer: {error}")
+
+
+async def _lasting(answer: asyncio.Future[Reply], seconds: float) -> AsyncIterator[bytes]:
+    """A stream as it comes, with a comment whenever nothing has come for a while; proxies cut silent connections."""
+    parts: AsyncIterator[bytes] | None = None
+    pending: asyncio.Future[Any] = answer
+    whole = True
+    try:
+        while True:
+            done, _ = await asyncio.wait({pending}, timeout=seconds or None)
+            if not done:
+                if whole:  # not in the middle of an event
+                    yield b": waiting\n\n"
+                continue
+            if parts is None:
+                parts = _to_the_end(pending.result())
+            else:
+                whole = pending.result().endswith(b"\n\n")
+                yield pending.result()
+            pending = asyncio.ensure_future(anext(parts))
+    except StopAsyncIteration:
+        pass
+    except Refused as refusal:
+        yield _error_event(refusal.body.decode(errors="replace"))
+    except UpstreamError as error:
+        yield _error_event(f"no instance could serve this: {error}")
+    finally:
+        pending.cancel()
+
+
+def _error_event(message: str) -> bytes:
+    return event({"error": {"message": message, "type": "server_error", "code": 502}}).encode()
+
+
+def _failed(error: BaseException) -> Response:
+    """The answer to a request that ended before anything was sent."""
+    if isinstance(error, DisconnectedError):
+        return _error(503, "the client has disconnected")
+    if isinstance(error, Refused):
+        return Response(error.body, error.status, media_type="application/json")
+    if isinstance(error, UpstreamError):
+        return _error(503, f"no instance could serve this: {error}", headers={"Retry-After": "2"})
+    raise error
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Instances of vLLM: which are well, and which has least to do."""
+"""vLLM instances: which are healthy, and which is least loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Instance:
-    """One of them.
+    """One instance.
 
     Attributes:
-        url: Where it is.
-        is_well: What it said when it was last asked, or ``False`` since it has broken off.
-        busy: Requests of this router that it has now.
-        longest: Tokens of its longest sequence, as it says; 0: unknown.
+        url: Its base URL.
+        is_well: Result of the last health check; also ``False`` after a connection failed.
+        busy: Number of this router's requests that it is serving.
+        longest: Its ``max_model_len``, in tokens; 0 if unknown.
     """
 
     url: str
@@ -32,7 +32,7 @@ class Instance:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Around a request."""
+        """Count a request while it is being served."""
         self.busy += 1
         try:
             yield
@@ -41,22 +41,22 @@ class Instance:
 
 
 class Pool:
-    """Instances that do the same.
+    """Instances with the same role.
 
     Args:
-        urls: Where they are.
+        urls: Their base URLs.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.instances = [Instance(url) for url in urls]
 
     def choose(self, tried: Collection[Instance] = ()) -> Instance | None:
-        """The one that is well, was not tried, and has least to do; one of several alike at random."""
+        """The least loaded healthy instance that was not tried yet; ties are broken at random."""
         found = [one for one in self.instances if one.is_well and one not in tried]
         return min(found, key=lambda one: (one.busy, random.random()), default=None)
 
     def candidates(self, attempts: int) -> Iterator[Instance]:
-        """So many different ones, each chosen when the one before has failed."""
+        """Yield up to ``attempts`` different instances; each is chosen only after the previous one has failed."""
         tried: list[Instance] = []
         while len(tried) < attempts and (instance := self.choose(tried)) is not None:
             tried.append(instance)
@@ -64,11 +64,11 @@ class Pool:
 
     @property
     def well(self) -> int:
-        """How many are."""
+        """Number of healthy instances."""
         return sum(one.is_well for one in self.instances)
 
     async def check(self, client: httpx.AsyncClient, seconds: float) -> None:
-        """Ask all how they are."""
+        """Run the health checks of all instances."""
         await asyncio.gather(*(_check(client, one, seconds) for one in self.instances))
 
 
@@ -83,6 +83,6 @@ async def _check(client: httpx.AsyncClient, instance: Instance, seconds: float) 
         is_well = False
     if is_well != instance.is_well:
         logger.log(
-            logging.INFO if is_well else logging.WARNING, "%s is %s", instance.url, "well" if is_well else "down"
+            logging.INFO if is_well else logging.WARNING, "%s is %s", instance.url, "healthy" if is_well else "down"
         )
     instance.is_well = is_well

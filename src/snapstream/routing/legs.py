@@ -1,7 +1,7 @@
-"""The two requests that one becomes: its prompt and first token, then the rest.
+"""Splits a request in two: one for the prompt and the first token, one for the rest.
 
-What both sides together could not answer as one instance would is not split: it goes to a decode instance as it is,
-which then reads the prompt itself.
+A request is only split if the result is the same as from a single instance. Other requests go unchanged to a decode
+instance, which then prefills the prompt itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DEFAULT_TOKENS = 16  # of OpenAI's completions
 
 
 def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
-    """Why a request is not split, in a word or two; ``None`` if it is.
+    """Why a request cannot be split, in a few words; ``None`` if it can.
 
     Args:
         kind: ``completions`` or ``chat/completions``.
-        body: What a client sent.
+        body: The client's request.
     """
     given = {name for name, value in body.items() if value is not None}
     if unknown := given - _SAMPLING - _OF_PROMPT[kind]:
@@ -42,7 +42,7 @@ def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
         (body.get("best_of") not in (None, 1), "several choices"),
         (bool(body.get("echo")), "echo"),
         (not isinstance(options, dict) or set(options) - {"include_usage"}, "stream options"),
-        # These count or draw from the first token of an output on, which the second instance does not see as such.
+        # These depend on where the output starts, but the second instance sees the first output token as prompt.
         (bool(body.get("presence_penalty")) or bool(body.get("frequency_penalty")), "penalties"),
         (body.get("seed") is not None and is_random, "a seed"),
         (
@@ -55,7 +55,7 @@ def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
 
 
 def first_leg(body: dict[str, Any]) -> dict[str, Any]:
-    """Read the prompt, and make one token."""
+    """The request to a prefill instance: prefill the prompt and generate one token."""
     changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     changed |= {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
     if body.get("max_completion_tokens") is not None:
@@ -66,7 +66,7 @@ def first_leg(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def wanted_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """Most tokens of an answer; ``None``: as many as fit."""
+    """Maximum number of tokens of the answer; ``None``: as many as fit."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return int(body[name])
@@ -76,20 +76,20 @@ def wanted_tokens(kind: str, body: dict[str, Any]) -> int | None:
 def second_leg(
     kind: str, body: dict[str, Any], tokens: list[int], transfer: dict[str, Any], longest: int
 ) -> dict[str, Any]:
-    """Go on after the first token, as a completion of tokens, whatever kind the request is of.
+    """The request to a decode instance: continue after the first token, always as a completion of token ids.
 
     Args:
-        kind: Of the request.
-        body: What the client sent.
-        tokens: Of the prompt, and the first one of the answer.
-        transfer: ``kv_transfer_params`` that the prefill instance gave out.
-        longest: Tokens of the longest sequence; 0: unknown.
+        kind: Kind of the client's request.
+        body: The client's request.
+        tokens: Tokens of the prompt, and the first token of the answer.
+        transfer: ``kv_transfer_params`` returned by the prefill instance.
+        longest: ``max_model_len`` of the instance, in tokens; 0 if unknown.
     """
     wanted = wanted_tokens(kind, body)
     left = wanted - 1 if wanted is not None else max(1, (longest or 2**20) - len(tokens))
     changed = {name: value for name, value in body.items() if name in _SAMPLING and value is not None}
     changed |= {"prompt": tokens, "max_tokens": left, "kv_transfer_params": transfer}
-    if body.get("stream"):  # usage in every piece: an answer may end where only the router sees it
+    if body.get("stream"):  # usage in every chunk: the answer may end at a stop string that only the router detects
         changed["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if body.get("min_tokens"):
         changed["min_tokens"] = max(0, body["min_tokens"] - 1)
@@ -101,7 +101,7 @@ def _is_tokens(prompt: Any) -> bool:
 
 
 def _is_text(messages: Any) -> bool:
-    """Whether messages are plain ones, without pictures, tools, or parts of several kinds."""
+    """Whether all messages are plain text, without images, tools or content parts."""
     if not isinstance(messages, list):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a router."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from snapstream.routing.instances import Pool
 
@@ -14,10 +15,10 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class RouterMetrics(Collector):
-    """Counters of one router, and what its instances are doing.
+    """Counters of one router, and the state of its instances.
 
     Args:
-        pools: By what they do.
+        pools: Pools by role, ``prefill`` or ``decode``.
     """
 
     def __init__(self, pools: Mapping[str, Pool]) -> None:
@@ -26,33 +27,33 @@ class RouterMetrics(Collector):
         self.registry.register(self)
         self.requests = Counter(
             "snapstream_router_requests",
-            "Requests by how they were served (split, whole) and how that ended.",
+            "Requests by how they were served (split, whole) and by outcome.",
             ("way", "outcome"),
             registry=self.registry,
         )
         self.whole = Counter(
             "snapstream_router_whole",
-            "Requests that were not split, by why.",
+            "Requests that were not split, by reason.",
             ("reason",),
             registry=self.registry,
         )
         self.retries = Counter(
             "snapstream_router_retries",
-            "Attempts that failed before the first byte of an answer, by what the instance does.",
+            "Attempts that failed before the first byte of an answer, by role of the instance.",
             ("does",),
             registry=self.registry,
         )
         self.prefill_seconds = Histogram(
             "snapstream_router_prefill_seconds",
-            "Seconds until a prefill instance had read a prompt.",
+            "Seconds until a prefill instance had prefilled a prompt.",
             buckets=_SECONDS,
             registry=self.registry,
         )
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Instances as they are now."""
-        well = GaugeMetricFamily("snapstream_router_instance_well", "1 if it is.", labels=["does", "url"])
-        busy = GaugeMetricFamily("snapstream_router_instance_busy", "Requests that it has.", labels=["does", "url"])
+        well = GaugeMetricFamily("snapstream_router_instance_well", "1 if healthy, else 0.", labels=["does", "url"])
+        busy = GaugeMetricFamily("snapstream_router_instance_busy", "Requests in progress.", labels=["does", "url"])
         for does, pool in self.pools.items():
             for one in pool.instances:
                 well.add_metric([does, one.url], float(one.is_well))
@@ -61,5 +62,5 @@ class RouterMetrics(Collector):
         yield busy
 
     def page(self) -> bytes:
-        """All of it, as text."""
+        """All metrics, in Prometheus's text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Takes a request to the instances, and their answers back as one."""
+"""Forwards requests to the instances, and joins their answers into one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class UpstreamError(Exception):
 
 
 class Refused(Exception):  # noqa: N818 (an answer, not a failure)
-    """What an instance says to a request that no instance would serve.
+    """An instance rejected a request that every instance would reject.
 
     Args:
         status: HTTP status.
-        body: Of the answer.
+        body: Body of the answer.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -47,7 +47,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         media: Content type.
-        parts: What it says, piece by piece; the first is there.
+        parts: The body, in parts; the first part has already arrived.
     """
 
     status: int
@@ -56,11 +56,11 @@ class Reply:
 
 
 class Relay:
-    """The way of a request.
+    """Serves requests through the instances.
 
     Args:
-        settings: The operator's.
-        client: For all instances.
+        settings: The operator's settings.
+        client: HTTP client for all instances.
     """
 
     def __init__(self, settings: RouterSettings, client: httpx.AsyncClient) -> None:
@@ -69,7 +69,7 @@ class Relay:
         self.metrics = RouterMetrics({"prefill": self.prefill, "decode": self.decode})
 
     async def check(self) -> None:
-        """Ask all instances how they are."""
+        """Run the health checks of all instances."""
         for pool in (self.prefill, self.decode):
             await pool.check(self.client, self.settings.connect_seconds)
 
@@ -78,12 +78,12 @@ class Relay:
 
         Args:
             kind: ``completions`` or ``chat/completions``.
-            body: What the client sent.
-            headers: What came with it.
+            body: The client's request.
+            headers: The client's headers.
 
         Raises:
-            Refused: The request is bad.
-            UpstreamError: Nobody could serve it.
+            Refused: The request is invalid.
+            UpstreamError: No instance could serve it.
         """
         passed = {name: headers[name] for name in _FORWARDED if name in headers}
         reason = reason_for_whole(kind, body)
@@ -105,11 +105,11 @@ class Relay:
         self.metrics.requests.labels(way, "answered").inc()
         return reply
 
-    # -- as it is -----------------------------------------------------------------------------------------------------
+    # -- whole requests -----------------------------------------------------------------------------------------------
 
     async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply:
-        """Let a decode instance do everything."""
-        failure = "no decode instance is well"
+        """Serve the whole request with one decode instance."""
+        failure = "no decode instance is healthy"
         for instance in self.decode.candidates(self.settings.attempts):
             try:
                 stack, response = await self._ask(instance, kind, body, headers)
@@ -119,11 +119,11 @@ class Relay:
                 failure = self._failed("decode", instance, error)
         raise UpstreamError(failure)
 
-    # -- in two -------------------------------------------------------------------------------------------------------
+    # -- split requests -----------------------------------------------------------------------------------------------
 
     async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply | None:
-        """Let one instance read the prompt and another one decode; ``None``: this must be served whole after all."""
-        failure = "no decode instance is well"
+        """Prefill with one instance and decode with another; ``None`` if the request must be served whole after all."""
+        failure = "no decode instance is healthy"
         tried: list[Instance] = []
         while len(tried) < self.settings.attempts and self.decode.choose(tried) is not None:
             first = await self._read(kind, body, headers)
@@ -137,7 +137,7 @@ class Relay:
             transfer = first.get("kv_transfer_params")
             if choice["finish_reason"] != "length" or wanted_tokens(kind, body) == 1 or not transfer:
                 return _complete(answer, choice["finish_reason"])
-            # Only now: while the prompt was read, others have come and gone.
+            # Chosen only now, because the load has changed during prefill.
             instance = self.decode.choose(tried)
             if instance is None:
                 break
@@ -146,7 +146,7 @@ class Relay:
             second = second_leg(kind, body, tokens, transfer, instance.longest)
             try:
                 return await self._go_on(instance, answer, second, headers)
-            except Refused as refusal:  # such as a cache that this instance may not fetch: the prompt was fine before
+            except Refused as refusal:  # the prompt was accepted before, so it is the cache; e.g. not allowed to fetch
                 logger.error("%s refused a cache: %s", instance.url, refusal.body[:500].decode(errors="replace"))
                 return None
             except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
@@ -154,7 +154,7 @@ class Relay:
         raise UpstreamError(failure)
 
     async def _read(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
-        """Have the prompt read; ``None`` if nobody can."""
+        """Have a prefill instance process the prompt; ``None`` if none can."""
         asked, begun = first_leg(body), time.monotonic()
         for instance in self.prefill.candidates(self.settings.attempts):
             try:
@@ -162,7 +162,7 @@ class Relay:
                 async with stack:
                     found: dict[str, Any] = json.loads(await response.aread())
                 if not found["choices"][0].get("token_ids"):
-                    raise UpstreamError("it does not say which tokens it made (return_token_ids)")
+                    raise UpstreamError("it does not return the generated token ids (return_token_ids)")
                 self.metrics.prefill_seconds.observe(time.monotonic() - begun)
                 return found
             except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
@@ -181,16 +181,16 @@ class Relay:
         whole = answer.whole(choice["text"], choice["finish_reason"], 1 + found["usage"]["completion_tokens"])
         return Reply(200, "application/json", _once(json.dumps(whole).encode()))
 
-    # -- both ---------------------------------------------------------------------------------------------------------
+    # -- shared -------------------------------------------------------------------------------------------------------
 
     async def _ask(
         self, instance: Instance, kind: str, body: dict[str, Any], headers: dict[str, str]
     ) -> tuple[contextlib.AsyncExitStack, httpx.Response]:
-        """Send a request, and wait for the head of its answer; the stack ends both.
+        """Send a request, and wait for the headers of the answer; closing the stack ends both.
 
         Raises:
-            Refused: The request is bad (4xx).
-            UpstreamError: The instance could not (5xx, 429).
+            Refused: The request is invalid (4xx).
+            UpstreamError: The instance could not serve it (5xx, 429).
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(instance.serving())
@@ -204,7 +204,7 @@ class Relay:
             return stack.pop_all(), response
 
     def _failed(self, does: str, instance: Instance, error: Exception) -> str:
-        """Note that an instance failed; whoever breaks off is asked again before it gets more."""
+        """Record a failure; after a connection error, the instance gets no requests until its next health check."""
         if isinstance(error, httpx.HTTPError):
             instance.is_well = False
         self.metrics.retries.labels(does).inc()
@@ -214,7 +214,7 @@ class Relay:
 
 
 async def _started(stack: contextlib.AsyncExitStack, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same parts, of which the first has come: until then another instance may be tried."""
+    """Wait for the first part and return all parts; until the first one arrives, another instance may be tried."""
     async with contextlib.AsyncExitStack() as failing:
         failing.push_async_exit(stack)
         first = await anext(parts, b"")
@@ -234,7 +234,7 @@ async def _once(body: bytes) -> AsyncIterator[bytes]:
 
 
 def _complete(answer: Answer, finish: str | None) -> Reply:
-    """An answer that is over with its first token."""
+    """The answer of a request that ended with its first token."""
     if not answer.streams:
         return Reply(200, "application/json", _once(json.dumps(answer.whole("", finish, 1)).encode()))
     said = answer.chunk(answer.first, finish, opens=True) + answer.ending(1)
@@ -242,10 +242,10 @@ def _complete(answer: Answer, finish: str | None) -> Reply:
 
 
 async def _joined(answer: Answer, lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """The stream of the rest, with the first token before it, in the shape that was asked for.
+    """The stream of the rest with the first token prepended, in the format that the client asked for.
 
     Raises:
-        UpstreamError: The instance failed; before the first piece, somebody else may be asked.
+        UpstreamError: The instance failed. Before the first part, another instance may be tried.
     """
     joint, opens, made, is_over = Joint(answer), True, 1, False
     async for line in lines:
@@ -270,5 +270,5 @@ async def _joined(answer: Answer, lines: AsyncIterator[str]) -> AsyncIterator[by
         if is_over:
             break
     if opens:
-        raise UpstreamError("it broke off")
+        raise UpstreamError("its stream ended early")
     yield answer.ending(made).encode()

@@ -1,7 +1,8 @@
-"""What the operator of a router sets."""
+"""The router's settings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,12 @@ class RouterSettings:
     """Settings of a router.
 
     Attributes:
-        prefill: URLs of instances that read prompts.
-        decode: URLs of instances that decode.
-        attempts: Instances that are tried for a request, before the first byte of an answer is sent.
-        check_seconds: Between two looks at an instance's health.
-        connect_seconds: That an instance may take to accept a connection, or to say that it is well.
+        prefill: URLs of prefill instances.
+        decode: URLs of decode instances.
+        attempts: Maximum number of instances to try for a request before the first byte of an answer is sent.
+        check_seconds: Seconds between two health checks.
+        connect_seconds: Timeout, in seconds, for connecting to an instance and for its health check.
+        keep_alive_seconds: Seconds of silence after which a stream gets a comment; 0 for none.
     """
 
     prefill: tuple[str, ...]
@@ -25,30 +27,33 @@ class RouterSettings:
     attempts: int = 3
     check_seconds: float = 2.0
     connect_seconds: float = 5.0
+    keep_alive_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """Check them.
+        """Check the settings.
 
         Raises:
-            ConfigurationError: Nobody decodes, or nobody would be asked.
+            ConfigurationError: There is no decode instance, or a number is not positive.
         """
         if not self.decode:
-            raise ConfigurationError("decode names no instance; give at least one URL")
+            raise ConfigurationError("decode is empty; give the URL of at least one decode instance")
         for name, value in (("attempts", self.attempts), ("check_seconds", self.check_seconds)):
             if value <= 0:
                 raise ConfigurationError(f"{name} is {value}; it must be positive")
+        if not 0 <= self.keep_alive_seconds < math.inf:
+            raise ConfigurationError(f"keep_alive_seconds is {self.keep_alive_seconds}; it must be 0 or more")
 
 
 def parse_urls(texts: Sequence[str]) -> tuple[str, ...]:
-    """URLs, each given alone or several by commas.
+    """Parse URLs; each text is one URL, or several separated by commas.
 
     Raises:
-        ConfigurationError: One that is none.
+        ConfigurationError: A text is not a URL, or a URL is given twice.
     """
     urls = [url.strip().rstrip("/") for text in texts for url in text.split(",") if url.strip()]
     for url in urls:
         if not url.startswith(("http://", "https://")) or len(url.split("//", 1)[1]) == 0:
-            raise ConfigurationError(f"{url!r} is no URL; give http://host:port")
+            raise ConfigurationError(f"{url!r} is not a URL; give http://host:port")
     if len(set(urls)) < len(urls):
-        raise ConfigurationError(f"an instance is named twice: {', '.join(urls)}")
+        raise ConfigurationError(f"an instance is given twice: {', '.join(urls)}")
     return tuple(urls)

@@ -1,4 +1,4 @@
-"""One answer of two: the first token's, and the rest's, in the shape that was asked for."""
+"""Joins the answers of two instances, the first token and the rest, in the format that the client asked for."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOST = "\ufffd"
-"""What is printed for a part of a character; then the first token's text cannot be put before the rest's."""
+"""Placeholder for an incomplete character; a first token that ends in one cannot be joined with the rest's text."""
 
 
 @dataclass
 class Answer:
-    """What becomes one answer.
+    """An answer that is joined from two parts.
 
     Attributes:
         kind: ``completions`` or ``chat/completions``.
-        model: As the client calls it.
+        model: Name of the model in the answer.
         first: Text of the first token.
-        prompt_tokens: Tokens of the prompt.
-        stops: Texts that end an answer.
-        keeps_stop: Whether the text that ends it belongs to it.
-        streams: Whether it goes out piece by piece.
-        wants_usage: Whether its last piece says how much there was.
+        prompt_tokens: Number of prompt tokens.
+        stops: Stop strings.
+        keeps_stop: Whether the answer includes the stop string.
+        streams: Whether the answer is streamed.
+        wants_usage: Whether the last chunk reports the usage.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Answer:
 
     @classmethod
     def to(cls, kind: str, body: dict[str, Any], model: str, first: str, prompt_tokens: int) -> Answer:
-        """The answer to a request, as its body asks for it."""
+        """Create the answer to a request, with the options in its body."""
         stops = body.get("stop") or []
         return cls(
             kind,
@@ -56,13 +56,13 @@ class Answer:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the client sees messages."""
+        """Whether the request is a chat completion."""
         return self.kind == "chat/completions"
 
     def seam(self, rest: str) -> int | None:
-        """Where a text of ``stops`` ends in ``first + rest`` that begins in the first token; ``None``: nowhere.
+        """Where the answer ``first + rest`` ends if a stop string spans the first token and the rest, else ``None``.
 
-        The decode instance looks for them behind the first token alone.
+        The decode instance only finds stop strings that start after the first token.
         """
         whole, ends = self.first + rest, []
         for stop in self.stops:
@@ -72,7 +72,7 @@ class Answer:
         return min(ends, default=None)
 
     def whole(self, rest: str, finish: str | None, completion_tokens: int) -> dict[str, Any]:
-        """The answer at once."""
+        """The complete answer."""
         text = self.first + rest
         if (end := self.seam(rest)) is not None:
             text, finish = text[:end], "stop"
@@ -84,7 +84,7 @@ class Answer:
         }
 
     def chunk(self, text: str, finish: str | None = None, *, opens: bool = False) -> str:
-        """A piece of a stream."""
+        """One chunk of a streamed answer."""
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
         if self.is_chat:
             choice["delta"] = ({"role": "assistant"} if opens else {}) | {"content": text}
@@ -93,7 +93,7 @@ class Answer:
         return event(self._stream_frame() | {"choices": [choice]})
 
     def ending(self, completion_tokens: int) -> str:
-        """The last pieces of a stream."""
+        """The last events of a streamed answer."""
         usage = event(self._stream_frame() | {"choices": [], "usage": self._usage(completion_tokens)})
         return (usage if self.wants_usage else "") + event("[DONE]")
 
@@ -114,10 +114,10 @@ class Answer:
 
 
 class Joint:
-    """The beginning of a stream: text is held back until no stop can reach from the first token into it any more.
+    """The start of a stream: text is held back until no stop string can span the first token and the rest.
 
     Args:
-        answer: Whose.
+        answer: The answer that is streamed.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -127,7 +127,7 @@ class Joint:
         self._needed = max((len(stop) - 1 for stop in answer.stops), default=0)
 
     def add(self, text: str, *, ends: bool) -> Iterator[tuple[str, bool]]:
-        """Take the next text; yields what may be sent, each with whether the answer ends with it."""
+        """Add text; yields the text that may be sent, and whether the answer ends with it."""
         if not self.is_open:
             yield text, False
             return
@@ -142,12 +142,12 @@ class Joint:
 
 
 def event(data: dict[str, Any] | str) -> str:
-    """One server-sent event."""
+    """Format a server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 def parse_event(line: str) -> dict[str, Any] | str | None:
-    """What a line of a stream says: an object, ``[DONE]``, or nothing."""
+    """Parse a line of an event stream: an object, ``[DONE]``, or ``None`` for anything else."""
     if not line.startswith("data:"):
         return None
     said = line[5:].strip()

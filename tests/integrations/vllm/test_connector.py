@@ -168,13 +168,13 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
     cases = [
         (travelling(2, LEAVES), "max_tokens must be 1"),
         (several, "n must be 1"),
-        (travelling(1, LEAVES | arrives), "asks for both"),
+        (travelling(1, LEAVES | arrives), "sets both"),
         (travelling(5, arrives | {"length": 10}), "length is 10, but the prompt has 10 tokens"),
         (travelling(5, arrives | {"length": True}), "length is True"),
-        (travelling(5, arrives | {"key": "../../etc/passwd"}), "key is none"),
+        (travelling(5, arrives | {"key": "../../etc/passwd"}), "key is not one"),
         (travelling(5, arrives | {"source": "10.0.0.1:80"}), "fetches from: directory"),
         (travelling(5, arrives | {"ranks": 0}), "ranks is 0"),
-        (travelling(5, arrives | {"for_ranks": 2}), "cut for 2 tensor-parallel ranks, and this instance has 1"),
+        (travelling(5, arrives | {"for_ranks": 2}), "split for 2 tensor-parallel ranks, but this instance has 1"),
         (travelling(5, arrives, prompt_logprobs=1), "prompt_logprobs"),
     ]
     with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path)) as llm:
@@ -183,8 +183,8 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
                 llm.llm_engine.add_request("bad", {"prompt_token_ids": [5] * 10}, params)
         assert not scheduler(llm).requests
     for role, params, message in (
-        ("kv_consumer", travelling(1, LEAVES), "hands out no caches"),
-        ("kv_producer", travelling(5, arrives), "fetches no caches"),
+        ("kv_consumer", travelling(1, LEAVES), "does not send caches"),
+        ("kv_producer", travelling(5, arrives), "does not fetch caches"),
     ):
         with (
             vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, role)) as llm,
@@ -196,8 +196,8 @@ def test_what_cannot_travel_is_the_clients_error(llama, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "must say how caches travel"),
-        ({"directory": "/tmp", "address": "localhost:7000"}, "must say how caches travel"),
+        ({}, "must say how caches are transferred"),
+        ({"directory": "/tmp", "address": "localhost:7000"}, "must say how caches are transferred"),
         ({"directory": "/tmp", "keep": 0}, "keep in kv_connector_extra_config is 0"),
         (
             {"kepp": 5},

@@ -63,7 +63,7 @@ def test_what_cannot_work_stops_the_server_at_start(llama, settings, message):
 
 def test_a_drafter_with_a_cache_of_its_own_is_refused(llama):
     drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
-    with pytest.raises(ConfigurationError, match='speculative decoding by draft_model; only "method": "ngram"'):
+    with pytest.raises(ConfigurationError, match='speculative decoding with draft_model; only "method": "ngram"'):
         engine_config(llama, additional_config={"snapstream": 128}, speculative_config=drafter)
 
 
@@ -105,7 +105,7 @@ def test_another_version_stops_whoever_asked_and_warns_the_others(monkeypatch, c
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="vllm.snapstream"):
         plugin.register()
-    assert "SnapStream is installed but off: vLLM 0.99.0 is not supported" in caplog.text
+    assert "SnapStream is installed but disabled: vLLM 0.99.0 is not supported" in caplog.text
     monkeypatch.setenv("SNAPSTREAM_BUDGET", "512")
     with pytest.raises(ConfigurationError, match=r"SNAPSTREAM_BUDGET is set, but vLLM 0.99.0 is not supported"):
         plugin.register()
@@ -149,7 +149,7 @@ def test_a_slot_mapping_that_is_a_copy_stops_the_first_step(llama, monkeypatch):
     monkeypatch.setattr(Step, "rewrite", rewrite_a_copy)
     with (
         vllm_engine(llama, BUDGET) as llm,
-        pytest.raises(ConfigurationError, match="by a slot mapping of its own"),
+        pytest.raises(ConfigurationError, match="by a separate slot mapping"),
     ):
         generate(llm, [[5] * 300], 5)
 
@@ -180,4 +180,4 @@ def test_cuda_graphs_leave_attention_outside(is_split, caplog, monkeypatch):
         else:
             want = CUDAGraphMode.PIECEWISE if is_split else CUDAGraphMode.NONE
             assert compilation.cudagraph_mode == want
-            assert (f"no graphs instead of {mode.name}" in caplog.text) == (not is_split)
+            assert (f"CUDA graphs are disabled instead of {mode.name}" in caplog.text) == (not is_split)

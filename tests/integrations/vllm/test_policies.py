@@ -37,5 +37,5 @@ def test_equals_the_built_in_engine(llama, prompts, name):
 
 
 def test_what_looks_at_all_queries_is_refused():
-    with pytest.raises(ConfigurationError, match="spread, which looks at all queries"):
+    with pytest.raises(ConfigurationError, match="spread, which needs all queries"):
         check_supported(vllm_config(), CacheBudget.preset("spread", 128))

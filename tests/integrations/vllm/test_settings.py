@@ -124,12 +124,12 @@ def test_a_plain_configuration_is_supported():
     [
         (
             {"speculative_config": SimpleNamespace(method="mtp")},
-            "speculative decoding by mtp; only .* would not be compressed",
+            "speculative decoding with mtp; only .* would not be compressed",
         ),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, 'only "method": "ngram" is supported'),
         (
             {"speculative_config": SimpleNamespace(method="ngram"), "scheduler__async_scheduling": True},
-            "with --async-scheduling; leave one out",
+            "with --async-scheduling; disable one of them",
         ),
         (
             {"speculative_config": SimpleNamespace(method="ngram"), "parallel__pipeline_parallel_size": 2},
@@ -141,7 +141,7 @@ def test_a_plain_configuration_is_supported():
         ),
         (
             {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
-            "the KV connector NixlConnector; only SnapStreamConnector knows compressed caches",
+            "the KV connector NixlConnector; only SnapStreamConnector supports compressed caches",
         ),
         (
             {

@@ -109,7 +109,7 @@ def test_a_file_is_fetched_once(tmp_path):
     with pytest.raises(ParcelError, match="it has 9 bytes, more than 8"):
         there.fetch("directory", 0, NAME, 8)
     assert there.fetch("directory", 0, NAME, 9) == b"something"
-    with pytest.raises(ParcelError, match="not there"):
+    with pytest.raises(ParcelError, match="not available"):
         there.fetch("directory", 0, NAME, 9)
     here.publish(NAME, b"")
     here.drop(NAME)
@@ -164,7 +164,7 @@ def test_what_was_announced_is_waited_for(tmp_path, port, comes):
         if comes:
             assert other.fetch(source, 0, NAME, 10) == b"late"
         else:
-            with pytest.raises(ParcelError, match="not there"):
+            with pytest.raises(ParcelError, match="not available"):
                 other.fetch(source, 0, NAME, 10)
         later.join()
     holder.close()
@@ -205,7 +205,7 @@ def test_a_parcel_over_tcp_is_forgotten_when_it_has_arrived(holder):
     holder.publish(OTHER, b"another")
     assert fetcher(holder).fetch(holder.address, 0, NAME, len(parcel)) == parcel
     eventually(lambda: len(holder.shelf) == 1)
-    with pytest.raises(ParcelError, match="not there"):
+    with pytest.raises(ParcelError, match="not available"):
         fetcher(holder).fetch(holder.address, 0, NAME, len(parcel))
     with pytest.raises(ParcelError, match="it has 7 bytes, more than 6"):
         fetcher(holder).fetch(holder.address, 0, OTHER, 6)
@@ -272,7 +272,7 @@ def test_a_damaged_parcel_is_noticed(holder, monkeypatch):
     monkeypatch.setattr(
         socket.socket, "sendall", lambda self, data: sendall(self, b"0123X56789" if data == b"0123456789" else data)
     )
-    with pytest.raises(ParcelError, match="damaged on its way"):
+    with pytest.raises(ParcelError, match="damaged in transit"):
         fetcher(holder).fetch(holder.address, 0, NAME, 100)
     assert len(holder.shelf) == 1
 

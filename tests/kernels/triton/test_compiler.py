@@ -52,7 +52,9 @@ def test_kernels_compile_for_desktops(capability, dtype):
     check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256)))
 
 
-@pytest.mark.parametrize(("family", "speculative"), [("qwen3", "lookup"), ("deepseek-v3", "mtp")])
+@pytest.mark.parametrize(
+    ("family", "speculative"), [("qwen3", "lookup"), pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow)]
+)
 def test_no_kernel_is_compiled_after_warm_up(tmp_path, family, speculative):
     """Whatever the lengths, budgets, policies and turns; a recompilation would stall everybody for a second."""
     config = save_checkpoint(tmp_path, family).config

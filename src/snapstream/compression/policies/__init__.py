@@ -1,4 +1,4 @@
-"""The methods of choosing tokens, one file each; :mod:`snapstream.config.policy` knows them by name.
+"""The built-in policies, one file each; :mod:`snapstream.config.policy` finds them by name.
 
-``attention`` is no method: it is what those that vote by attention have in common.
+``attention`` is not a policy: it holds what the policies that vote by attention share.
 """

@@ -1,4 +1,4 @@
-"""What policies have in common whose votes are the attention of the last queries."""
+"""What the policies share whose votes are the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config.checks import require_integer
@@ -17,7 +18,7 @@ def require_kernel(name: str, width: int) -> None:
     """Check the width of an average along the sequence.
 
     Raises:
-        ConfigurationError: No odd number of at least 1.
+        ConfigurationError: It is not an odd number of at least 1.
     """
     require_integer(f"cache budget: {name}", width)
     if width < 1 or width % 2 == 0:
@@ -29,8 +30,8 @@ class AttentionVotes(Policy):
     """Votes of the last :attr:`queries` tokens (paper, equation 3 and listing 6).
 
     Attributes:
-        pooling: How votes are smoothed along the sequence, so that neighbours of a winner are kept with it.
-        kernel: Odd width of that smoothing; 1 switches it off.
+        pooling: How votes are smoothed along the sequence, so that the neighbors of a kept token are kept, too.
+        kernel: Odd width of that smoothing; 1 disables it.
         normalize: ``all``: the voters' softmax runs over the whole prompt (listing 6 of the paper, SnapKV's code);
             ``candidates``: over the evictable tokens only (equation 3).
     """
@@ -43,7 +44,7 @@ class AttentionVotes(Policy):
         """Check every field.
 
         Raises:
-            ConfigurationError: A field that cannot work.
+            ConfigurationError: A field has an invalid value.
         """
         for name, allowed in (("pooling", Pooling), ("normalize", Normalize)):
             if getattr(self, name) not in get_args(allowed):
@@ -52,13 +53,13 @@ class AttentionVotes(Policy):
                 )
         require_kernel("kernel", self.kernel)
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.votes`."""
         queries = prompt.queries[:, :, -self.queries :]
         return observation_votes(
             queries, prompt.keys, prompt.layout, sink=prompt.sink, scale=prompt.scale, normalize=self.normalize
         )
 
+    @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.smooth`."""
         return pool_votes(votes, pooling=self.pooling, kernel=self.kernel)

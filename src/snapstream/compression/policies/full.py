@@ -10,6 +10,6 @@ from snapstream.compression.policies.streaming import Streaming
 
 @dataclass(frozen=True)
 class Full(Streaming):
-    """What fits is kept; of what does not, sinks and recent tokens are."""
+    """Keeps everything that fits; otherwise, sinks and recent tokens."""
 
     name: ClassVar[str] = "full"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
@@ -15,10 +16,12 @@ from snapstream.config.policy import LayerPrompt, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDifferences(Policy):
-    """No query is asked, so what a later question needs is as likely to be kept as what the prompt's end looks at.
+    """Votes by key differences alone, without queries.
+
+    What a later question needs is therefore as likely to be kept as what the end of the prompt attends to.
 
     Attributes:
-        kernel: Odd width of the average along the sequence, so that neighbours are kept; 1 switches it off.
+        kernel: Odd width of the average along the sequence, which keeps neighbors, too; 1 disables it.
     """
 
     name: ClassVar[str] = "keydiff"
@@ -30,19 +33,19 @@ class KeyDifferences(Policy):
         """Check the width.
 
         Raises:
-            ConfigurationError: It cannot work.
+            ConfigurationError: It is invalid.
         """
         require_kernel("kernel", self.kernel)
 
     @property
+    @override
     def queries(self) -> int:
-        """See :attr:`Policy.queries`."""
         return 0
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.votes`."""
         return key_differences(prompt.keys, prompt.layout, sink=prompt.sink)
 
+    @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.smooth`."""
         return pool_votes(votes, pooling="avg", kernel=self.kernel)

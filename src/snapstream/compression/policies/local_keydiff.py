@@ -1,4 +1,4 @@
-"""``local-keydiff``: the tokens whose keys are least like their neighbours'."""
+"""``local-keydiff``: the tokens whose keys are least like their neighbors'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
@@ -16,14 +17,14 @@ from snapstream.config.policy import LayerPrompt, Policy
 from snapstream.errors import ConfigurationError
 
 NEAR = 32
-"""Tokens of a block."""
+"""Default block size in tokens."""
 
 
 def require_near(near: int) -> None:
     """Check the size of a block.
 
     Raises:
-        ConfigurationError: Not at least 1.
+        ConfigurationError: It is not at least 1.
     """
     require_integer("cache budget: near", near)
     if near < 1:
@@ -31,19 +32,20 @@ def require_near(near: int) -> None:
 
 
 def by_itself_and_smoothed(differences: Tensor, kernel: int) -> list[Tensor]:
-    """Lists for answers of several tokens, whose neighbours must come along, and for words that stand out alone."""
+    """Smoothed differences, for answers that span several tokens, and raw ones, for single words that stand out."""
     return [pool_votes(differences, pooling="avg", kernel=kernel), differences]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalKeyDifferences(Policy):
-    """No query is asked: for a text that is stored before anybody knows a question.
+    """Votes by local key differences, without queries: for text that is stored before any question is known.
 
-    Half of the places go to keys that stand out by themselves, half to those that do so with their neighbours.
+    Half of the pinned entries go to keys that stand out by themselves, half to keys that stand out together with their
+    neighbors.
 
     Attributes:
-        kernel: Odd width of the average along the sequence for the second half; 1 switches it off.
-        near: Tokens of a block; a key is compared with those of its own and of the ones beside it.
+        kernel: Odd width of the average along the sequence for the second half; 1 disables it.
+        near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
     """
 
     name: ClassVar[str] = "local-keydiff"
@@ -56,21 +58,21 @@ class LocalKeyDifferences(Policy):
         """Check every field.
 
         Raises:
-            ConfigurationError: A field that cannot work.
+            ConfigurationError: A field has an invalid value.
         """
         require_kernel("kernel", self.kernel)
         require_near(self.near)
 
     @property
+    @override
     def queries(self) -> int:
-        """See :attr:`Policy.queries`."""
         return 0
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.votes`."""
         return key_differences(prompt.keys, prompt.layout, sink=prompt.sink, near=self.near)
 
+    @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.smooth`."""
         lists = by_itself_and_smoothed(votes, self.kernel)
         return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)

@@ -1,4 +1,4 @@
-"""``mixed``: places go in turn to votes of a window and to keys unlike their neighbours."""
+"""``mixed``: window votes and keys that differ from their neighbors share the pinned entries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
@@ -23,15 +24,16 @@ from snapstream.config.policy import LayerPrompt, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(WindowVotes):
-    """Votes and keys fail on different questions, so a third of the places goes to the one, the rest to the other.
+    """A third of the pinned entries go to window votes, the rest to key differences: they fail on different questions.
 
-    Votes of a window (SnapKV) keep what a question at the prompt's end asks for, if its words say so. A key unlike its
-    neighbours is kept for what nobody has asked for yet, and for what the question does not name. docs/accuracy.md says
-    what each keeps alone, and what they keep together.
+    Window votes (SnapKV) keep what a question at the end of the prompt asks for, if it names it. Key differences keep
+    what has not been asked for yet, and what the question does not name. docs/accuracy.md shows what each keeps alone
+    and what they keep together.
 
     Attributes:
-        key_kernel: Odd width of the average of keys' differences along the sequence, for half of what goes to keys.
-        near: Tokens of a block; a key is compared with those of its own and of the ones beside it.
+        key_kernel: Odd width of the average of key differences along the sequence, for half of the entries that go to
+            keys.
+        near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
     """
 
     name: ClassVar[str] = "mixed"
@@ -45,24 +47,26 @@ class Mixed(WindowVotes):
         """Check every field.
 
         Raises:
-            ConfigurationError: A field that cannot work.
+            ConfigurationError: A field has an invalid value.
         """
         super().__post_init__()
         require_kernel("key_kernel", self.key_kernel)
         require_near(self.near)
 
     @property
+    @override
     def for_contexts(self) -> Policy:
-        """Keys alone: nobody asks at the end of a text that is stored."""
+        """Key differences alone: a text that is stored does not end with a question."""
         return LocalKeyDifferences(kernel=self.key_kernel, near=self.near)
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """The window's and the keys', ``[2, B, N, L]``."""
+        """Window votes and key differences, ``[2, B, N, L]``."""
         differences = key_differences(prompt.keys, prompt.layout, sink=prompt.sink, near=self.near)
         return torch.stack([super().votes(prompt), differences])
 
+    @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.smooth`."""
         window, differences = votes
         lists = [super().smooth(window, prompt), *by_itself_and_smoothed(differences, self.key_kernel)]
         return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.compression.scoring import random_votes
 from snapstream.config.checks import require_integer
@@ -15,10 +16,10 @@ from snapstream.config.policy import LayerPrompt, Policy
 
 @dataclass(frozen=True)
 class RandomVotes(Policy):
-    """Uniform votes, each layer and KV head with its own.
+    """Uniform random votes, different for each layer and KV head.
 
     Attributes:
-        seed: Makes the choice repeatable.
+        seed: Makes the choice reproducible.
     """
 
     name: ClassVar[str] = "random"
@@ -29,17 +30,17 @@ class RandomVotes(Policy):
         """Check the seed.
 
         Raises:
-            ConfigurationError: It is no whole number.
+            ConfigurationError: It is not an integer.
         """
         require_integer("cache budget: seed", self.seed)
 
     @property
+    @override
     def queries(self) -> int:
-        """See :attr:`Policy.queries`."""
         return 0
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """See :meth:`Policy.votes`."""
         heads, length = prompt.keys.shape[1:3]
         layer = prompt.layer
         if not isinstance(layer, Tensor):

@@ -7,22 +7,24 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from snapstream.config.policy import LayerPrompt, Policy
 
 
 @dataclass(frozen=True)
 class Streaming(Policy):
-    """Nobody votes."""
+    """Sinks and recent tokens, without votes."""
 
     name: ClassVar[str] = "streaming"
     pins: ClassVar[bool] = False
 
     @property
+    @override
     def queries(self) -> int:
-        """See :attr:`Policy.queries`."""
         return 0
 
+    @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """All alike; so if a cache has room for voted tokens, the first ones get it."""
+        """Equal votes for all tokens, so any room for voted tokens goes to the earliest ones."""
         return torch.zeros(prompt.keys.shape[:3], dtype=torch.float32, device=prompt.keys.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from snapstream.compression.policies.attention import AttentionVotes
 from snapstream.config.checks import require_integer
 from snapstream.config.policy import WINDOW
@@ -27,7 +29,7 @@ class WindowVotes(AttentionVotes):
         """Check every field.
 
         Raises:
-            ConfigurationError: A field that cannot work.
+            ConfigurationError: A field has an invalid value.
         """
         require_integer("cache budget: window", self.window)
         if self.window < 1:
@@ -35,11 +37,12 @@ class WindowVotes(AttentionVotes):
         super().__post_init__()
 
     @classmethod
+    @override
     def sized(cls, capacity: int) -> WindowVotes:
-        """A quarter of a small cache is the number of voters."""
+        """The policy with at most a quarter of ``capacity`` as voters."""
         return cls(window=min(cls.window, capacity // 4))
 
     @property
+    @override
     def queries(self) -> int:
-        """See :attr:`Policy.queries`."""
         return self.window

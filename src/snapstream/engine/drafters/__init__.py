@@ -1,4 +1,4 @@
-"""Who guesses tokens for speculative decoding; one file each."""
+"""Drafters for speculative decoding; one file each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ __all__ = ["DraftModel", "Drafter", "NextToken", "PromptLookup", "make_drafter"]
 
 
 def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
-    """The drafter that an engine is set up with; ``None`` if there is none, or it is part of the model.
+    """Build the drafter of an engine.
 
     Args:
-        setup: Of the engine.
-        tokenizer: The engine's.
+        setup: The engine's setup.
+        tokenizer: The engine's tokenizer.
+
+    Returns:
+        The drafter; ``None`` without speculative decoding, or if the drafter is part of the model.
 
     Raises:
-        ConfigurationError: The small model has another tokenizer.
-        CheckpointError: Its checkpoint is missing, corrupt or unsupported.
+        ConfigurationError: The draft model has a different tokenizer.
+        CheckpointError: The draft model's checkpoint is missing, corrupt or unsupported.
     """
     if setup.config.speculative == "lookup":
         return PromptLookup()
@@ -37,8 +40,8 @@ def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
     other = [word for word, token in tokenizer.get_vocab().items() if theirs.get(word, token) != token]
     if other:
         raise ConfigurationError(
-            f"draft_model {name} has another tokenizer than the model: {len(other)} words have other numbers, such as "
-            f"{min(other)!r}; give a smaller model of the same family"
+            f"draft_model {name} has a different tokenizer than the model: {len(other)} tokens have different ids, "
+            f"such as {min(other)!r}; use a smaller model of the same family"
         )
     model = load_model(checkpoint, small.spec, small.dtype, small.device)
     padded = staging_length(small.max_model_len, small.config.prefill_chunk, continued=False)

@@ -1,4 +1,4 @@
-"""What a drafter is."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from snapstream.engine.request import Request
 
 
 class Drafter:
-    """Guesses the next tokens of requests.
+    """Drafts the next tokens of requests.
 
-    Whatever it says, the output stays the same: guesses are verified by the model. It keeps nothing of a request that
+    A drafter cannot change the output, because the model verifies every draft token. It keeps nothing of a request that
     has ended.
 
     Attributes:
-        needs_every_step: Steps verify guesses even if there are none.
+        needs_every_step: Whether every step must be a verification step, even without draft tokens.
     """
 
     needs_every_step = False
 
     def warm_up(self, pool: object = None) -> None:
-        """Run and capture graphs, if there are any; ``pool`` as for :meth:`StaticGraph.warm_up`."""
+        """Run the graphs, if there are any, and capture them; ``pool`` as for :meth:`StaticGraph.warm_up`."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Work that comes before guessing, such as reading a prompt; a chunk of it at most.
+        """Do work that must precede drafting, such as prefilling a prompt; at most one chunk of it per call.
 
         Args:
-            requests: All that are decoded now; what is known of others can be forgotten.
+            requests: All requests that are being decoded. State of other requests can be dropped.
         """
 
     def reset(self) -> None:
-        """Forget all requests, whatever state an error has left things in."""
+        """Drop the state of all requests; works whatever state an error has left it in."""
 
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
-        """Guess what comes after the last token of each request.
+        """Draft the tokens after the last token of each request.
 
         Args:
-            requests: That are decoded and have not ended.
-            most: Guesses that each one has use for; may be 0.
+            requests: Requests that are being decoded and have not ended.
+            most: Maximum number of draft tokens per request; may be 0.
 
         Returns:
-            Tokens of each, at most so many; none where nothing is known.
+            The draft tokens of each request, at most as many as ``most`` says, possibly none.
         """
         raise NotImplementedError

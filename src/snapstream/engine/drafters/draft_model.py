@@ -1,7 +1,7 @@
-"""A small model of the same tokenizer decodes a few tokens ahead, in caches of fixed size of its own.
+"""Drafting with a small model that has the same tokenizer, in its own caches of fixed size.
 
-It reads every prompt itself, a chunk at a time beside the steps of the large model. Then, in each step, it reads the
-tokens that have become certain since, which go into its cache, and a few of its own after them, which do not.
+The draft model prefills every prompt itself, one chunk between two steps of the large model. In each step it then
+processes the tokens that have been accepted since, which are stored in its cache, and drafts a few more, which are not.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ReferenceType, ref
+
+from typing_extensions import override
 
 from snapstream.compression import lay_out
 from snapstream.engine.decode import Decode
@@ -24,12 +26,12 @@ from snapstream.transfers import to_host
 
 @dataclass
 class _Follower:
-    """Where the small model is with one request.
+    """The draft model's progress with one request.
 
     Attributes:
-        request: Whose.
-        reading: Its prompt, until that has been read.
-        stored: Generated tokens that are in the cache.
+        request: The request.
+        reading: The prefill of its prompt; ``None`` once that is done.
+        stored: Number of generated tokens that are in the draft model's cache.
     """
 
     request: ReferenceType[Request]
@@ -38,27 +40,28 @@ class _Follower:
 
 
 class DraftModel(Drafter):
-    """Guesses what a small model would say, in slots of the same numbers as the large model's."""
+    """Drafts with a small model, which uses the same slot for a request as the large model."""
 
     def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
-        """Allocate its caches.
+        """Allocate the draft model's caches.
 
         Args:
-            setup: Of the small model.
-            model: The small model.
-            padded: Tokens of its staging cache.
+            setup: The draft model's setup.
+            model: The draft model.
+            padded: Tokens in its staging cache.
         """
         self._setup, self._spec, self._device = setup, setup.spec, setup.device
         self._prefill = Prefill.of(setup, model, padded=padded)
         self._decode = Decode.of(setup, model)
         self._followers: dict[int, _Follower] = {}
 
+    @override
     def warm_up(self, pool: object = None) -> None:
-        """Run and capture its graphs."""
         self._decode.warm_up(pool)
 
+    @override
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Read on in the prompts of requests: one chunk through all layers."""
+        """Prefill one chunk of one request's prompt, through all layers."""
         self._follow(requests)
         for slot, follower in self._followers.items():
             reading = follower.reading
@@ -79,8 +82,8 @@ class DraftModel(Drafter):
                 follower.reading = None
             return
 
+    @override
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
-        """See :class:`Drafter`."""
         wanted: dict[int, tuple[Request, int]] = {}
         for request, many in zip(requests, most, strict=True):
             slot = request.slot
@@ -94,13 +97,13 @@ class DraftModel(Drafter):
                     made[slot].append(token)
         return [() if request.slot is None else made.get(request.slot, ()) for request in requests]
 
+    @override
     def reset(self) -> None:
-        """See :class:`Drafter`."""
         for slot in list(self._followers):
             self._leave(slot)
 
     def _follow(self, requests: Sequence[Request]) -> None:
-        """Begin with requests that are new, and leave those that have gone."""
+        """Start following new requests, and drop those that are gone."""
         here = {request.slot: request for request in requests}
         for left, follower in list(self._followers.items()):
             if follower.request() is not here.get(left):
@@ -118,7 +121,7 @@ class DraftModel(Drafter):
             self._followers[slot] = _Follower(ref(request), reading)
 
     def _follows(self, slot: int, request: Request) -> bool:
-        """Whether a request's prompt has been read."""
+        """Whether a request's prompt has been prefilled."""
         follower = self._followers.get(slot)
         return follower is not None and follower.request() is request and follower.reading is None
 
@@ -127,7 +130,7 @@ class DraftModel(Drafter):
         del self._followers[slot]
 
     def _catch_up(self, requests: dict[int, Request]) -> dict[int, int]:
-        """Store what has become certain; returns the most likely token after it, by slot."""
+        """Store the tokens accepted since the last call; returns the most likely token after them, by slot."""
         likeliest: dict[int, int] = {}
         most = self._setup.config.guesses + 1
         while True:
@@ -140,6 +143,6 @@ class DraftModel(Drafter):
                 self._followers[slot].stored += len(tokens)
 
     def _read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> dict[int, int]:
-        """See :meth:`Decode.read`."""
+        """Process tokens as :meth:`Decode.read` does; returns the most likely next token by slot."""
         last = self._decode.read(tokens, certain=certain)
         return dict(zip(tokens, (int(each) for each in to_host([last])[0][list(tokens)]), strict=True))

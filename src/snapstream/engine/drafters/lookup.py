@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last tokens when they were last seen.
+"""Prompt lookup: drafts what followed the latest earlier occurrence of the last tokens.
 
-The tokens of the whole prompt are looked through, also of what the cache has dropped. It costs no product of the model,
-and it helps where an output copies from its prompt, or repeats itself. The method: Saxena, "Prompt Lookup Decoding",
-2023; n-gram speculation in vLLM.
+It searches all tokens of the prompt, including those dropped from the cache. It needs no forward pass, and helps where
+an output copies from its prompt or repeats itself. The method is from Saxena, "Prompt Lookup Decoding", 2023; vLLM
+calls it n-gram speculation.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy
+from typing_extensions import override
 
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.request import Request
 
 SHORTEST, LONGEST = 2, 16
-"""Tokens that have to be the same as the last ones, and how many are compared."""
+"""Minimum length of a match with the last tokens, and maximum length that is compared."""
 
 
 class PromptLookup(Drafter):
-    """Continues like the longest earlier occurrence of the text's end, and the latest of several."""
+    """Continues after the longest earlier match with the end of the text; the latest one if several are as long."""
 
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[Request, Text] = WeakKeyDictionary()
 
+    @override
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
-        """See :class:`Drafter`."""
         return [
             self._text_of(each).continuation(many) if many else () for each, many in zip(requests, most, strict=True)
         ]
@@ -40,10 +41,10 @@ class PromptLookup(Drafter):
 
 
 class Text:
-    """Tokens that only grow.
+    """A growing sequence of tokens.
 
     Attributes:
-        prompt: How many of them were there at the start.
+        prompt: Number of tokens it started with.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -54,7 +55,7 @@ class Text:
         return self._length
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end."""
+        """Append tokens."""
         end = self._length + len(tokens)
         if end > len(self._tokens):
             larger = numpy.zeros(max(end, 2 * len(self._tokens), 64), dtype=numpy.int32)
@@ -64,9 +65,15 @@ class Text:
         self._length = end
 
     def continuation(self, most: int) -> list[int]:
-        """What followed the longest earlier occurrence of the end, up to ``most`` tokens.
+        """Return what followed the longest earlier match with the end of the text.
 
-        An occurrence that reaches into the end makes it a cycle, which goes on as often as it has to.
+        If fewer than ``most`` tokens follow the match, they are repeated as a cycle.
+
+        Args:
+            most: Number of tokens to return.
+
+        Returns:
+            ``most`` tokens, or none if there is no match of at least :data:`SHORTEST` tokens.
         """
         tokens = self._tokens[: self._length]
         ends = numpy.flatnonzero(tokens[:-1] == tokens[-1]) if self._length else tokens[:0]

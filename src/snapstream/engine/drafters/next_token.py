@@ -1,13 +1,15 @@
-"""The model's own next-token module (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Drafting with the model's own next-token module (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-It is part of the checkpoint, costs one layer of the model's depth, and knows what the model knows: the state that the
-next token was taken from.
+The module is part of the checkpoint and costs as much as one layer of the model. Its input is the hidden state that the
+model predicted the next token from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from weakref import ReferenceType, ref
+
+from typing_extensions import override
 
 from snapstream.engine.ahead import Ahead
 from snapstream.engine.drafters.base import Drafter
@@ -17,17 +19,17 @@ from snapstream.transfers import to_host
 
 
 class NextToken(Drafter):
-    """Guesses what comes after the tokens of the last step; a request's first step has none."""
+    """Drafts the tokens after those of the last step. A request's first step has no draft tokens."""
 
     needs_every_step = True
 
     def __init__(self, ahead: Ahead) -> None:
         self._ahead = ahead
-        # Whose last step the module has followed, by slot.
+        # The request whose last step the module has followed, by slot.
         self._followed: dict[int, ReferenceType[Request]] = {}
 
+    @override
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
-        """See :class:`Drafter`."""
         before, self._followed = self._followed, {}
         wanted: list[tuple[int, int]] = []
         for request, many in zip(requests, most, strict=True):
@@ -43,6 +45,6 @@ class NextToken(Drafter):
             rows = to_host([self._ahead.guess(deepest)])[0].tolist()
         return [rows[slot][: max(0, many)] for slot, many in wanted]
 
+    @override
     def reset(self) -> None:
-        """See :class:`Drafter`."""
         self._followed = {}

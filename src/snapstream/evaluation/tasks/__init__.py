@@ -1,4 +1,4 @@
-"""Generated tasks, by name: what each asks, and one sample of it at a time."""
+"""Generated tasks by name: what each asks, and how a sample of it is drawn."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ class Task:
     """A kind of question about a generated text.
 
     Attributes:
-        name: As the command line and the report call it.
-        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading``, ``continued``, or ``prose``: what is asked of
-            models that know English.
-        about: One line for people.
-        build: Draws a text of at most so many tokens, and questions about it.
-        max_tokens: Tokens an answer may take.
-        has_depth: Whether what is asked for lies at one place, which can be chosen.
-        follow_up: What happens between the prompt, which is compressed, and the question that is scored. ``late``:
-            the prompt ends with another question, and its answer and the scored question come in a second turn.
-            ``long``: the prompt ends with the scored question, thousands of tokens of filler are decoded, and it is
-            asked again. ``told``: the prompt ends with another question; what answers the scored one stands in the
-            filler that is decoded. All need a host that goes on in a compressed cache.
+        name: Name on the command line and in reports.
+        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading``, ``continued``, or ``prose`` (for models that
+            know English).
+        about: Description of one line.
+        build: Draws a text of a given maximum length in tokens, and questions about it.
+        max_tokens: Maximum tokens of an answer.
+        has_depth: Whether the answer is at a single place in the text, which can be chosen.
+        follow_up: What happens between the prompt, which is compressed, and the question that is scored. All but
+            ``none`` need a host that continues in a compressed cache.
+
+            - ``late``: the prompt ends with another question. Its answer and the scored question form a second turn.
+            - ``long``: the prompt ends with the scored question. Thousands of tokens of filler are decoded, and it is
+              asked again.
+            - ``told``: the prompt ends with another question. The answer to the scored one is in the filler that is
+              decoded.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Task:
 
     @property
     def decodes_filler(self) -> bool:
-        """Whether the ring turns before the scored question."""
+        """Whether filler is decoded before the scored question, so that the ring wraps around."""
         return self.follow_up in ("long", "told")
 
 
@@ -54,12 +57,12 @@ class Task:
 class Sample:
     """One question of one task, as turns of a conversation.
 
-    A model reads ``prompt`` and ``lead``, and its cache is compressed. Then it is given ``reply`` and ``second``
-    as if they had been generated and asked, and what it writes next is scored.
+    The model processes ``prompt`` and ``lead``, and its cache is compressed. Then it is given ``reply`` and ``second``
+    as if they had been generated and asked, and what it generates next is scored.
 
     Attributes:
         task: Name of the task.
-        seed: What it was drawn from, with task, length and depth.
+        seed: Seed that it was drawn with, besides task, length and depth.
         prompt: The text and its question.
         lead: How the answer begins.
         reply: The rest of the first answer, if there is a second question; else empty.
@@ -94,13 +97,13 @@ TASKS: dict[str, Task] = {
         Task(
             "common-words",
             "aggregation",
-            "three words that are ten times as common",
+            "three words that are ten times as common as the others",
             aggregation.common_words,
             24,
             False,
         ),
         Task("frequent-words", "aggregation", "the three most frequent words", aggregation.frequent_words, 24, False),
-        Task("qa", "reading", "who bought what from whom, among passages alike", reading.deals, 16),
+        Task("qa", "reading", "who bought what from whom, among similar passages", reading.deals, 16),
         Task("late-question", "continued", "a second turn asks for another note", needle.multikey, 16, True, "late"),
         Task(
             "long-decode", "continued", "a note, after thousands of generated tokens", needle.multikey, 16, True, "long"
@@ -116,7 +119,7 @@ TASKS: dict[str, Task] = {
         ),
         Task("phone", "prose", "a phone number between the paragraphs of a novel", prose.facts(prose.phones, 1), 24),
         Task("phones", "prose", "one of four phone numbers", prose.facts(prose.phones, 4), 24),
-        Task("room", "prose", "where somebody left a thing", prose.facts(prose.rooms, 1), 24),
+        Task("room", "prose", "where an object was left", prose.facts(prose.rooms, 1), 24),
         Task(
             "late-phone",
             "prose",
@@ -150,10 +153,10 @@ TASKS: dict[str, Task] = {
 
 
 def find_tasks(names: list[str]) -> list[Task]:
-    """Tasks by name; ``all`` is every one of generated words, ``prose`` every one in English prose.
+    """Tasks by name; ``all`` stands for every task with generated text, ``prose`` for every one in English prose.
 
     Raises:
-        ConfigurationError: A name that is not a task; the message lists those that are.
+        ConfigurationError: A task is unknown; the message lists those that exist.
     """
     groups = {
         "all": [task for task in TASKS.values() if task.family != "prose"],
@@ -174,17 +177,17 @@ def make_sample(
 
     Args:
         task: Its task.
-        length: Most tokens of the prompt, its lead included; what is missing is less than one sentence.
+        length: Maximum tokens of the prompt, including its lead; it falls short of this by less than one sentence.
         seed: Equal arguments give equal samples.
         count: Counts tokens of a text.
-        depth: Where in the text the answer lies, 0 to 1; drawn if not given.
+        depth: Depth of the answer in the text, 0 to 1; drawn if not given.
         decode: Tokens between prompt and question of a ``long`` or ``told`` follow-up.
 
     Raises:
         TooShortError: The length is too short for the task.
     """
     room, over = length, 1
-    while over > 0:  # tokens of the whole may be more than those of its pieces
+    while over > 0:  # the whole may have more tokens than its pieces
         rng = random.Random(f"{task.name}/{length}/{seed}/{depth}")
         made = task.build(rng, room, count, depth)
         asked = made.questions[0]

@@ -1,6 +1,6 @@
 """Aggregation: which words of a long list are the most common, in the manner of RULER.
 
-The answer is nowhere in particular: it needs a little of everything, which is what a small cache gives up first.
+The answer is not in any one place. It needs a little of everything, which is what a small cache loses first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEADER = "Some words in this list are more common than others."
 
 
 def common_words(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """Three words stand in the list ten times as often as each of the others."""
+    """Three words occur in the list ten times as often as each of the others."""
     words = rng.sample((*ADJECTIVES, *NOUNS), 23)
     return _listed(rng, room, count, words, lambda rank: 10.0 if rank < 3 else 1.0)
 

@@ -1,7 +1,7 @@
 """Needles: notes hidden in a long text of filler, in the manner of RULER's retrieval tasks.
 
 ``Note for falcon: amber river.`` is the needle, ``Recall the note for falcon:`` its question. The question ends with
-the word that stands before the answer in the text, so that a base model, or a small one, can answer by continuing.
+the words that precede the answer in the text, so that a base model, or a small one, can answer by continuing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from snapstream.evaluation.tasks.words import ADJECTIVES, ANIMALS, NOUNS, filler
 
 HEADER = "Notes are hidden in this text. Remember them."
 VALUES = 4
-"""Notes under the one key of a multi-value question, and keys of a multi-query one."""
+"""Notes per key of a multi-value question, and keys per multi-query question."""
 
 
 def _note(key: str, value: str) -> str:
@@ -35,30 +35,30 @@ def _distractors(room: int) -> int:
 
 
 def single(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """One note and nothing like it."""
+    """One note, without distractors."""
     return notes(rng, room, count, depth, 1)
 
 
 def multikey(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """One note is asked for, among many of other keys."""
+    """Asks for one note, among many with other keys."""
     return notes(rng, room, count, depth, 1 + _distractors(room))
 
 
 def untold(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """One note is asked for that is not in the text, where there are many of other keys."""
+    """Asks for a note that is not in the text, which contains many with other keys."""
     return notes(rng, room, count, depth, 1 + _distractors(room), told=True)
 
 
 def notes(
     rng: random.Random, room: int, count: Count, depth: float | None, number: int, *, told: bool = False
 ) -> TaskText:
-    """A text with notes, each asked for by a question of its own; of those that are ``told`` the first is left out.
+    """A text with notes, and a question about each; with ``told``, the first note is left out, to be told later.
 
     Raises:
-        TooShortError: They do not fit, or are more than there are words for.
+        TooShortError: The notes do not fit, or there are not enough words for them.
     """
     if number > min(len(ANIMALS), len(ADJECTIVES)):
-        raise TooShortError(f"{number} notes are more than there are words for, {min(len(ANIMALS), len(ADJECTIVES))}")
+        raise TooShortError(f"{number} notes need more words than there are: {min(len(ANIMALS), len(ADJECTIVES))}")
     keys, values = rng.sample(ANIMALS, number), _values(rng, number)
     questions = tuple(_single(key, value, values) for key, value in zip(keys, values, strict=True))
     hidden = [_note(key, value) for key, value in zip(keys, values, strict=True)]
@@ -69,7 +69,7 @@ def notes(
 
 
 def multivalue(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """Several notes under one key, all of them asked for, among notes of other keys."""
+    """Asks for all notes of one key, among notes with other keys."""
     number = _distractors(room)
     keys, values = rng.sample(ANIMALS, 1 + number), _values(rng, VALUES + number)
     places = sorted(depths(rng, VALUES, depth))
@@ -83,7 +83,7 @@ def multivalue(rng: random.Random, room: int, count: Count, depth: float | None)
 
 
 def multiquery(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """Several keys are asked for at once, among notes of other keys; the first has the depth asked for."""
+    """Asks for the notes of several keys at once, among notes with other keys; the first one is at ``depth``."""
     number = VALUES + _distractors(room)
     keys, values = rng.sample(ANIMALS, number), _values(rng, number)
     hidden = [_note(key, value) for key, value in zip(keys, values, strict=True)]

@@ -27,7 +27,7 @@ def passkey(rng: random.Random, room: int, count: Count, depth: float | None) ->
 
 
 def number(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """A sequence of twelve digits in which digits come in runs, so that it is easy to lose the place."""
+    """A sequence of twelve digits with runs of equal digits, in which it is easy to lose the place."""
     digits = ""
     while len(digits) < 12:
         digits += str(rng.randrange(10)) * rng.randint(1, 4)

@@ -1,6 +1,6 @@
 """Key-value retrieval: one value out of a JSON object of random pairs, in the manner of InfiniteBench.
 
-Nothing in it is filler: every pair is like the one asked for, so what a vote keeps must be exact.
+There is no filler: every pair resembles the one that is asked for, so votes must be exact.
 """
 
 from __future__ import annotations

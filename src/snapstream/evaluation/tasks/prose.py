@@ -1,8 +1,8 @@
-"""Facts hidden in real English prose, asked for as people ask a model that follows instructions.
+"""Facts hidden in real English prose, with questions as people ask them of models that follow instructions.
 
-``The phone number of Maria is 5831.`` stands between two paragraphs of a novel, and ``What is the phone number of
-Maria?`` is asked behind it. The other tasks ask base models by continuing a text; these need an answer to a question,
-and their filler is what people write, not what a grammar draws.
+``The phone number of Maria is 5831.`` is hidden between two paragraphs of a novel, and ``What is the phone number of
+Maria?`` is asked at the end. The other tasks let a base model continue a text. These need an answer to a question, and
+their filler is written by people, not drawn from a grammar.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def phones(rng: random.Random, number: int) -> list[tuple[str, str, str]]:
 def facts(
     draw: Draw, number: int, *, told: bool = False
 ) -> Callable[[random.Random, int, Count, float | None], TaskText]:
-    """What builds a task with so many facts in its text; the first is asked for, at the depth that was chosen.
+    """A builder of tasks with ``number`` facts in the text; the first is asked for, at the chosen depth.
 
-    Of those that are ``told`` the first is left out, to be told later.
+    With ``told``, the first fact is left out of the text, to be told later.
     """
 
     def build(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
@@ -82,9 +82,9 @@ def facts(
 
 
 def records(number: int) -> Callable[[random.Random, int, Count, float | None], TaskText]:
-    """What builds a task that needs all of a text: each of so many phone numbers is to be written down.
+    """A builder of tasks that need the whole text: the model must write down each of ``number`` phone numbers.
 
-    The first line is given, as a small model does not know the form otherwise; the other numbers are scored.
+    The first line is given, because a small model would not know the format otherwise; the other numbers are scored.
     """
 
     def build(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
@@ -101,13 +101,13 @@ def records(number: int) -> Callable[[random.Random, int, Count, float | None], 
 
 
 def _line(sentence: str, value: str) -> str:
-    """What is to be written: ``{"name": "Maria", "phone": "5831"}``."""
+    """A line of the answer: ``{"name": "Maria", "phone": "5831"}``."""
     who = sentence.removeprefix("The phone number of ").partition(" is ")[0]
     return json.dumps({"name": who, "phone": value})
 
 
 def _prose_from(rng: random.Random) -> Callable[[random.Random], str]:
-    """Paragraphs that follow each other, from a drawn one on."""
+    """Consecutive paragraphs, from one that is drawn on."""
     prose = paragraphs()
     at = rng.randrange(len(prose))
 

@@ -1,7 +1,7 @@
-"""Questions over passages: who bought what from whom, with passages about the same people and things between.
+"""Questions about passages: who bought what from whom, among passages about the same people and objects.
 
-Every distractor shares the seller or the thing, so that no single word finds the answer. The answer's lead tells the
-deal in the words of the text; a question alone would be more than a small model can turn around.
+Every distractor shares the seller or the object, so that no single word finds the answer. The answer's lead states the
+deal in the words of the text, because a small model cannot rephrase the question by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEADER = "Read these passages."
 
 
 def deals(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """One deal is asked for; up to 24 others share its seller or its thing."""
+    """Asks for one deal; up to 24 others share its seller or its object."""
     seller, buyer, *people = rng.sample(PEOPLE, len(PEOPLE))
     thing, *things = rng.sample(NOUNS, 40)
     number = min(24, max(2, room // 96))

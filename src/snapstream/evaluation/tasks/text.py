@@ -1,4 +1,4 @@
-"""What every generated task is made of: a text of so many tokens, and questions about it."""
+"""The parts of every generated task: a text of a given number of tokens, and questions about it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Count = Callable[[str], int]
-"""Number of tokens of a piece of text, under the tokenizer of the model that will read it."""
+"""Number of tokens of a piece of text, with the tokenizer of the model that will process it."""
 
 
 class TooShortError(ValueError):
-    """A text of so few tokens cannot hold what the task hides in it."""
+    """The text is too short for what the task hides in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Question:
 
     Attributes:
         ask: The question, to be appended to the text.
-        lead: How the answer begins; it is given to the model, as a base model needs it and a chat model can bear it.
+        lead: How the answer begins. It is given to the model: base models need it, and chat models cope with it.
         answer: The right continuation of text, question and lead, for training and for reading.
         parts: What must be found in the model's output, each as a whole word or number, for it to be right.
-        rivals: What the text might be taken to say instead: of parts and rivals that stand in the output, the parts
-            must come first. So an output that copies half of the text is not right.
+        rivals: Other answers that the text might suggest. Of the parts and rivals in the output, the parts must come
+            first, so an output that copies half of the text is not right.
     """
 
     ask: str
@@ -36,13 +36,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class TaskText:
-    """A text and questions about it; each question is asked by itself.
+    """A text and questions about it; each question is asked separately.
 
     Attributes:
         text: From its instruction to its last sentence.
-        questions: The first is the one whose depth was asked for.
-        told: What answers the first question and is no part of the text, where that is told later.
-        filler: Draws what the text goes on with; ``None``: sentences of the generated tasks.
+        questions: The answer to the first one is at the depth that was requested.
+        told: The answer to the first question, if it is not in the text but told later.
+        filler: Draws text that continues this one; ``None`` for sentences of the generated tasks.
     """
 
     text: str
@@ -62,7 +62,7 @@ def hide(
 
     Args:
         rng: Source of all choices.
-        room: Most tokens of the result; what is left empty is less than one sentence.
+        room: Maximum tokens of the result; it falls short of this by less than one sentence.
         count: Counts tokens.
         filler: Draws one piece of filler, which begins with a space.
         hidden: Sentences and their depths (0 is the beginning, 1 the end); each goes to the boundary nearest to its

@@ -14,7 +14,7 @@ CHAIN = 4
 
 
 def variables(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:
-    """Where a number was copied to, directly or through other variables; other chains lie between."""
+    """Asks where a number was copied to, directly or through other variables; other chains are interleaved."""
     chains = min(8, max(2, room // 256))
     names = rng.sample(ANIMALS, chains * CHAIN)
     numbers = [f"{value:06d}" for value in rng.sample(range(10**6), chains)]

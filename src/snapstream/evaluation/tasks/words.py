@@ -1,6 +1,6 @@
 """The words that generated tasks are made of, and English-like filler sentences made of them.
 
-Animals name what can be asked for and adjectives begin its value: neither occurs in filler.  Nouns end a value and do
+Animals name what can be asked for and adjectives begin its value: neither occurs in filler. Nouns end a value and do
 occur in filler, so that a value cannot be guessed from its kind of word alone.
 """
 

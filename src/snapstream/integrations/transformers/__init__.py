@@ -1,6 +1,6 @@
-"""A cache of fixed size for ``model.generate()`` of transformers; nothing of the model is patched.
+"""A cache of fixed size for ``model.generate()`` of transformers. The model is not patched.
 
-Importing this module makes the attention implementation ``snapstream`` known to transformers::
+Importing this module registers the attention implementation ``snapstream`` with transformers::
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="snapstream")
     cache = SnapStreamCache(model.config, budget=4096)

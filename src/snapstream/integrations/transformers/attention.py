@@ -1,7 +1,7 @@
-"""The attention implementation ``snapstream`` of transformers: tells the cache about queries, and reads what it holds.
+"""The attention implementation ``snapstream`` for transformers; it also passes queries to the cache.
 
-Models call it through transformers' ``AttentionInterface``. Layers that are not ours (sliding windows, or no cache at
-all) get plain attention, so a model can be left at this implementation.
+Models call it through transformers' ``AttentionInterface``. Layers without a SnapStream cache (sliding windows, or no
+cache at all) get plain attention, so a model can always use this implementation.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from snapstream.integrations.transformers.layer import take_updated_layer
 from snapstream.integrations.transformers.prompt import attend_causally, kernel_fits
 
 ATTENTION = "snapstream"
-"""Give it as ``attn_implementation``."""
+"""Name to pass as ``attn_implementation``."""
 
 LOGITS = 2**26
-"""Logits at a time where they have to be written out."""
+"""Maximum number of logits that are materialized together."""
 
 
 def snapstream_attention(
@@ -36,7 +36,7 @@ def snapstream_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over what the cache returned; see transformers' ``AttentionInterface``.
+    """Attend to what the cache returned; see transformers' ``AttentionInterface``.
 
     Args:
         module: The model's attention layer.
@@ -45,14 +45,14 @@ def snapstream_attention(
         value: ``[B, N, L, D_v]``.
         attention_mask: Boolean or additive, ``[B, 1, T, L]``, or ``None``.
         scaling: Factor on the logits.
-        dropout: Of SDPA in prompts; decoding has none.
-        **kwargs: ``softcap`` and ``s_aux`` (sinks of GPT-OSS, ``[H]``) are heeded.
+        dropout: Dropout of SDPA in prompts; ignored while decoding.
+        **kwargs: ``softcap`` and ``s_aux`` (sinks of GPT-OSS, ``[H]``) are supported.
 
     Returns:
-        ``[B, T, H, D_v]``, and ``None`` in place of the weights.
+        The attention output ``[B, T, H, D_v]``, and ``None`` in place of the weights.
 
     Raises:
-        RequestError: Something is asked for that cannot be given, such as attention weights.
+        RequestError: An unsupported feature is requested, such as attention weights.
     """
     for name, why in (
         ("output_attentions", "attention weights are not kept"),
@@ -100,7 +100,7 @@ def written_out_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what fused kernels lack: capped logits, or one more logit per head that takes part in the softmax.
+    """Attention with features that fused kernels lack: capped logits, or an extra logit per head in the softmax.
 
     Args:
         query: ``[B, H, T, D]``.
@@ -108,7 +108,7 @@ def written_out_attention(
         value: ``[B, N, L, D_v]``.
         mask: Boolean or additive, ``[B, 1, T, >= L]``, or ``None``.
         scale: Factor on the logits.
-        causal: Where there is no mask: token ``t`` sees the first ``t + 1`` keys.
+        causal: Whether token ``t`` attends only to the first ``t + 1`` keys; used if there is no mask.
         softcap: Logits are ``softcap * tanh(logits / softcap)``.
         sinks: One logit per head, ``[H]``.
 

@@ -1,4 +1,4 @@
-"""The cache object: one layer of ours for each layer with full attention."""
+"""The cache object: a SnapStream layer for each layer with full attention."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 class SnapStreamCache(Cache):  # type: ignore[misc]
     """A ``transformers.Cache`` of fixed size per sequence.
 
-    A prompt is read with full attention and compressed when it ends; decoding runs inside what is left, with shapes
-    that never change. Layers with a sliding window keep their window, which has a fixed size already.
+    A prompt is prefilled with full attention and compressed at its end. Decoding runs inside the remaining entries,
+    with shapes that never change. Layers with a sliding window keep their window, which already has a fixed size.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="snapstream")  # doctest: +SKIP
@@ -42,24 +42,24 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         chunked_prefill: bool = False,
         offloading: bool = False,
     ) -> None:
-        """Make an empty cache for one model; memory is taken with the first token.
+        """Create an empty cache for one model; memory is allocated with the first token.
 
         Args:
             config: The model's configuration, ``model.config``.
             budget: Cache of one sequence: a :class:`CacheBudget`, its number of entries, or what
                 :meth:`CacheBudget.parse` reads.
-            chunked_prefill: The prompt comes in several forward passes (``prefill_chunk_size`` of ``generate``).
-                Compression then waits for the first single token, so the whole prompt sits in memory until then;
-                without it every layer is compressed as soon as it has read the prompt.
-            offloading: Not supported; here to say so.
+            chunked_prefill: Whether the prompt comes in several forward passes (``prefill_chunk_size`` of
+                ``generate``). Compression then waits for the first single token, so the whole prompt stays in memory
+                until then. Otherwise every layer is compressed as soon as it has processed the prompt.
+            offloading: Not supported; accepted only to raise an informative error.
 
         Raises:
-            ConfigurationError: A model whose layers cannot be compressed, or that does not use the attention
+            ConfigurationError: The model has layers that cannot be compressed, or does not use the attention
                 implementation ``snapstream``.
         """
         if offloading:
             raise ConfigurationError(
-                "SnapStreamCache is neither offloaded nor quantised: its size is fixed; give it fewer entries instead"
+                "SnapStreamCache cannot be offloaded or quantized: its size is fixed; give it fewer entries instead"
             )
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigurationError(
@@ -72,8 +72,8 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         implementation = getattr(config, "_attn_implementation", None)
         if implementation != ATTENTION:
             raise ConfigurationError(
-                f"the model's attention implementation is {implementation!r}, which does not tell a cache about "
-                f"queries; load the model with attn_implementation='{ATTENTION}', or call "
+                f"the model's attention implementation is {implementation!r}, which does not pass queries to the "
+                f"cache; load the model with attn_implementation='{ATTENTION}', or call "
                 f"model.set_attn_implementation('{ATTENTION}') (a model that ignores this is not supported)"
             )
         self.budget = CacheBudget.parse(budget)
@@ -95,17 +95,19 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         """Store new tokens of one layer; see :meth:`SnapStreamLayer.update`.
 
         Raises:
-            RequestError: A forward pass broke off before, so that some layers have tokens which others have not.
+            RequestError: An earlier forward pass was interrupted, so the layers hold different tokens.
         """
         first = self._ours[0]
         begins = layer_idx == first.index and not torch.compiler.is_compiling()
         if begins and any(layer.updates != first.updates for layer in self._ours):
-            raise RequestError("a forward pass broke off and left layers with different tokens; reset() the cache")
+            raise RequestError(
+                "a forward pass was interrupted and left layers with different tokens; reset() the cache"
+            )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
     def activate_past_recording(self) -> None:
-        """Refuse assisted generation, before it begins.
+        """Reject assisted generation before it starts.
 
         Raises:
             RequestError: Always.
@@ -113,21 +115,21 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         self.crop(-1)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse, see :meth:`SnapStreamLayer.crop`.
+        """Reject; see :meth:`SnapStreamLayer.crop`.
 
         Raises:
-            RequestError: Always, unless nothing is to be removed.
+            RequestError: Always, unless there is nothing to remove.
         """
         self._ours[0].crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that are held now, over all layers and sequences."""
+        """Bytes of keys and values held now, over all layers and sequences."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def nbytes_uncompressed(self) -> int:
-        """Bytes that ``DynamicCache`` would hold by now: every token of every layer that has no window."""
+        """Bytes that ``DynamicCache`` would hold by now: every token in every layer without a window."""
         total = 0
         for layer in self.layers:
             if layer.is_initialized:
@@ -138,10 +140,10 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
 
 
 def _windows(config: Any, name: str) -> list[int | None]:
-    """Per layer, the tokens a sliding window holds, or ``None`` for full attention.
+    """Per layer, the size of its sliding window in tokens, or ``None`` for full attention.
 
     Raises:
-        ConfigurationError: A layer that is neither, or no full attention at all.
+        ConfigurationError: A layer has neither, or no layer has full attention.
     """
     layers = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
@@ -151,7 +153,7 @@ def _windows(config: Any, name: str) -> list[int | None]:
         types = ["full_attention" if window is None else "sliding_attention"] * layers
     if window is not None and longest is not None and window >= longest:
         types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
-    # generate() of Phi-3 drops the cache it is given when a sequence passes the length the model was first trained on.
+    # generate() of Phi-3 drops the cache it is given when a sequence exceeds the original training length.
     first = getattr(config, "original_max_position_embeddings", None)
     if str(getattr(config, "model_type", "")).startswith(("phi3", "phimoe", "phi4")) and first and first < longest:
         raise ConfigurationError(
@@ -169,7 +171,7 @@ def _windows(config: Any, name: str) -> list[int | None]:
         )
     if "full_attention" not in types:
         raise ConfigurationError(
-            f"{name} has a sliding window of {window} tokens in every layer, so its cache has a fixed size already; "
+            f"{name} has a sliding window of {window} tokens in every layer, so its cache already has a fixed size; "
             "use DynamicCache"
         )
     return [window if kind == "sliding_attention" else None for kind in types[:layers]]

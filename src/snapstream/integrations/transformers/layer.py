@@ -1,4 +1,4 @@
-"""One layer of the cache: reads a prompt in full, keeps a fixed number of its tokens, decodes in their place."""
+"""One layer of the cache: takes a full prompt, keeps a fixed number of its tokens, and decodes inside those entries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from snapstream.integrations.transformers.prompt import is_causal
 
 
 class _Handoff(threading.local):
-    """The layer that was updated last in this thread, until attention takes it.
+    """The layer that was updated last in this thread, until the attention function takes it.
 
-    Models of transformers hand keys and values from the cache to the attention function, but not the cache. Between
-    the two calls nothing else runs in a thread, so this is where one leaves word for the other.
+    Models in transformers pass keys and values from the cache to the attention function, but not the cache itself.
+    Nothing else runs in the thread between the two calls, so a thread-local variable connects them.
     """
 
     layer: SnapStreamLayer | None = None
@@ -36,16 +36,18 @@ _handoff = _Handoff()
 
 @dataclass
 class _Prompt:
-    """A prompt that has not been compressed yet, behind what the cache held before it.
+    """A prompt that has not been compressed yet, appended to the previous contents of the cache.
 
     Attributes:
         keys: ``[B, N, L, D]``.
         values: ``[B, N, L, D_v]``.
-        first_voters: Per sequence, how many of the tokens were there before; their queries are gone.
-        real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all are, or for new ones.
+        first_voters: Per sequence, how many of the tokens come from the cache; their queries no longer exist.
+        real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all tokens are real, or while
+            this is not known for new tokens.
         tail: Queries of the last ``W`` tokens, ``[B, H, W, D]``.
-        chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention ran.
-        layout: Of the cache made from them.
+        chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention has
+            run.
+        layout: Layout of the cache with the chosen tokens.
     """
 
     keys: Tensor
@@ -58,20 +60,20 @@ class _Prompt:
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
-    """The layer whose keys the attention function was just given; ``None`` if they are of another kind of cache.
+    """Return the layer whose keys the attention function was given; ``None`` if they are from another kind of cache.
 
     Args:
-        index: The attention's place in the model.
+        index: Index of the attention layer in the model.
         key: ``[B, N, L, D]``.
 
     Raises:
-        RequestError: The same keys as in the call before.
+        RequestError: The keys are the same tensor as in the previous call.
     """
     layer, _handoff.layer = _handoff.layer, None
-    # A forward pass that broke off, or another attention implementation, leaves word that nobody took.
+    # After an interrupted forward pass, or with another attention implementation, the last layer was never taken.
     if layer is None or layer.index != index or not layer.returned(key):
         layer = None
-    if not torch.compiler.is_compiling():  # the prompt before was not compiled, so this is checked for every model
+    if not torch.compiler.is_compiling():  # prefill is not compiled, so this is checked for every model
         if layer is None and _handoff.taken is not None and _handoff.taken() is key:
             raise RequestError(f"layer {index} attends to its cache twice, which SnapStreamCache does not support")
         _handoff.taken = None if layer is None else weakref.ref(key)
@@ -79,10 +81,10 @@ def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None
 
 
 class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, ``[B, N, C, D]``, laid out as :mod:`snapstream.compression.layout` says.
+    """Keys and values of one layer, ``[B, N, C, D]``, in the layout of :mod:`snapstream.compression.layout`.
 
-    Several tokens at once are a prompt, or the next part of one, and are compressed together with what the cache holds
-    already; a single token is decoded.
+    An update of several tokens is a prompt or the next part of one, and is compressed together with the entries already
+    in the cache. An update of one token is a decode step.
 
     Attributes:
         keys: ``[B, N, C, D]``; ``None`` before the first token.
@@ -90,26 +92,26 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         base: First entry of the ring, int64 ``[B]``.
         count: Tokens ever stored, int64 ``[B]``, without padding.
         limit: End of the ring, int64 ``[B]``.
-        padding: Tokens among those seen that are padding, int64 ``[B]``.
-        seen: Tokens the model has seen, with padding; int64 scalar. It is what transformers counts positions from.
-        updates: Calls of :meth:`update` that were not compiled.
+        padding: Number of padding tokens among those seen, int64 ``[B]``.
+        seen: Tokens the model has seen, padding included; int64 scalar. transformers derives positions from it.
+        updates: Number of calls of :meth:`update` that were not compiled.
     """
 
     is_sliding = False
     is_croppable = False
 
     def __init__(self, index: int, budget: CacheBudget, *, latent: bool, chunked_prefill: bool) -> None:
-        """Make an empty layer.
+        """Create an empty layer.
 
         Args:
-            index: Which layer of the model.
-            budget: The policy.
-            latent: All heads read one latent per token (MLA), so all of them keep the same tokens.
-            chunked_prefill: Wait for a single token before compressing.
+            index: Index of the layer in the model.
+            budget: Budget of one sequence.
+            latent: Whether all heads read one latent per token (MLA), so that all of them keep the same tokens.
+            chunked_prefill: Whether to wait for a single token before compressing.
         """
         super().__init__()
         self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
-        # generate() would compile the chunks themselves, and the token after them, which compresses.
+        # generate() would otherwise compile the chunks, and the token after them, which triggers compression.
         self.is_compileable = not chunked_prefill
         self.seen = torch.zeros((), dtype=torch.int64)
         self.empty = True
@@ -117,13 +119,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._prompt: _Prompt | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values."""
+        """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``."""
         self.dtype, self.device = key_states.dtype, key_states.device
 
         def entries(like: Tensor) -> Tensor:
             return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
 
-        with torch.inference_mode(False):  # what is made inside could not be written to outside
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self.keys, self.values = entries(key_states), entries(value_states)
             start = layout_tensors([lay_out(1, self.budget)] * key_states.shape[0], self.device)
             self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
@@ -140,27 +142,28 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         Args:
             key_states: Rotated keys, ``[B, N, T, D]``.
             value_states: ``[B, N, T, D_v]``.
-            *args: Of transformers, unused.
-            **kwargs: Of transformers, unused.
+            *args: Unused arguments of transformers.
+            **kwargs: Unused arguments of transformers.
 
         Returns:
-            What attention is to read: for one token all ``C`` entries, else everything before and the new tokens.
+            The keys and values to attend to: for one token, all ``C`` entries; otherwise the previous contents followed
+            by the new tokens.
 
         Raises:
-            RequestError: Another batch size than before, or attention that does not tell the cache about queries.
+            RequestError: The batch size has changed, or the model's attention does not pass queries to the cache.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.keys.shape[0]:
             raise RequestError(
-                f"the cache holds {self.keys.shape[0]} sequences, but {key_states.shape[0]} were given; use another "
-                "cache, or reset() and the same number"
+                f"the cache holds {self.keys.shape[0]} sequences, but {key_states.shape[0]} were given; use a new "
+                f"cache, or reset() this one and give {self.keys.shape[0]} sequences"
             )
         if self._prompt is not None and self._prompt.chosen is None:
             raise RequestError(
                 f"layer {self.index} was given a new prompt before the last one was scored: the model's attention does "
-                "not pass through the implementation 'snapstream', or changes keys after they were cached; or a "
-                "forward pass broke off, then reset() the cache"
+                "not use the implementation 'snapstream', or changes keys after they were cached; or a forward pass "
+                "was interrupted, in which case reset() the cache"
             )
         key_states, value_states = key_states.detach(), value_states.detach()
         self.seen.add_(key_states.shape[2])
@@ -178,7 +181,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def returned(self, key: Tensor) -> bool:
-        """Whether attention over ``key`` is over what the last update returned."""
+        """Whether ``key`` is what the last update returned."""
         keys = self.keys if self._prompt is None else self._prompt.keys
         if self.latent or torch.compiler.is_compiling():  # latents are expanded in between
             return key.shape[2] == keys.shape[2]
@@ -190,7 +193,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._prompt is None
 
     def valid(self) -> Tensor:
-        """Entries in use, int64 ``[B]``: the first so many."""
+        """Number of entries in use, int64 ``[B]``; they are always the first ones."""
         return torch.minimum(self.count, self.limit)
 
     def attend_prompt(
@@ -202,24 +205,24 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         attend: Callable[[Tensor | None], Tensor],
         attend_causally: Callable[[Tensor | None, Tensor | None], Tensor | None] | None = None,
     ) -> Tensor:
-        """Attend from the tokens just stored, and decide what will be kept.
+        """Compute the attention of the tokens just stored, and select the tokens to keep.
 
         Args:
             query: Rotated queries, ``[B, H, T, D]``.
-            key: Rotated keys of everything before and of these tokens, ``[B, N, P + T, D]``; for MLA expanded to all
-                heads.
-            mask: The model's mask, boolean or additive ``[B, 1, T, >= T]``; its last ``T`` columns are these tokens.
-                ``None`` if nothing is padding.
+            key: Rotated keys of the ``P`` previous and these ``T`` tokens, ``[B, N, P + T, D]``; for MLA, expanded to
+                all heads.
+            mask: The model's mask, boolean or additive ``[B, 1, T, >= T]``, whose last ``T`` columns are these tokens;
+                ``None`` without padding.
             scale: Factor on the logits.
-            attend: Attention under a mask, ``None`` for causal attention of tokens that nothing comes before.
-            attend_causally: Causal attention, given which of all and of these tokens are real (``None``: all of them);
-                returns ``None`` if it cannot do it. ``None`` if there is nothing faster than ``attend``.
+            attend: Attention under a mask; a mask of ``None`` means causal attention without previous tokens.
+            attend_causally: Faster causal attention, if available. It takes which of all tokens and which of these
+                tokens are real (``None``: all), and returns ``None`` if it cannot handle them.
 
         Returns:
-            What one of the two returns.
+            The output of ``attend_causally`` or ``attend``.
 
         Raises:
-            RequestError: Padding on the right, or a mask that the cache cannot follow.
+            RequestError: The prompt is padded on the right, or the mask is not supported.
         """
         prompt, batch, tokens = self._prompt, query.shape[0], query.shape[2]
         assert prompt is not None
@@ -231,7 +234,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             real = torch.cat([key.new_ones(batch, size, dtype=torch.bool) if r is None else r for r, size in both], 1)
         prompt.real = real
         out = None
-        # The model's mask counts tokens that are gone: where something comes before, it is causal but for padding.
+        # The model's mask counts dropped tokens. With previous tokens, it is known to be causal except for padding.
         if attend_causally is not None and (before or mask is None or fresh is None or is_causal(mask, fresh)):
             out = attend_causally(real, fresh)
         if out is None:
@@ -245,13 +248,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _fresh_tokens(self, mask: Tensor, tokens: int) -> Tensor:
-        """Which of the last ``tokens`` columns of a model's mask are no padding, boolean ``[B, T]``.
+        """Which of the last ``tokens`` columns of a model's mask are not padding, boolean ``[B, T]``.
 
         Raises:
-            RequestError: A mask that is more than causal attention and padding, or that hides tokens stored before.
+            RequestError: The mask is more than causal attention and padding, or hides tokens that are in the cache.
         """
         if mask.shape[1] != 1:
-            raise RequestError("a mask of its own for each head is not supported by SnapStreamCache")
+            raise RequestError("a separate mask for each head is not supported by SnapStreamCache")
         if mask.dtype != torch.bool:
             allowed = mask == 0
             if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
@@ -261,15 +264,15 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         fresh, past = last[:, -tokens:], last[:, :-tokens]
         if past.shape[1] and not torch.equal((~past).sum(1), self.padding):
             raise RequestError(
-                "the attention mask hides tokens that are in the cache already, such as what generate() fills finished "
-                "sequences up with; a cache of fixed size cannot take them out: go on with each sequence alone, or "
-                "with a new cache"
+                "the attention mask hides tokens that are already in the cache, such as the padding that generate() "
+                "appends to finished sequences; a cache of fixed size cannot remove them: continue each sequence "
+                "separately, or with a new cache"
             )
         self.padding.add_((~fresh).sum(1))
         return fresh
 
     def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new tokens behind what the cache holds, oldest first, until attention has scored them."""
+        """Append new tokens to the cache's contents, oldest first, until attention has scored them."""
         if self._prompt is None and self.empty:
             self._prompt = _Prompt(key_states, value_states, [0] * key_states.shape[0])
         else:
@@ -282,7 +285,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._prompt.keys, self._prompt.values
 
     def _oldest_first(self) -> _Prompt:
-        """What the cache holds as the beginning of a prompt, in the order the tokens were stored in."""
+        """The cache's contents as the start of a prompt, in the order the tokens were stored."""
         entry = torch.arange(self.budget.capacity, device=self.device).expand(len(self.base), -1)
         base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
         oldest = torch.where(self.count > self.limit, next_slot(self.count, self.base, self.limit), self.base)[:, None]
@@ -294,13 +297,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.no_grad()
     def _choose(self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, scale: float) -> None:
-        """Decide which tokens would be kept if the prompt ended here."""
+        """Select the tokens that would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
         keeps_all = budget.policy.queries == ALL
         if prompt.tail is None:
             prompt.tail = F.pad(query[:, :, :0], (0, 0, 0 if keeps_all else budget.window, 0))
         queries = torch.cat((prompt.tail, query), 2)
-        if fresh is not None:  # the last real ones, in order
+        if fresh is not None:  # move the real ones to the end, in order
             flags = F.pad(fresh.int(), (prompt.tail.shape[2], 0), value=1)
             queries = _take(queries, flags.sort(dim=1, stable=True).indices[:, None])
         prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
@@ -308,7 +311,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         lengths = [total] * batch if real is None else real.sum(1).tolist()
         layouts = [lay_out(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
         prompt.layout = layout = layout_tensors(layouts, key.device)
-        # Where the real tokens are, in order.
+        # Indices of the real tokens, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
         if any(one.dropped for one in layouts):
             shown = LayerPrompt(
@@ -329,21 +332,21 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
 
     def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
-        """Values of the real tokens, in order, for a policy that looks at them."""
+        """Values of the real tokens, in order, for a policy that needs them."""
         if not self.budget.policy.needs_values:
             return None
         return prompt.values if order is None else _take(prompt.values, order)
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Compress a prompt that waits for it: keep what was chosen and forget the rest."""
+        """Compress a pending prompt: keep the chosen tokens and drop the rest."""
         prompt = self._prompt
         if prompt is None:
             return
         assert prompt.chosen is not None
         assert prompt.layout is not None
         if prompt.real is not None and not bool(prompt.real[:, -1].all()):
-            raise RequestError("a prompt is padded on the right; pad on the left (tokenizer.padding_side = 'left')")
+            raise RequestError("a prompt is padded on the right; use left padding (tokenizer.padding_side = 'left')")
         self.keys.copy_(_take(prompt.keys, prompt.chosen))
         self.values.copy_(_take(prompt.values, prompt.chosen))
         for name in ("base", "count", "limit"):
@@ -352,25 +355,25 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values held now, those of a prompt that waits for its end included."""
+        """Bytes of keys and values held now, including a prompt that is not compressed yet."""
         held = (self.keys, self.values) if self.is_initialized else ()
         waiting = (self._prompt.keys, self._prompt.values) if self._prompt is not None else ()
         return sum(tensor.nbytes for tensor in (*held, *waiting))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask that the model makes; for a single token it is not looked at."""
+        """Length and offset of the mask that the model builds; for a single token, the mask is ignored."""
         return (self.budget.capacity, 0) if query_length == 1 else (int(self.seen) + query_length, 0)
 
     def get_seq_length(self) -> Tensor | int:
-        """Tokens seen, with padding; more than the cache holds."""
+        """Tokens seen, padding included; may be more than the cache holds."""
         return 0 if self.empty else self.seen
 
     def get_max_length(self) -> int:
-        """No limit: a ring never ends."""
+        """Return -1, no limit: a ring never ends."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything; the memory is kept for the next prompts."""
+        """Empty the cache; its memory is kept for the next prompts."""
         self._prompt = None
         self.empty, self.updates = True, 0
         self.seen.zero_()
@@ -382,7 +385,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             self.count.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: row ``i`` continues from what row ``beam_idx[i]`` held. In place, for compiled graphs."""
+        """Reorder beams: row ``i`` continues from row ``beam_idx[i]``. In place, for compiled graphs."""
         self._settle()
         if self.is_initialized:
             rows = beam_idx.to(self.device)
@@ -403,33 +406,35 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 setattr(self, name, getattr(self, name)[indices.to(self.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: tokens that were overwritten cannot come back.
+        """Reject: entries that were overwritten cannot be restored.
 
         Raises:
-            RequestError: Always, unless nothing is to be removed.
+            RequestError: Always, unless there is nothing to remove.
         """
         if tokens_to_remove:
             raise RequestError(
-                "a cache of fixed size cannot take tokens back: what they overwrote is gone; assisted generation and "
-                "prompt lookup need DynamicCache"
+                "a cache of fixed size cannot remove tokens, because the entries they overwrote are lost; assisted "
+                "generation and prompt lookup need DynamicCache"
             )
 
     def offload(self) -> None:
-        """Refuse.
+        """Reject offloading.
 
         Raises:
             RequestError: Always.
         """
-        raise RequestError("this cache is not offloaded: it has a fixed, small size; give it fewer entries instead")
+        raise RequestError(
+            "this cache does not support offloading: it has a fixed, small size; give it fewer entries instead"
+        )
 
     prefetch = offload
 
 
 def _take(tensor: Tensor, entries: Tensor) -> Tensor:
-    """Entries ``[B, N or 1, E]`` of ``[B, N, L, D]``."""
+    """Gather entries ``[B, N or 1, E]`` of ``[B, N, L, D]``."""
     return tensor.gather(2, entries[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
 
 
 def _mean_of_heads(votes: Tensor) -> Tensor:
-    """One vote for all heads, ``[B, N, L] -> [B, 1, L]``."""
+    """Average the votes of all heads, ``[B, N, L] -> [B, 1, L]``."""
     return votes.mean(1, keepdim=True)

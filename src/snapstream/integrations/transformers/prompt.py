@@ -1,4 +1,4 @@
-"""Prompts on a CPU: attention by this package's kernel, where it is plainly causal but for padding on the left."""
+"""Prompt attention on a CPU by this package's kernel, for causal attention with at most left padding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import snapstream.kernels.compression  # noqa: F401 (its kernels take votes and 
 from snapstream.kernels import cpu as kernels
 
 SHORTEST = 128
-"""Tokens of a prompt below which it is not worth building the kernels for."""
+"""Minimum prompt length, in tokens, that is worth building the kernels for."""
 MASK_ROWS = 1024
-"""Rows of a mask that are looked at together."""
+"""Number of mask rows that are checked together."""
 
 
 def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether the kernel can take these, ``[B, H, T, D]``, ``[B, N, L, D]`` and ``[B, N, L, D_v]``, here and now."""
+    """Whether the kernel supports these tensors, ``[B, H, T, D]``, ``[B, N, L, D]`` and ``[B, N, L, D_v]``, here."""
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     return (
         query.device.type == "cpu"
@@ -35,23 +35,24 @@ def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool
 def attend_causally(
     query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None = None, fresh: Tensor | None = None
 ) -> Tensor | None:
-    """Attend from the last ``T`` of ``L`` tokens to the real ones up to their own.
+    """Attend from each of the last ``T`` of ``L`` tokens to the real tokens up to itself.
 
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, N, L, D]``.
         value: ``[B, N, L, D_v]``.
         scale: Factor on the logits.
-        real: Which tokens are there, and no padding, bool ``[B, L]``; ``None``: all.
-        fresh: The same of the last ``T`` tokens; ``None``: all.
+        real: Which tokens are neither padding nor unused entries, bool ``[B, L]``; ``None``: all.
+        fresh: Which of the last ``T`` tokens are not padding, bool ``[B, T]``; ``None``: all.
 
     Returns:
-        ``[B, T, H, D_v]``, zero for what is not real; ``None`` if there is padding anywhere but on the left.
+        ``[B, T, H, D_v]``, zero for tokens that are not real; ``None`` if the last ``T`` tokens have padding anywhere
+        but on the left.
     """
     B, H, T, _ = query.shape
     if fresh is not None and not bool(_on_the_right(fresh).all()):
         return None
-    if real is not None and not bool(_on_the_right(real).all()):  # entries of the cache that are not in use
+    if real is not None and not bool(_on_the_right(real).all()):  # unused entries of the cache lie between
         order = real.int().sort(dim=1, stable=True).indices[:, None, :, None]
         key = key.gather(2, order.expand(-1, key.shape[1], -1, key.shape[3]))
         value = value.gather(2, order.expand(-1, value.shape[1], -1, value.shape[3]))
@@ -67,18 +68,18 @@ def attend_causally(
 
 
 def _on_the_right(real: Tensor) -> Tensor:
-    """Whether each real token, of bool ``[B, L]``, is followed by real ones only: bool ``[B, L - 1]``."""
+    """Per pair of neighbors, whether it is not a real token followed by one that is not: ``[B, L] -> [B, L - 1]``."""
     return real[:, 1:] >= real[:, :-1]
 
 
 def is_causal(mask: Tensor, real: Tensor) -> bool:
-    """Whether a mask lets real tokens see all real ones up to their own, and no others.
+    """Whether a mask lets each real token attend to all real tokens up to itself, and to no others.
 
     Args:
         mask: Boolean, or additive, ``[B or 1, 1, T, >= T]``; its last ``T`` columns are the tokens.
-        real: Which tokens are no padding, ``[B, T]``.
+        real: Which tokens are not padding, ``[B, T]``.
     """
-    # Every layer asks, and a mask is not remembered: beside attention over as many tokens it takes little time.
+    # Repeated in every layer without caching the result: the cost is small next to attention over as many tokens.
     tokens = real.shape[1]
     for start in range(0, tokens, MASK_ROWS):
         rows = mask[:, 0, start : start + MASK_ROWS, -tokens:]

@@ -1,4 +1,4 @@
-"""Layers of a model that look at a window of tokens: they keep no more anyway."""
+"""Sliding-window layers, whose cache already has a fixed size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 
 class SlidingLayer(StaticSlidingWindowLayer):  # type: ignore[misc]
-    """A layer with a sliding window, as transformers has it, that can follow rows of a batch."""
+    """transformers' layer with a sliding window, extended by operations on batch rows."""
 
     is_croppable = False
 

@@ -1,4 +1,4 @@
-"""Which vLLM this is written for, checked by version, by name and by signature before anything is changed."""
+"""Which vLLM releases are supported: versions, names and signatures are checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
-# Function, and the arguments that are named or counted on.
+# Functions, with the arguments that this package relies on.
 FRONT_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": ("self",),
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": ("self", "request_id", "prompt", "params"),
@@ -43,7 +43,7 @@ CORE_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": ("kvcache_spec_cls", "manager_class"),
 }
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-# For caches that travel; 0.29 lacks some of them.
+# For KV transfer; 0.29 lacks some of them.
 CONNECTOR_HOOKS: dict[str, tuple[str, ...]] = {
     f"{_CONNECTOR}.on_new_request": ("self", "request"),
     f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
@@ -87,7 +87,7 @@ RUNNER_V2_HOOKS: dict[str, tuple[str, ...]] = {
 
 
 def unsupported_version() -> str | None:
-    """Why the installed release of vLLM is not supported, or ``None``."""
+    """Why the installed vLLM release is not supported, or ``None``."""
     import vllm
 
     match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
@@ -97,7 +97,7 @@ def unsupported_version() -> str | None:
 
 
 def unknown_field(known: frozenset[str]) -> str | None:
-    """A field of vLLM's metadata for attention that is not among those ``known``, as an obstacle, or ``None``."""
+    """An error message if vLLM's attention metadata has fields that are not in ``known``, or ``None``."""
     import vllm
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -106,12 +106,12 @@ def unknown_field(known: frozenset[str]) -> str | None:
         return None
     return (
         f"CommonAttentionMetadata of vLLM {vllm.__version__} has {', '.join(found)}, which could hold lengths of full "
-        f"caches; install a release of vLLM {SUPPORTED}"
+        f"caches; install vLLM {SUPPORTED}"
     )
 
 
 def missing_hook(hooks: dict[str, tuple[str, ...]]) -> str | None:
-    """What differs between ``hooks`` and the installed vLLM, or ``None``."""
+    """An error message if ``hooks`` and the installed vLLM differ, or ``None``."""
     import vllm
 
     advice = f"install a release of vLLM {SUPPORTED}"

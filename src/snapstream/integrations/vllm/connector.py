@@ -1,12 +1,13 @@
-"""Prefill on one instance of vLLM, decoding on another: compressed caches travel between them.
+"""Prefill on one vLLM instance and decoding on another, with the compressed cache transferred between them.
 
-The prefill instance gets a prompt with ``max_tokens=1`` and ``kv_transfer_params={"do_remote_decode": true}``. With
-the step that reads the prompt's end, every layer hands out what it has kept of it; the caches go to the host, and the
-blocks back to the pool with the request's end. Its answer has a first token and ``kv_transfer_params`` for the decode
-instance. That gets the prompt *with the first token*, and these parameters: it fetches the cache into as few blocks as
-it will ever hold, while others decode, and goes on with the second token.
+1. The prefill instance gets a prompt with ``max_tokens=1`` and ``kv_transfer_params={"do_remote_decode": true}``. In
+   the step that processes the end of the prompt, every layer hands out its compressed cache. The caches are copied to
+   the host, and the blocks return to the pool when the request ends.
+2. The answer has the first token, and ``kv_transfer_params`` for the decode instance.
+3. The decode instance gets the prompt *with the first token*, and these parameters. While other requests decode, it
+   fetches the cache into exactly the blocks that the sequence will decode in. It then continues with the second token.
 
-vLLM makes one connector in the scheduler's process, and one in each worker's.
+vLLM creates one connector in the scheduler's process, and one in each worker's.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
     # -- the scheduler's side -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Remember a request that comes from, or goes to, another instance."""
+        """Record a request whose cache is received from, or sent to, another instance."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._requests[request.request_id] = request
@@ -58,14 +59,14 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """All tokens of a prompt that another instance has read, fetched while others decode."""
+        """All tokens of a prompt that another instance has prefilled; they are loaded asynchronously."""
         length = arriving_tokens(request.kv_transfer_params)
         if length is None:
             return 0, False
         return length - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note which blocks a cache goes to."""
+        """Record the blocks that a cache is to be fetched into."""
         if not num_external_tokens:
             return
         assert self._kv_cache_manager is not None
@@ -75,21 +76,21 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._tasks.arrivals.append(Arrival(request_id, params["key"], params["source"], params["ranks"], layout, ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> Tasks:
-        """What the workers are told with a step."""
+        """The tasks of the workers for this step."""
         tasks, self._tasks = self._tasks, Tasks()
         scheduled = scheduler_output.num_scheduled_tokens
         tasks.departures = {request_id: self._keys[request_id] for request_id in scheduled if request_id in self._keys}
         return tasks
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """A cache that could not be fetched is not asked for again; vLLM fails the request, or reads its prompt."""
+        """Give up on caches that could not be fetched; vLLM fails these requests, or prefills their prompts."""
         for request_id in connector_output.failed_recving or ():
             request = self._requests.get(request_id)
             if request is not None:
                 request.kv_transfer_params["do_remote_prefill"] = False
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Say what the decode instance needs. Blocks are free at once: their contents are on the host."""
+        """Return the parameters for the decode instance. Blocks are freed at once: their contents are on the host."""
         self._requests.pop(request.request_id, None)
         key = self._keys.pop(request.request_id, None)
         if key is None:
@@ -110,43 +111,43 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished`; there is one group."""
+        """Do the same as :meth:`request_finished`; there is only one group."""
         return self.request_finished(request, block_ids[0])
 
     # -- the workers' side --------------------------------------------------------------------------------------------
 
     def attach(self, vllm_config: Any, compressors: Sequence[LayerCompressor], block_size: int) -> None:
-        """Give a worker's side the layers, once they have caches."""
+        """Connect the worker's side to the layers, once these have caches."""
         self.courier = Courier(self.settings, vllm_config, compressors, block_size)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to fetch."""
+        """Start fetching caches."""
         tasks = self._get_connector_metadata()
         assert isinstance(tasks, Tasks)
         if self.courier is not None:
             self.courier.start(tasks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is fetched for a step that runs."""
+        """Do nothing: no fetched cache is used in the running step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Layers hand out what they have kept by themselves."""
+        """Do nothing: layers hand out their compressed caches themselves."""
 
     def wait_for_save(self) -> None:
-        """Publish what the step's prompts have left."""
+        """Publish the compressed caches of the step's prompts."""
         tasks = self._get_connector_metadata()
         assert isinstance(tasks, Tasks)
         if self.courier is not None:
             self.courier.publish(tasks)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Caches that have arrived, and those that will not."""
+        """Requests whose caches have arrived, and those whose caches could not be fetched."""
         if self.courier is None:
             return KVConnectorTransferResults()
         arrived, failed = self.courier.store_arrived()
         return KVConnectorTransferResults(finished_recving=arrived | failed, failed_recving=failed)
 
     def shutdown(self) -> None:
-        """Give up what is on its way."""
+        """Abandon transfers in progress."""
         if self.courier is not None:
             self.courier.close()

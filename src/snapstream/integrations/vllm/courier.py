@@ -1,4 +1,4 @@
-"""A worker's side of caches that travel: what its layers hand out it sends off, and what arrives it gives to them."""
+"""The worker's side of KV transfer: sends the caches that its layers hand out, and stores those that arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snapstream.integrations.vllm.step import Outgoing
 
 FETCHES = 4
-"""Caches that a worker fetches at the same time."""
+"""Number of caches that a worker fetches concurrently."""
 
 logger = logging.getLogger("vllm.snapstream")
 
@@ -33,12 +33,12 @@ class Arrival:
     """A cache to be fetched.
 
     Attributes:
-        request_id: Whose.
-        key: Its name, but for the rank.
-        source: Where it is.
-        ranks: Tensor-parallel ranks of the instance that sends it.
+        request_id: The request it is for.
+        key: Its name, without the ranks.
+        source: Where to fetch it.
+        ranks: Number of tensor-parallel ranks of the sending instance.
         layout: Its layout.
-        blocks: Block ids of the manager that it goes to.
+        blocks: The manager's block ids that it is stored in.
     """
 
     request_id: str
@@ -51,12 +51,12 @@ class Arrival:
 
 @dataclass
 class Tasks(KVConnectorMetadata):
-    """What the scheduler's side tells the workers' in a step.
+    """What the scheduler's side tells the workers in a step.
 
     Attributes:
-        departures: Names of caches that leave when their prompts have been read, by request.
+        departures: Names of caches to send when their prompts have been prefilled, by request.
         arrivals: Caches to be fetched.
-        dropped: Names of caches that nobody will want.
+        dropped: Names of caches that are no longer needed.
     """
 
     departures: dict[str, str] = field(default_factory=dict)
@@ -65,12 +65,12 @@ class Tasks(KVConnectorMetadata):
 
 
 class Courier:
-    """A rank's.
+    """Sends and receives the caches of one rank.
 
     Args:
-        settings: Of the connector.
+        settings: Settings of the connector.
         vllm_config: vLLM's configuration.
-        compressors: Of all layers, in their order.
+        compressors: The compressors of all layers, in order.
         block_size: Tokens per block of the manager.
     """
 
@@ -99,7 +99,7 @@ class Courier:
             compressor.hand_out = functools.partial(self._collect, number)
 
     def start(self, tasks: Tasks) -> None:
-        """Begin to fetch what a step asks for."""
+        """Start fetching the caches of a step, and drop those that are no longer needed."""
         for arrival in tasks.arrivals:
             self._fetching[arrival.request_id] = arrival, self._threads.submit(self._fetch, arrival)
         for key in tasks.dropped:
@@ -108,13 +108,13 @@ class Courier:
         self.transport.sweep()
 
     def publish(self, tasks: Tasks) -> None:
-        """Send off what layers have handed out in the step that just ran."""
+        """Publish the caches that layers have handed out in the step that just ran."""
         collected, self._collected = self._collected, {}
         for one, layers in collected.items():
             key = tasks.departures.get(one.request_id)
             if key is None or len(layers) < len(self.compressors):
                 continue
-            # One copy per layer and kind; the rest is done beside the next step.
+            # One copy per layer for keys and one for values; everything else overlaps with the next step.
             host = to_host([part for number in sorted(layers) for part in layers[number] if part is not None])
             parts = iter(host)
             pairs = [(next(parts), None if layers[n][1] is None else next(parts)) for n in sorted(layers)]
@@ -125,7 +125,11 @@ class Courier:
                 self._sender.submit(self._send, name, label, self._cut(pairs, share))
 
     def store_arrived(self) -> tuple[set[str], set[str]]:
-        """Store what has come since the last step; returns requests whose caches are there, and that failed."""
+        """Store caches that have arrived since the last step.
+
+        Returns:
+            Requests whose caches are stored, and requests whose transfer failed.
+        """
         arrived, failed = set(), set()
         for request_id, (arrival, future) in list(self._fetching.items()):
             if not future.done():
@@ -134,8 +138,8 @@ class Courier:
             try:
                 self._store(arrival, future.result())
                 arrived.add(request_id)
-            except Exception as error:  # whatever it is, it is about this request alone
-                logger.error("SnapStream: the cache of request %s did not come: %s", request_id, error)
+            except Exception as error:  # any error affects this request alone
+                logger.error("SnapStream: the cache of request %s could not be fetched: %s", request_id, error)
                 failed.add(request_id)
         return arrived, failed
 
@@ -148,8 +152,8 @@ class Courier:
     def _send(self, name: str, label: Label, layers: list[tuple[Tensor, Tensor | None]]) -> None:
         try:
             self.transport.publish(name, pack(label, layers))
-        except Exception as error:  # the other side will not find it, and say so
-            logger.error("SnapStream: a cache could not be kept for another instance: %s", error)
+        except Exception as error:  # the receiver will report that it is missing
+            logger.error("SnapStream: a cache could not be published for another instance: %s", error)
             self.transport.drop(name)
 
     def _collect(self, number: int, one: Outgoing, keys: Tensor, values: Tensor | None) -> None:
@@ -167,7 +171,7 @@ class Courier:
         return joined
 
     def _cut(self, layers: list[tuple[Tensor, Tensor | None]], share: Share) -> list[tuple[Tensor, Tensor | None]]:
-        """Those heads of this rank's that go to another one."""
+        """Select the heads of this rank that belong to a share."""
         first = share.first - heads_of(self._heads, self.ranks, self.rank).start
         own = slice(first, first + share.heads)
         return [(keys[own], None if values is None else values[own]) for keys, values in layers]
@@ -195,5 +199,5 @@ class Courier:
 
 
 def _name(key: str, sender: int, receiver: int) -> str:
-    """Of what one rank sends to another."""
+    """Name of the parcel from one rank to another."""
     return f"{key}-{sender}-{receiver}"

@@ -1,20 +1,21 @@
-"""Tokens that are computed before it is known whether they belong to the answer.
+"""Places draft tokens, which are computed before it is known whether they are accepted.
 
-In a step of speculative decoding vLLM computes the last token of a sequence, which is certain, and drafts of those that
-may follow. A ring has no place for drafts, because each would overwrite its oldest entry for good; so they stand behind
-it, and those that were right move into the ring before the sequence's next step::
+In a step of speculative decoding, vLLM computes the last token of a sequence, which is certain, and draft tokens after
+it. A draft token must not go into the ring, because it would overwrite the oldest entry permanently. Draft tokens
+therefore go after the ring, and accepted ones move into the ring before the sequence's next step::
 
     [ sink | pinned top-K | ring of recent tokens | drafts ]
       0..S   S..base        base..limit             limit..limit + drafts
 
-The certain token enters the ring at once. So without drafts every token sees what it should. The first draft also sees
-an entry that it would have found overwritten, the second one two of them, and so on. As long as the cache has room,
-tokens stand where they belong, and nothing differs.
+The certain token enters the ring at once, so without draft tokens every token attends to exactly the right entries. The
+first draft token also attends to one entry that should already have been overwritten, the second one to two of them,
+and so on. As long as the cache is not full, all tokens are at their regular places and there is no difference.
 
-Some kernels take the tokens of a step from the batch, and from the cache all but as many entries at its end. For these
-the certain token must stand before the drafts, so while the ring turns it takes the ring's last entry. What was there
-waits where the oldest entry was, which has to go anyway, and the two change places before the next step. That is done
-without drafts, too: beside sequences that have some, such kernels may take a single token for a short prompt.
+Some kernels take a step's tokens from the batch, and everything except the last entries, as many as there are such
+tokens, from the cache. For these, the certain token must come directly before the draft tokens, so once the ring is
+full it takes the ring's last entry. The previous content of that entry is moved to the place of the oldest entry, which
+is evicted anyway, and the two are swapped before the next step. This is also done without draft tokens: in a batch with
+sequences that have some, such kernels may treat a single token as a short prompt.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Placed(NamedTuple):
 
     Attributes:
         owners: Sequence of each token ``[T]``.
-        tokens: Indices into the batch's tokens ``[T]``.
-        entries: Cache entry that each one takes ``[T]``.
-        used: Entries in use with them ``[B]``.
-        scheduled: How many there are ``[B]``.
+        tokens: Index of each token in the batch ``[T]``.
+        entries: Cache entry of each token ``[T]``.
+        used: Entries in use, the new tokens included ``[B]``.
+        scheduled: New tokens per sequence ``[B]``.
     """
 
     owners: Integers
@@ -50,12 +51,12 @@ class Placed(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Entries that change their places before a step; all are read before any is written.
+    """Entries to move before a step; all are read before any is written.
 
     Attributes:
-        owners: Sequence of each one ``[M]``.
-        sources: Where it is ``[M]``.
-        targets: Where it goes ``[M]``.
+        owners: Sequence of each moved entry ``[M]``.
+        sources: Its current place ``[M]``.
+        targets: Its new place ``[M]``.
     """
 
     owners: Integers
@@ -66,15 +67,15 @@ class Moves(NamedTuple):
 def place_tokens(
     count: Integers, base: Integers, limit: Integers, first: Integers, scheduled: Integers, *, at_end: bool = False
 ) -> Placed:
-    """Find entries for the new tokens of sequences that decode: of each, a certain one and then drafts.
+    """Assign entries to the new tokens of decoding sequences: per sequence, a certain token and then draft tokens.
 
     Args:
-        count: Tokens stored before ``[B]``.
+        count: Tokens stored before the step ``[B]``.
         base: First entry of each ring ``[B]``.
         limit: End of each ring ``[B]``.
-        first: Each one's first new token, an index into the batch's tokens ``[B]``.
-        scheduled: New tokens of each one ``[B]``, 1 or more.
-        at_end: Whether the certain token stands before the drafts; else it takes its slot.
+        first: First new token of each sequence, as an index into the batch's tokens ``[B]``.
+        scheduled: New tokens of each sequence ``[B]``, 1 or more.
+        at_end: Whether the certain token goes directly before the draft tokens; otherwise it goes to its regular place.
     """
     owners = np.repeat(np.arange(len(count)), scheduled)
     number = np.arange(len(owners)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
@@ -85,10 +86,10 @@ def place_tokens(
 
 
 class Drafts:
-    """Remembers where the tokens of each sequence's last step stand.
+    """Tracks where the tokens of each sequence's last step were stored.
 
     Attributes:
-        at_end: Whether the certain token of a step stands before its drafts. Whoever knows the kernels sets it.
+        at_end: Whether the certain token of a step goes directly before its draft tokens; depends on the kernels.
     """
 
     def __init__(self) -> None:
@@ -96,16 +97,16 @@ class Drafts:
         self._counts: dict[str, int] = {}
 
     def moves(self, sequences: Iterable[tuple[str, Layout]], counts: Iterable[int]) -> Moves:
-        """What changes its place before a step.
+        """Compute the entries to move before a step.
 
         Args:
-            sequences: Those that decode in it, and their layouts.
-            counts: Tokens each one has stored before it.
+            sequences: Request ids and layouts of the sequences that decode in the step.
+            counts: Tokens that each sequence has stored before the step.
         """
         found = []
         for owner, ((request_id, layout), count) in enumerate(zip(sequences, counts, strict=True)):
             before = self._counts.get(request_id)
-            if before == count:  # the last step came to nothing; this one finds all as that did
+            if before == count:  # the last step stored nothing, so the entries are as that step expected them
                 continue
             sources = {} if before is None else _settled(layout, before, count, at_end=self.at_end)
             if self.at_end and count >= layout.limit:
@@ -117,18 +118,18 @@ class Drafts:
         return Moves(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
 
     def forget(self, request_id: str) -> None:
-        """A sequence loses its cache."""
+        """Drop the state of a sequence that loses its cache."""
         self._counts.pop(request_id, None)
 
 
 def _settled(layout: Layout, before: int, count: int, *, at_end: bool) -> dict[int, int]:
-    """By target, sources that bring a ring into its order after a step.
+    """Moves that restore the order of a ring after a step, as a mapping from target to source.
 
     Args:
         layout: The sequence's layout.
         before: Tokens stored before the step.
-        count: Tokens stored with it, drafts that were wrong left out.
-        at_end: Whether the step's certain token stands before its drafts.
+        count: Tokens stored after the step, without rejected draft tokens.
+        at_end: Whether the step's certain token was stored directly before its draft tokens.
     """
     sources: dict[int, int] = {}
     if at_end and before >= layout.limit:

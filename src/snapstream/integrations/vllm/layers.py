@@ -1,7 +1,7 @@
-"""vLLM's attention layers with one thing more: when a prompt ends, they copy what is kept of it.
+"""Extends vLLM's attention layers: at the end of a prompt, they copy out the kept entries.
 
-Layers, their kernels (``impl``) and their metadata builders keep their classes' code; each gets a subclass with one
-method around the original. That works for every backend alike, and for layers that are already built.
+Layers, their kernels (``impl``) and their metadata builders keep the code of their classes; each gets a subclass that
+wraps one method. This works the same way for every backend, and for layers that are already built.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from snapstream.integrations.vllm.paged import PagedCache
 from snapstream.integrations.vllm.step import Outgoing, Sequences, Window
 
 _READ_THE_CACHE = {"CPU_ATTN"}
-"""Backends whose kernels were seen to find all tokens of a step in the cache, wherever there."""
+"""Backends whose kernels are known to read all tokens of a step from the cache, at whatever place."""
 _ALIKE = ("mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "streaming", "full")
-"""Policies that treat all layers alike; names of layers need not have a number then."""
+"""Policies that treat all layers alike, so that layer names need not contain a number."""
 
 
 class LayerCompressor:
@@ -30,9 +30,9 @@ class LayerCompressor:
 
     Args:
         name: The layer's name in the model.
-        index: Its number, for policies that differ from layer to layer.
+        index: Its index, for policies that differ between layers.
         layer: vLLM's attention layer.
-        sequences: What the worker knows of its requests.
+        sequences: The worker's record of its requests.
         heads_total: KV heads of the whole model, over all tensor-parallel ranks.
     """
 
@@ -48,14 +48,14 @@ class LayerCompressor:
         sequences.on_move.append(self._move)
 
     def bind(self, block_size: int, blocks: int) -> None:
-        """Find out the layout of the layer's cache, once it is there."""
+        """Determine the layout of the layer's cache, once it is allocated."""
         self.cache = PagedCache(self.layer, block_size, blocks)
 
     def __call__(self, queries: Tensor, cache: Tensor) -> None:
-        """Do what is due after the layer's attention has run.
+        """Do the step's work after the layer's attention has run: compress prompts, and hand out caches.
 
         Args:
-            queries: Rotated queries of the batch, ``[T, H, D]``; for MLA as projected, not yet absorbed.
+            queries: Rotated queries of the batch, ``[T, H, D]``; for MLA, as projected and not yet absorbed.
             cache: The layer's paged cache.
         """
         step = self.sequences.step
@@ -68,7 +68,7 @@ class LayerCompressor:
             if window.last:
                 parts = [*self._windows.pop(window.request_id, ()), part]
                 self._copy_out(torch.cat(parts), cache, window)
-            else:  # the batch's buffers are used again in the next step
+            else:  # the batch's buffers are reused in the next step
                 self._windows.setdefault(window.request_id, []).append(part.clone())
         if self.hand_out is not None:
             for one in step.outgoing:
@@ -80,17 +80,17 @@ class LayerCompressor:
         self.cache.write(self.layer.kv_cache, keys, values, slots)
 
     def _entries(self, cache: Tensor, blocks: Tensor, outgoing: Outgoing) -> tuple[Tensor, Tensor | None]:
-        """Entries of a cache as it will be decoded in: keys ``[N, E, D]``, and values unless latent."""
+        """The entries that another instance will decode with: keys ``[N, E, D]``, and values unless latent."""
         assert self.cache is not None
         pages, count = self.cache.read_pages(cache, blocks), outgoing.layout.prompt.count
         keys = self.cache.keys(pages, count)
         return keys, None if self.cache.latent else self.cache.values(pages, _first(keys, count))
 
     def _check_writes(self, slot_mapping: Tensor) -> None:
-        """In the first step that decodes: what was rewritten is what the layer's tokens are written by.
+        """Check, in the first step that decodes, that the layer's tokens are written by the rewritten slot mapping.
 
         Raises:
-            ConfigurationError: It is a copy. Tokens went elsewhere, so no answer may leave.
+            ConfigurationError: The layer uses a copy. Tokens went to wrong slots, so no answer may be returned.
         """
         from vllm.forward_context import get_forward_context
 
@@ -98,8 +98,8 @@ class LayerCompressor:
         used = mapping.get(self.layer.layer_name) if isinstance(mapping, Mapping) else None
         if used is None or used.data_ptr() != slot_mapping.data_ptr():
             raise ConfigurationError(
-                f"SnapStream cannot work here: this vLLM writes the tokens of layer {self.name} by a slot mapping of "
-                "its own, not by that of the batch; please report this with vLLM's version and your options"
+                f"SnapStream cannot work here: this vLLM writes the tokens of layer {self.name} by a separate slot "
+                "mapping instead of the batch's; please report this with vLLM's version and your options"
             )
         self._is_checked = True
 
@@ -107,14 +107,14 @@ class LayerCompressor:
         self._windows.pop(request_id, None)
 
     def _move(self, block_size: int, sources: Tensor, targets: Tensor) -> None:
-        """Before a step, bring entries from slots ``[E]`` to others, if the layer's blocks are of that size."""
+        """Before a step, move entries between slots ``[E]``, if the layer's blocks have that size."""
         assert self.cache is not None
         if self.cache.block_size == block_size:
             keys, values = self.cache.read(self.layer.kv_cache, sources)
             self.put(keys, values, targets)
 
     def _copy_out(self, queries: Tensor, cache: Tensor, window: Window) -> None:
-        """Copy a sequence into its own blocks: of a prompt over its budget what the queries ``[W, H, D]`` choose."""
+        """Copy a sequence into its own blocks; a prompt over its budget is compressed by its queries ``[W, H, D]``."""
         step, paged, layout = self.sequences.step, self.cache, window.layout
         assert step is not None
         assert paged is not None
@@ -142,7 +142,7 @@ class LayerCompressor:
         paged.write(cache, kept, values, target.slots)
 
     def _absorb(self, queries: Tensor) -> Tensor:
-        """For MLA, queries in the space of the latent cache, ``[T, H, rank + rope]``; otherwise as they are."""
+        """For MLA, queries in the space of the latent cache, ``[T, H, rank + rope]``; otherwise unchanged."""
         layer = self.layer
         if not hasattr(layer, "kv_lora_rank"):
             return queries
@@ -151,10 +151,10 @@ class LayerCompressor:
         return torch.cat([absorbed, rope], dim=-1)
 
     def _combine(self, votes: Tensor) -> Tensor:
-        """Average the votes of ranks that hold the same KV head, each with other query heads.
+        """Average the votes of ranks that hold the same KV head with different query heads.
 
-        Under tensor parallelism MLA's latents are on every rank, and so is a KV head if there are fewer of them than
-        ranks; each rank alone would keep other tokens.
+        Under tensor parallelism, MLA's latents are replicated on every rank. So are KV heads if there are fewer of them
+        than ranks. Without averaging, the ranks would keep different tokens.
         """
         from vllm.distributed import (
             get_tensor_model_parallel_rank,
@@ -174,7 +174,7 @@ class LayerCompressor:
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
-    """The first positions of each head of ``[N, L, D]``: ``[N, count]``."""
+    """The first ``count`` positions of each head of keys ``[N, L, D]``: ``[N, count]``."""
     return torch.arange(count, device=keys.device).expand(len(keys), -1)
 
 
@@ -182,7 +182,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
     """Give every attention layer of a loaded model its compressor.
 
     Raises:
-        ConfigurationError: A layer whose attention depends on more than query, keys and values.
+        ConfigurationError: The attention of a layer depends on more than query, keys and values.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -217,7 +217,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
     return compressors
 
 
-# Each of these makes a subclass with one base, which can replace the class of objects that are already built.
+# Each of these builds a subclass with one base, which can replace the class of existing objects.
 
 
 def _compressing_impl(base: Any) -> type:
@@ -236,7 +236,7 @@ def _compressing_impl(base: Any) -> type:
 
 
 def _compressing_latent_layer(base: Any) -> type:
-    """An ``MLAAttention`` that compresses. Not its impl: only the layer sees all queries of a batch."""
+    """An ``MLAAttention`` that compresses. The impl cannot do it: only the layer sees all queries of a batch."""
 
     class CompressingLayer(base):
         def forward_impl(
@@ -251,16 +251,16 @@ def _compressing_latent_layer(base: Any) -> type:
 
 
 def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
-    """A backend whose metadata builders see the step as the kernels should."""
+    """A backend whose metadata builders get the rewritten metadata of the step."""
     builder: Any = backend.get_builder_cls()
 
     class RewritingBuilder(builder):
-        # Would give a second group of layers the first one's metadata with a block table that was not rewritten.
+        # Updating would give a second group of layers the first one's metadata with an unmodified block table.
         supports_update_block_table = False
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             if sequences.step is not None:
-                common_prefix_len = 0  # rows no longer begin with what requests have in common
+                common_prefix_len = 0  # rows no longer start with a common prefix
                 common_attn_metadata = sequences.step.rewrite(
                     common_attn_metadata, self.kv_cache_spec.block_size, sequences.block_size
                 )
@@ -275,33 +275,37 @@ def _rewriting_backend(backend: Any, sequences: Sequences) -> type:
 
 
 def _named(made: type, base: type) -> type:
-    """Give a made class a name of its own: vLLM groups layers by their backend's name."""
+    """Give a generated class a unique name: vLLM groups layers by the name of their backend."""
     made.__qualname__ = made.__name__ = f"SnapStream{base.__name__}"
     return made
 
 
 def _is_composite(impl: Any) -> bool:
-    """Whether ``impl`` hands its work to others, which do not have our code around them."""
+    """Whether ``impl`` delegates to other implementations, which are not wrapped."""
     variants = getattr(impl, "get_impl_variants", None)
     return variants is not None and tuple(variants()) != (impl,)
 
 
 def _check_layer(name: str, layer: Any, heads: int) -> None:
-    """Refuse what moving entries around would change."""
+    """Reject layers whose attention would change if entries were moved.
+
+    Raises:
+        ConfigurationError: Names everything that is not supported.
+    """
     impl, backend = layer.impl, layer.attn_backend
     window = getattr(impl, "sliding_window", None)
     obstacles = [
-        (getattr(impl, "alibi_slopes", None) is not None, "ALiBi, which depends on where entries lie"),
+        (getattr(impl, "alibi_slopes", None) is not None, "ALiBi, which depends on the place of entries"),
         (bool(getattr(impl, "logits_soft_cap", None)), "a soft cap on its logits"),
         (getattr(impl, "sinks", None) is not None, "learned attention sinks"),
         (window not in (None, -1, (-1, -1)), "a sliding window"),
         (getattr(layer, "kv_sharing_target_layer_name", None) is not None, "the cache of another layer"),
         (
             backend.forward_includes_kv_cache_update and not backend.is_mla(),  # MLA's layer always writes
-            f"backend {backend.get_name()}, which writes its cache by itself",
+            f"backend {backend.get_name()}, which writes to its cache itself",
         ),
         (not hasattr(impl, "do_kv_cache_update"), f"backend {backend.get_name()}, which has no cache update"),
-        (_is_composite(impl), f"backend {backend.get_name()}, which is made of several"),
+        (_is_composite(impl), f"backend {backend.get_name()}, which combines several backends"),
         (layer.num_kv_heads != heads, f"{layer.num_kv_heads} KV heads where other layers have {heads}"),
         (
             backend.is_mla() and getattr(layer, "W_UK_T", None) is None,

@@ -1,8 +1,8 @@
 """The plugin's counters on vLLM's ``/metrics``.
 
-They are counted by the scheduler, in the engine core's process, and vLLM sends nothing of ours back to the process
-that answers ``/metrics``. So each engine core writes its counters to a small file, and the other side reads the files
-when it is asked. The directory travels in the environment, as vLLM's own for several API servers does.
+The scheduler updates them in the engine core's process, and vLLM has no channel for them to the process that serves
+``/metrics``. So each engine core writes its counters to a small file, and the server process reads the files on each
+request. The directory is passed in an environment variable, as vLLM does for its own metrics of several API servers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 DIRECTORY = "SNAPSTREAM_METRICS_DIR"
 COUNTERS = (
     ("snapstream_prompts_compressed", "Prompts that were compressed."),
-    ("snapstream_tokens_dropped", "Prompt tokens left out of compressed caches."),
-    ("snapstream_blocks_released", "KV blocks given back to the pool by compression."),
+    ("snapstream_tokens_dropped", "Prompt tokens dropped by compression."),
+    ("snapstream_blocks_released", "KV blocks released to the pool by compression."),
 )
 _FORMAT = struct.Struct(f"<{len(COUNTERS)}q")
 
@@ -38,27 +38,27 @@ class CounterWriter:
         self._written: tuple[int, ...] | None = None
 
     def write(self, values: Sequence[int]) -> None:
-        """Publish the counters' values, if they have changed."""
+        """Write the counters' values, if they have changed."""
         if self._path is None or tuple(values) == self._written:
             return
         self._written = tuple(values)
         try:
-            # Less than a page and replaced as a whole: a reader sees the old numbers or the new ones.
+            # Replaced atomically: a reader sees either the old or the new values.
             fresh = self._path.with_name(f".{self._path.name}")
             fresh.write_bytes(_FORMAT.pack(*values))
             fresh.replace(self._path)
         except OSError:
-            self._path = None  # counters are not worth an engine
+            self._path = None  # failing counters must not stop an engine
 
 
 class CounterReader:
-    """A collector for prometheus_client: reads the files when ``/metrics`` is asked."""
+    """A collector for prometheus_client that reads the files on each request of ``/metrics``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def collect(self) -> Iterator[Any]:
-        """The counters of all engines, labelled ``engine`` as vLLM's own are."""
+        """The counters of all engines, with a label ``engine`` like vLLM's own metrics."""
         from prometheus_client.core import CounterMetricFamily
 
         families = [CounterMetricFamily(name, text, labels=["engine"]) for name, text in COUNTERS]
@@ -73,13 +73,13 @@ class CounterReader:
 
 
 def publish_counters() -> None:
-    """In the process that answers ``/metrics``: open a directory for the engines to come, and report from it."""
+    """In the process that serves ``/metrics``: create the directory that engines write to, and report from it."""
     from prometheus_client import REGISTRY
 
     directory = Path(tempfile.mkdtemp(prefix="snapstream-"))
     os.environ[DIRECTORY] = str(directory)
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for collector in list(REGISTRY._collector_to_names):
-        if isinstance(collector, CounterReader):  # of an engine before this one
+        if isinstance(collector, CounterReader):  # from an earlier engine
             REGISTRY.unregister(collector)
     REGISTRY.register(CounterReader(directory))  # type: ignore[arg-type, unused-ignore]

@@ -1,9 +1,9 @@
-"""Reading the paged cache of a backend whose layout is its own business.
+"""Reads the paged cache of any backend, whatever its internal layout.
 
-Kernels store keys and values in whatever order suits them: interleaved, packed for vector units, transposed. Writing
-goes through the backend's own ``do_kv_cache_update``. For reading, the order is found out once, at start: numbers are
-written through that function and looked for in the block. A cache that does not give back what was written (because it
-is quantised, say) is refused.
+Kernels store keys and values in different orders: interleaved, packed for vector units, or transposed. Writing uses the
+backend's own ``do_kv_cache_update``. For reading, the order is determined once at startup: numbers are written through
+that function and located in the block. A cache that does not return exactly what was written, for example because it is
+quantized, is rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from snapstream.errors import ConfigurationError
 
 _BASE = 128
-"""Numbers are written as digits: integers up to 256 are exact in every floating-point type of a cache."""
+"""Base of the digits in which numbers are written: integers up to 256 are exact in every cache dtype."""
 
 
 class PagedCache:
@@ -29,15 +29,15 @@ class PagedCache:
     """
 
     def __init__(self, layer: Any, block_size: int, blocks: int) -> None:
-        """Find out the layout of a layer's cache.
+        """Determine the layout of a layer's cache.
 
         Args:
-            layer: vLLM's attention layer, its cache bound.
+            layer: vLLM's attention layer, with its cache bound.
             block_size: Tokens per block of the kernel.
             blocks: Blocks of that size in the pool.
 
         Raises:
-            ConfigurationError: The layout cannot be read.
+            ConfigurationError: The layout cannot be determined.
         """
         self.layer = layer
         self.block_size = block_size
@@ -55,11 +55,11 @@ class PagedCache:
         self._keys, self._values = self._locate()
 
     def read_pages(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Copy blocks out, as they are: ``[blocks, elements per block]``."""
+        """Copy blocks out unchanged: ``[blocks, elements per block]``."""
         return cache[blocks].flatten(1)
 
     def keys(self, pages: Tensor, length: int) -> Tensor:
-        """The first ``length`` keys of :meth:`read_pages`' blocks, ``[N, length, D]``."""
+        """The first ``length`` keys of pages from :meth:`read_pages`, ``[N, length, D]``."""
         found = pages[:, self._keys.flatten()].view(-1, *self.key_shape)
         return found[:length].transpose(0, 1)
 
@@ -75,7 +75,7 @@ class PagedCache:
 
         Args:
             cache: The layer's cache.
-            slots: Where, int64 ``[E]``.
+            slots: Slots of the entries, int64 ``[E]``.
         """
         block, within = (slots // self.block_size)[:, None, None], slots % self.block_size
 
@@ -91,7 +91,7 @@ class PagedCache:
             cache: The layer's cache.
             keys: ``[N, E, D]``.
             values: ``[N, E, D_v]``; ``None`` for a latent cache.
-            slots: Where, int64 ``[E]``.
+            slots: Slots to write to, int64 ``[E]``.
         """
         layer = self.layer
         entries = keys.transpose(0, 1)
@@ -108,7 +108,7 @@ class PagedCache:
     def _locate(self) -> tuple[Tensor, Tensor | None]:
         """Offsets within a block of every element: keys ``[block, N, D]``, values ``[block, N, D_v]``."""
         cache = self.layer.kv_cache
-        page = cache[0]  # the null block: no request's
+        page = cache[0]  # the null block, which no request uses
         saved = page.clone()
         slots = torch.arange(self.block_size, device=cache.device)
 
@@ -130,7 +130,7 @@ class PagedCache:
             page.copy_(saved)
 
     def _find(self, page: Tensor, store: Callable[[Tensor], None], shape: tuple[int, int]) -> Tensor:
-        """Where in ``page`` each of ``block_size * prod(shape)`` numbers lands when ``store`` writes them."""
+        """Offset in ``page`` of each of ``block_size * prod(shape)`` numbers that ``store`` writes."""
         size = self.block_size * shape[0] * shape[1]
         numbers = torch.arange(size, device=page.device)
         found = torch.zeros(page.numel(), dtype=torch.int64, device=page.device)
@@ -143,7 +143,7 @@ class PagedCache:
             factor *= _BASE
         place = torch.nonzero(digit >= 0)[:, 0]
         if place.numel() != size or not torch.equal(found[place].sort().values, numbers):
-            raise self._unreadable("its blocks do not hold what is written to them element by element")
+            raise self._unreadable("its blocks do not store every element unchanged")
         offsets = torch.empty(size, dtype=torch.int64, device=page.device)
         offsets[found[place]] = place
         return offsets.view(self.block_size, *shape)

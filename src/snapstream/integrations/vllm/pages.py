@@ -1,26 +1,26 @@
-"""A sequence in a paged cache: how many blocks it holds, when, and which of them others may share.
+"""A sequence in a paged cache: how many blocks it holds at which time, and which of them may be shared.
 
-A prompt that does not fit its budget is read into blocks of its own, as in stock vLLM. With its last chunk the row of
-the block table gets blocks for the compressed cache at its end::
+A prompt that exceeds its budget is prefilled into its own blocks, as in stock vLLM. With its last chunk, blocks for the
+compressed cache are appended to its row of the block table::
 
     [ blocks of the prompt | blocks of the compressed cache ]
       0..front_blocks        front_blocks..front_blocks + cache_blocks
 
-When that chunk has run, the kept entries have been copied and the prompt's blocks go back to the pool. They are copied
-out, not rewritten in place, because prefix caching may share the blocks with other requests.
+That step copies the kept entries, and afterwards the prompt's blocks return to the pool. Entries are copied out rather
+than compressed in place, because prefix caching may share the blocks with other requests.
 
-A prompt that fits is not compressed. It grows in its own blocks until the cache is full; from then on the ring turns.
-With prefix caching that must not happen in blocks that others read, so a full cache is copied out in the same way;
-without, it turns where it is.
+A prompt within its budget is not compressed. It grows in its own blocks until the cache is full, and from then on the
+ring overwrites entries. With prefix caching, it must not overwrite blocks that other requests read, so a full cache is
+copied out in the same way. Without prefix caching, it is overwritten in place.
 
-A cache that another instance has compressed arrives as it will be decoded in: there is nothing to read, to copy out or
-to share, so it has no blocks in front, and its ring turns where it is.
+A cache that another instance has compressed arrives in its final form. There is nothing to prefill, copy out or share,
+so it has no blocks in front, and its ring overwrites in place.
 
-With speculative decoding there is room for a step's drafts behind either part (see
-:mod:`~snapstream.integrations.vllm.drafts`). A cache that fits is copied out in every step whose tokens, drafts
-included, reach its limit; the copy counts once as many tokens are certain.
+With speculative decoding, both parts have room for a step's draft tokens at the end (see
+:mod:`~snapstream.integrations.vllm.drafts`). An uncompressed cache is copied out in every step whose tokens, draft
+tokens included, reach its limit; the copy is used once that many tokens are certain.
 
-Scheduler and worker compute the same layout from the same numbers, so no message passes between them.
+Scheduler and worker compute the same layout from the same numbers, so they need not exchange messages.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class PageLayout:
     """The blocks of one sequence.
 
     Attributes:
-        prompt: Layout of the cache. Its ``length`` is the tokens known when the request was admitted: the prompt, and
-            after a preemption also what had been generated.
-        budget: The policy.
+        prompt: Layout of the cache. Its ``length`` is the number of tokens known when the request was admitted: the
+            prompt, and after a preemption also the generated tokens.
+        budget: The request's budget.
         block_size: Tokens per block of the manager.
         shares: Whether prefix caching may share the sequence's blocks.
-        arrives: Whether another instance has read the prompt, and sends its cache.
-        drafts: Most tokens of a step that may turn out wrong.
+        arrives: Whether another instance has prefilled the prompt and sends its cache.
+        drafts: Maximum number of draft tokens per step.
     """
 
     prompt: Layout
@@ -60,7 +60,7 @@ class PageLayout:
 
     @property
     def moves_at(self) -> int | None:
-        """Computed tokens after which the cache is copied into blocks of its own; ``None``: never."""
+        """Number of computed tokens at which the cache is copied into separate blocks; ``None``: never."""
         if self.arrives:
             return None
         if self.compressed:
@@ -69,36 +69,36 @@ class PageLayout:
 
     @property
     def most_entries(self) -> int:
-        """Most entries in use while the sequence decodes: a full cache, and drafts."""
+        """Maximum number of entries in use while the sequence decodes: a full cache, and draft tokens."""
         return self.prompt.limit + self.drafts
 
     @property
     def source_tokens(self) -> int:
-        """Tokens from the start of the row among which the copied entries are; meaningless if nothing is copied."""
+        """Number of tokens at the start of the row that entries are copied from; meaningless if nothing is copied."""
         return self.prompt.length if self.compressed else self.most_entries
 
     @property
     def copied_entries(self) -> int:
-        """Entries that are copied: of a prompt that was compressed what was chosen, else all there may be."""
+        """Number of entries that are copied: the selected ones of a compressed prompt, otherwise all possible ones."""
         return self.prompt.limit if self.compressed else self.most_entries
 
     @property
     def front_blocks(self) -> int:
-        """Blocks of the row in front of the copy; 0 if nothing is ever copied."""
+        """Number of blocks of the row in front of the copy; 0 if nothing is ever copied."""
         return blocks_for(self.moves_at + self.drafts, self.block_size) if self.moves_at else 0
 
     @property
     def cache_blocks(self) -> int:
-        """Most blocks that the sequence holds while it decodes, but for the step that copies."""
+        """Maximum number of blocks that the sequence holds while it decodes, except in the step that copies."""
         return blocks_for(self.most_entries, self.block_size)
 
     @cached_property
     def longest(self) -> int:
-        """Length of the block table's row from when on it asks for no more blocks."""
+        """Final length of the block table's row, at which it needs no more blocks."""
         return self.front_blocks + self.cache_blocks
 
     def has_moved(self, tokens: int) -> bool:
-        """Whether the copy is made by the time ``tokens`` tokens have been computed; it counts if they are certain."""
+        """Whether the copy exists once ``tokens`` tokens have been computed; it is used if they are certain."""
         return self.moves_at is not None and tokens >= self.moves_at
 
     def blocks(self, tokens: int) -> int:
@@ -109,11 +109,11 @@ class PageLayout:
         return blocks_for(tokens if grows_whole else min(tokens, self.most_entries), self.block_size)
 
     def shareable(self, tokens: int) -> int:
-        """How many of ``tokens`` computed tokens lie in blocks that never change and may be published."""
+        """How many of ``tokens`` computed tokens are in blocks that never change and may be published."""
         return min(tokens, self.moves_at or 0)
 
     def reusable(self) -> int:
-        """Tokens from the start that may come from the prefix cache: the window's queries must be computed."""
+        """Number of leading tokens that may come from the prefix cache; the window's queries must be computed."""
         if self.arrives:
             return 0
         return self.prompt.length - (self.budget.window if self.compressed else 1)

@@ -1,4 +1,7 @@
-"""A compressed cache on its way between two instances: safetensors and a digest, checked before they are used."""
+"""Parcels: compressed caches serialized for transfer between two instances, as safetensors with a digest.
+
+Both are checked before any tensor is used.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ _DIGEST = 32
 
 
 class ParcelError(ValueError):
-    """A parcel that is damaged, or not for this instance."""
+    """A parcel is damaged, missing or not for this instance."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What both sides must have in common.
+    """Metadata on which both instances must agree.
 
     Attributes:
         layout: Layout of the cache, which follows from prompt and budget.
-        model: Layers, hidden size and vocabulary.
-        first_head: First KV head of the share, among all of the model.
-        dtype: Of the cache.
-        key_shape: KV heads of the share, and numbers of a key.
-        value_shape: The same of values; ``None`` where keys and values are one latent.
+        model: Number of layers, hidden size and vocabulary size.
+        first_head: Index of the share's first KV head in the model.
+        dtype: Name of the cache's dtype.
+        key_shape: KV heads of the share, and key size.
+        value_shape: KV heads of the share, and value size; ``None`` if keys and values are one latent.
     """
 
     layout: Layout
@@ -45,22 +48,22 @@ class Label:
     value_shape: tuple[int, int] | None
 
     def nbytes(self) -> int:
-        """Bytes of what is packed, without headers."""
+        """Bytes of the tensors, without headers."""
         numbers = sum(heads * size for heads, size in (self.key_shape, self.value_shape or (0, 0)))
         return self.model[0] * self.layout.count * numbers * getattr(torch, self.dtype).itemsize
 
     def most_bytes(self) -> int:
-        """Bytes that a parcel with this label has at most."""
+        """Maximum size, in bytes, of a parcel with this label."""
         return self.nbytes() + 4096 + 256 * 2 * self.model[0] + _DIGEST
 
 
 class Share(NamedTuple):
-    """KV heads that one rank of a prefill instance sends to one of a decode instance.
+    """KV heads that one rank of a prefill instance sends to one rank of a decode instance.
 
     Attributes:
-        sender: The rank that sends them.
-        first: The first of them, among all of the model.
-        heads: How many.
+        sender: The sending rank.
+        first: Index of the first head in the model.
+        heads: Number of heads.
     """
 
     sender: int
@@ -69,25 +72,25 @@ class Share(NamedTuple):
 
 
 def heads_of(heads: int, ranks: int, rank: int) -> range:
-    """KV heads that a tensor-parallel rank holds; with more ranks than heads several hold the same one."""
+    """KV heads that a tensor-parallel rank holds; with more ranks than heads, several ranks hold the same head."""
     if ranks <= heads:
         return range(rank * heads // ranks, (rank + 1) * heads // ranks)
     return range(rank * heads // ranks, rank * heads // ranks + 1)
 
 
 def shares_for(heads: int, senders: int, receivers: int, receiver: int) -> list[Share]:
-    """Who sends which heads to one rank; both sides compute it alike.
+    """Which ranks send which heads to one rank; both instances compute the same result.
 
     Args:
         heads: KV heads of the model; 1 for latents.
-        senders: Ranks of the prefill instance.
-        receivers: Ranks of the decode instance.
-        receiver: One of them.
+        senders: Number of ranks of the prefill instance.
+        receivers: Number of ranks of the decode instance.
+        receiver: The receiving rank.
     """
     shares: list[Share] = []
     for head in heads_of(heads, receivers, receiver):
         holders = [rank for rank in range(senders) if head in heads_of(heads, senders, rank)]
-        sender = holders[receiver % len(holders)]  # those that hold the same take turns
+        sender = holders[receiver % len(holders)]  # spreads the load over replicas of the head
         if shares and shares[-1].sender == sender:
             shares[-1] = shares[-1]._replace(heads=shares[-1].heads + 1)
         else:
@@ -96,7 +99,7 @@ def shares_for(heads: int, senders: int, receivers: int, receiver: int) -> list[
 
 
 def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
-    """Pack keys ``[N, E, D]`` and values of all layers, which are on the host."""
+    """Serialize keys ``[N, E, D]`` and values ``[N, E, D_v]`` of all layers; they must be on the host."""
     tensors = {
         f"{number}.{name}": part.contiguous()
         for number, layer in enumerate(layers)
@@ -108,14 +111,17 @@ def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
 
 
 def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
-    """Take a parcel apart.
+    """Check a parcel and return its tensors.
 
     Args:
-        parcel: What :func:`pack` made.
-        label: What it must say.
+        parcel: Output of :func:`pack`.
+        label: The expected label.
+
+    Returns:
+        Per layer, keys ``[N, E, D]``, and values ``[N, E, D_v]`` or ``None`` for latents.
 
     Raises:
-        ParcelError: It is damaged, or says something else.
+        ParcelError: The parcel is damaged, or has a different label.
     """
     packed = memoryview(parcel)[: -min(_DIGEST, len(parcel))]
     found = _header(bytes(packed[: 2**20]))
@@ -129,9 +135,9 @@ def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
     if said != wanted:
         named = said if isinstance(said, dict) else {}
         other = [f"{name} {named.get(name)}, not {value}" for name, value in wanted.items() if named.get(name) != value]
-        raise ParcelError(f"it is from an instance with other settings: {'; '.join(other)}")
+        raise ParcelError(f"it is from an instance with different settings: {'; '.join(other)}")
     if hashlib.blake2b(packed, digest_size=_DIGEST).digest() != parcel[-_DIGEST:]:
-        raise ParcelError("it was damaged on its way")
+        raise ParcelError("it was damaged in transit")
     try:
         tensors = load(bytes(packed))
     except Exception as error:  # safetensors raises exceptions of many kinds
@@ -144,22 +150,26 @@ def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
             part = tensors.pop(f"{number}.{name}", None)
             shape = (heads, label.layout.count, size)
             if part is None or tuple(part.shape) != shape or part.dtype != getattr(torch, label.dtype):
-                raise ParcelError(f"{name} of layer {number} are missing, or have another shape or type")
+                raise ParcelError(f"{name} of layer {number} are missing, or have a different shape or dtype")
             parts.append(part)
         layers.append((parts[0], parts[1] if len(parts) == 2 else None))
     if tensors:
-        raise ParcelError(f"it holds more than was asked for: {', '.join(sorted(tensors)[:3])}")
+        raise ParcelError(f"it has unexpected tensors: {', '.join(sorted(tensors)[:3])}")
     return layers
 
 
 def _plain(label: Label) -> dict[str, Any]:
-    """A label as JSON gives it back."""
+    """A label in the form that JSON returns."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(label) | {"layout": astuple(label.layout)}))
     return plain
 
 
 def _header(parcel: bytes) -> dict[str, Any]:
-    """The metadata at the beginning of a safetensors file, without looking at the rest."""
+    """The metadata in the header of a safetensors file; the rest is not read.
+
+    Raises:
+        ParcelError: The header cannot be read.
+    """
     try:
         (size,) = struct.unpack_from("<Q", parcel)
         found = json.loads(parcel[8 : 8 + size])["__metadata__"]

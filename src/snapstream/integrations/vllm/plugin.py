@@ -1,13 +1,13 @@
-"""The entry point, and the only code of vLLM that is wrapped.
+"""The entry point, and the only functions of vLLM that are wrapped.
 
-vLLM calls :func:`register` in every process. Two functions are wrapped there, both in the process that takes requests,
-and both do nothing unless a budget was asked for:
+vLLM calls :func:`register` in every process. It wraps two functions, both of the process that takes requests, and both
+do nothing unless a budget is set:
 
-- ``EngineArgs.create_engine_config``: vLLM has no hook that lets a plugin see the finished configuration. Here the
-  budget is read, unsupported combinations are refused, and worker and scheduler are set to ours; every other process
-  finds them, and the budget, in the configuration it is sent.
-- ``InputProcessor.process_inputs``: a request with a bad ``kv_budget`` must be refused before it reaches the engine,
-  where an error would hurt others.
+- ``EngineArgs.create_engine_config``: vLLM has no hook that shows a plugin the finished configuration. The wrapper
+  reads the budget, rejects unsupported combinations, and selects this package's worker and scheduler. All other
+  processes find these, and the budget, in the configuration that they receive.
+- ``InputProcessor.process_inputs``: a request with an invalid ``kv_budget`` must be rejected before it reaches the
+  engine, where an error would affect other requests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``; safe to call more than once.
 
     Raises:
-        ConfigurationError: ``SNAPSTREAM_BUDGET`` is set, and bad, or this vLLM is not supported.
+        ConfigurationError: ``SNAPSTREAM_BUDGET`` is invalid, or it is set and this vLLM is not supported.
     """
     budget = requested_budget(None)
     obstacle = unsupported_version() or missing_hook(FRONT_HOOKS)
@@ -60,8 +60,8 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     _wrap(EngineArgs, "create_engine_config", _create_engine_config)
-    if obstacle:  # whoever asks by --additional-config is refused when the configuration is made
-        logger.warning("SnapStream is installed but off: %s", obstacle)
+    if obstacle:  # a budget in --additional-config is rejected when the configuration is built
+        logger.warning("SnapStream is installed but disabled: %s", obstacle)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.engine.input_processor import InputProcessor
@@ -86,7 +86,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _create_engine_config(original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build vLLM's configuration; if a budget was asked for, check it and make it ours."""
+    """Build vLLM's configuration; if a budget is set, check it and select this package's worker and scheduler."""
     budget = requested_budget(arguments.additional_config)
     config = original(arguments, *args, **kwargs)
     if budget is not None:
@@ -101,7 +101,11 @@ def _create_engine_config(original: Callable[..., Any], arguments: Any, *args: A
 
 
 def _check_connector(config: Any) -> None:
-    """Refuse settings of the connector that no instance could work with, before anything is loaded."""
+    """Reject invalid settings of the connector before anything is loaded.
+
+    Raises:
+        ConfigurationError: The settings are invalid, or this vLLM lacks a hook.
+    """
     if obstacle := missing_hook(CONNECTOR_HOOKS):
         raise ConfigurationError(f"{CONNECTOR} cannot work here: {obstacle}")
     if transfer_settings(config).directory is None:
@@ -109,7 +113,7 @@ def _check_connector(config: Any) -> None:
 
 
 def _take_over(config: Any, budget: CacheBudget) -> None:
-    """Write worker, scheduler and budget into a configuration that was found supported."""
+    """Write worker, scheduler and budget into a checked configuration."""
     is_async = config.scheduler_config.async_scheduling
     config.parallel_config.worker_cls = f"{_PACKAGE}.worker.SnapStreamWorker"
     name = "SnapStreamAsyncScheduler" if is_async else "SnapStreamScheduler"
@@ -118,14 +122,14 @@ def _take_over(config: Any, budget: CacheBudget) -> None:
     _forbid_full_graphs(config.compilation_config)
     if config.model_config.max_model_len <= budget.capacity:
         logger.warning(
-            "SnapStream: a budget of %d entries holds all of max_model_len %d, so nothing will ever be compressed",
+            "SnapStream: a budget of %d entries covers max_model_len %d, so nothing will ever be compressed",
             budget.capacity,
             config.model_config.max_model_len,
         )
 
 
 def _forbid_full_graphs(compilation: Any) -> None:
-    """Keep attention out of CUDA graphs: a replayed graph would run none of the plugin's code in the layers."""
+    """Keep attention out of CUDA graphs: a replayed graph would not run the plugin's code in the layers."""
     from vllm.config import CUDAGraphMode
 
     if compilation.cudagraph_mode in (None, CUDAGraphMode.NONE):
@@ -134,8 +138,9 @@ def _forbid_full_graphs(compilation: Any) -> None:
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         return
     logger.warning(
-        "SnapStream: attention must stay outside of CUDA graphs, and this compilation does not split it off. So there "
-        "are no graphs instead of %s, and steps are slower. For graphs, leave mode and splitting_ops as they are.",
+        "SnapStream: attention must stay outside of CUDA graphs, but this compilation config does not split it off. "
+        "CUDA graphs are disabled instead of %s, and steps are slower. To use graphs, do not set mode and "
+        "splitting_ops.",
         compilation.cudagraph_mode.name,
     )
     compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -144,7 +149,11 @@ def _forbid_full_graphs(compilation: Any) -> None:
 def _process_inputs(
     original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a request that the plugin cannot serve; the client gets a 400, others are unharmed."""
+    """Reject a request that the plugin cannot serve; the client gets a 400, and other requests are not affected.
+
+    Raises:
+        VLLMValidationError: The request cannot be served.
+    """
     from vllm.exceptions import VLLMValidationError
 
     budget = active_budget(processor.vllm_config)
@@ -162,5 +171,5 @@ def _process_inputs(
     is_apart = budget is not None and config.kv_transfer_config is not None
     obstacle = check_transfer(params, len(request.prompt_token_ids or ()), config) if is_apart else None
     if obstacle:
-        raise VLLMValidationError(f"a cache cannot travel: {obstacle}", parameter=TRANSFER_KEY)
+        raise VLLMValidationError(f"the cache cannot be transferred: {obstacle}", parameter=TRANSFER_KEY)
     return request

@@ -1,7 +1,8 @@
-"""vLLM's model runners, telling :class:`~snapstream.integrations.vllm.step.Sequences` what they are about to do.
+"""vLLM's model runners, extended to report each step to :class:`~snapstream.integrations.vllm.step.Sequences`.
 
-There are two: the first generation (CPU, and GPU on request) and model runner V2 (the default on GPU). Both name the
-requests of a step and the tokens of each, and that is all that is taken from them. V2 was read, not run.
+There are two: the first generation (CPU, and optionally GPU) and model runner V2 (the default on GPU). Only the
+requests of a step and the tokens of each are taken from them. V2 has been checked by reading its source, not by running
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from snapstream.integrations.vllm.step import Sequences
 
 
 def _ending(base: Any) -> type:
-    """A subclass of a runner whose steps end with the forward pass, come what may."""
+    """A subclass of a runner whose steps always end with the forward pass, even after an error."""
 
     class EndingRunner(base):
         snapstream: Sequences
@@ -83,7 +84,7 @@ def adopt_runner(runner: Any, sequences: Sequences, *, is_v2: bool) -> None:
     """Make a model runner report its steps.
 
     Raises:
-        ConfigurationError: The runner lacks a function that this relies on.
+        ConfigurationError: The runner lacks a function that is needed.
     """
     if obstacle := missing_hook(RUNNER_V2_HOOKS if is_v2 else RUNNER_V1_HOOKS):
         raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")

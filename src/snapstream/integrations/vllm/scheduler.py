@@ -1,7 +1,7 @@
 """vLLM's schedulers with a block manager that knows each request's budget.
 
-vLLM hands its block manager request ids; budgets and lengths are on the request. The facade in between, vLLM's
-``KVCacheManager``, sees both, so ours tells the manager before it passes a call on.
+vLLM passes only request ids to its block manager, but budgets and lengths are attributes of the request. The facade in
+between, vLLM's ``KVCacheManager``, sees both; the subclass here informs the manager before it forwards a call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.snapstream")
 
 
 class SnapStreamKVCacheManager(KVCacheManager):
-    """vLLM's facade; lays out every request, and limits what it may take from the prefix cache."""
+    """vLLM's facade; computes the layout of every request, and limits its prefix-cache hits."""
 
     @property
     def snapstream(self) -> SnapStreamBlockManager:
@@ -32,7 +32,7 @@ class SnapStreamKVCacheManager(KVCacheManager):
         return manager
 
     def get_computed_blocks(self, request: Any) -> Any:
-        """Prefix-cache hits of ``request``, cut where the window of a long prompt begins."""
+        """Prefix-cache hits of ``request``, cut off where the window of a long prompt starts."""
         blocks, tokens, *rest = super().get_computed_blocks(request)
         limit = self.snapstream.reusable_tokens(request)
         if tokens > limit:
@@ -40,13 +40,13 @@ class SnapStreamKVCacheManager(KVCacheManager):
         return blocks, tokens, *rest
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Blocks for the next tokens of ``request``."""
+        """Allocate blocks for the next tokens of ``request``, with its layout known to the manager."""
         self.snapstream.layout(request)
         return super().allocate_slots(request, *args, **kwargs)
 
 
 class _Budgeted:
-    """What both schedulers add to vLLM's."""
+    """Mixin of both schedulers."""
 
     kv_cache_manager: Any
     kv_cache_config: Any
@@ -61,38 +61,39 @@ class _Budgeted:
         if len(managers) != 1 or not isinstance(managers[0], SnapStreamBlockManager):
             kinds = ", ".join(type(manager).__name__ for manager in managers)
             raise ConfigurationError(
-                f"the SnapStream plugin needs one KV cache group with a budget, this model has: {kinds}; "
+                f"the SnapStream plugin needs exactly one KV cache group, with a budget, but this model has: {kinds}; "
                 "hybrid models are not supported"
             )
-        # The scheduler builds its facade itself; a subclass without state of its own is put in its place.
+        # The scheduler creates its facade itself, so its class is replaced by a subclass without additional state.
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
         self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_index)
         self._announce(managers[0])
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan a step. Who is preempted for want of blocks is read again, and compressed at another end than before.
+        """Plan a step.
 
-        vLLM takes the blocks of whoever came last. That would change the answer of a sequence that has been compressed,
-        and one that still grows would come back the same; so these are put last, in the order in which they came. With
-        priorities the user has said who goes first.
+        A request preempted for lack of blocks is prefilled again, and compressed at a later position than before. vLLM
+        preempts the latest request. Preemption changes the answer of a sequence that has been compressed, but not that
+        of one that is still growing. So growing sequences are put last, in their order of arrival. With priority
+        scheduling, the user's order is kept.
         """
         if self.policy == SchedulingPolicy.FCFS:
             self.running.sort(key=self.kv_cache_manager.snapstream.grows)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """A cache that has arrived cannot be fetched once more: its prompt is read here."""
+        """Preempt a request; a cache that has arrived cannot be fetched again, so its prompt is prefilled here."""
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Let our counters go out with vLLM's statistics of the step."""
+        """Publish the plugin's counters along with vLLM's statistics of the step."""
         self._counters.write(self.kv_cache_manager.snapstream.counters)
         return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 
     def _announce(self, manager: SnapStreamBlockManager) -> None:
-        """One line beside vLLM's own "Maximum concurrency", which assumes full caches."""
+        """Log the concurrency with compressed caches; vLLM's own "Maximum concurrency" assumes full caches."""
         blocks = self.kv_cache_config.num_blocks - 1
         budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks
         longest = blocks_for(self.max_model_len, manager.block_size)
@@ -105,8 +106,8 @@ class _Budgeted:
 
 
 class SnapStreamScheduler(_Budgeted, Scheduler):
-    """vLLM's scheduler."""
+    """vLLM's scheduler, with budgets."""
 
 
 class SnapStreamAsyncScheduler(_Budgeted, AsyncScheduler):
-    """vLLM's asynchronous scheduler."""
+    """vLLM's asynchronous scheduler, with budgets."""

@@ -1,4 +1,4 @@
-"""What a user may ask of the plugin, and what it refuses. Knows vLLM's configuration only by attribute names."""
+"""The plugin's settings, and the configurations it rejects. It uses vLLM's configuration only by attribute names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKERS = {
 
 
 def requested_budget(additional_config: Any) -> CacheBudget | None:
-    """The server's budget, or ``None`` if nobody asked for the plugin.
+    """The server's budget, or ``None`` if the plugin is not enabled.
 
     Args:
         additional_config: vLLM's ``--additional-config``; its key ``snapstream`` holds a number of entries or the
@@ -31,7 +31,7 @@ def requested_budget(additional_config: Any) -> CacheBudget | None:
             hold the same, as a number or JSON.
 
     Raises:
-        ConfigurationError: A bad budget, or two that differ.
+        ConfigurationError: The budget is invalid, or two different ones are given.
     """
     given = {}
     if text := os.environ.get(ENVIRONMENT):
@@ -40,7 +40,7 @@ def requested_budget(additional_config: Any) -> CacheBudget | None:
         given[f"--additional-config {KEY}"] = carried
     if len(set(given.values())) > 1:
         raise ConfigurationError(
-            f"{ENVIRONMENT} and --additional-config ask for different cache budgets; leave one of them out"
+            f"{ENVIRONMENT} and --additional-config set different cache budgets; remove one of them"
         )
     budget = next(iter(given.values()), None)
     if budget is not None:
@@ -60,10 +60,11 @@ def _carried_budget(additional_config: Any) -> CacheBudget | None:
 
 
 def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
-    """The budget of one request: the server's, or what ``kv_budget`` in its ``extra_args`` asks for.
+    """The budget of one request: ``kv_budget`` in its ``extra_args``, or the server's budget.
 
     Raises:
-        RequestError: Not a number of entries, more than the server's, or too few for the policy.
+        RequestError: ``kv_budget`` is not a number of entries, larger than the server's budget, or too small for the
+            policy.
     """
     asked = (extra_args or {}).get(REQUEST_KEY)
     if isinstance(asked, str) and asked.isascii() and asked.isdigit() and len(asked) < 10:
@@ -77,10 +78,10 @@ def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
 
 
 def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
-    """What a request gets, on every side alike: what it asked for, or the server's if that makes no sense.
+    """The budget that a request gets, the same in every process: its own, or the server's if its own is invalid.
 
-    Requests that ask for nonsense are refused when they arrive. Should one come by another way, it must not stop the
-    engine that serves all the others.
+    Requests with an invalid budget are rejected when they arrive. If one gets through on another path, it must not stop
+    the engine that serves all other requests.
     """
     try:
         return request_budget(budget, extra_args)
@@ -89,11 +90,11 @@ def granted_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) ->
 
 
 def arriving_tokens(params: Mapping[str, Any] | None) -> int | None:
-    """Tokens of a prompt whose cache another instance sends; ``None`` if this one reads it.
+    """Number of tokens of a prompt whose cache another instance sends; ``None`` if this instance prefills it.
 
     Args:
-        params: ``kv_transfer_params`` of a request. Whoever finds that a cache does not come sets ``do_remote_prefill``
-            to false, and the prompt is read here.
+        params: ``kv_transfer_params`` of a request. If its cache cannot be fetched, ``do_remote_prefill`` is set to
+            false, and the prompt is prefilled here.
     """
     if not params or not params.get("do_remote_prefill"):
         return None
@@ -102,27 +103,30 @@ def arriving_tokens(params: Mapping[str, Any] | None) -> int | None:
 
 
 def most_drafts(vllm_config: Any) -> int:
-    """Most tokens that vLLM guesses per step and sequence; 0 without speculative decoding."""
+    """Maximum number of draft tokens per step and sequence; 0 without speculative decoding."""
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def check_supported(config: Any, budget: CacheBudget) -> None:
-    """Refuse a configuration of vLLM that the plugin cannot serve correctly.
+    """Reject a configuration of vLLM that the plugin cannot serve correctly.
 
     Args:
         config: A ``VllmConfig``.
         budget: The server's budget.
 
     Raises:
-        ConfigurationError: Names every obstacle, and what to change.
+        ConfigurationError: The configuration is not supported; the message names every obstacle, and what to change.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     tensor_parallel, transfer = parallel.tensor_parallel_size, config.kv_transfer_config
     obstacles = [
         (model.runner_type != "generate", f"runner type {model.runner_type!r}; only generation is supported"),
         (model.is_encoder_decoder, "an encoder-decoder model; only decoder-only models are supported"),
-        (model.is_hybrid or model.is_attention_free, "a hybrid or attention-free model; every layer must attend"),
+        (
+            model.is_hybrid or model.is_attention_free,
+            "a hybrid or attention-free model; every layer must have attention",
+        ),
         (
             getattr(model, "get_sliding_window", lambda: None)() is not None,
             "a model with sliding-window layers; its window already bounds the cache",
@@ -130,7 +134,7 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
         *_speculative_obstacles(config),
         (
             transfer is not None and transfer.kv_connector != CONNECTOR,
-            f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} knows compressed caches",
+            f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} supports compressed caches",
         ),
         (
             transfer is not None and parallel.pipeline_parallel_size > 1,
@@ -140,26 +144,26 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"--kv-cache-dtype {cache.cache_dtype}; use auto",
         ),
-        (getattr(cache, "kv_sharing_fast_prefill", False), "--kv-sharing-fast-prefill; leave it out"),
-        (getattr(cache, "kv_offloading_size", None) is not None, "KV offloading; leave --kv-offloading-size out"),
+        (getattr(cache, "kv_sharing_fast_prefill", False), "--kv-sharing-fast-prefill; remove it"),
+        (getattr(cache, "kv_offloading_size", None) is not None, "KV offloading; remove --kv-offloading-size"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism; set it to 1"),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism; set it to 1",
         ),
-        (parallel.use_ubatching, "microbatches; leave --enable-dbo and --ubatch-size out"),
+        (parallel.use_ubatching, "microbatches; remove --enable-dbo and --ubatch-size"),
         (getattr(model, "is_diffusion", False), "a diffusion model; only autoregressive models are supported"),
         (
             budget.policy.name == "random" and tensor_parallel > 1,
-            "random selection with tensor parallelism; each rank would choose for its heads alone",
+            "random selection with tensor parallelism; each rank would select for its own heads only",
         ),
         (
             budget.policy.queries == ALL,
-            f"the policy {budget.policy.name}, which looks at all queries of a prompt; only the last are kept here",
+            f"the policy {budget.policy.name}, which needs all queries of a prompt; the plugin keeps only the last",
         ),
         (
             config.scheduler_config.scheduler_cls is not None,
-            f"--scheduler-cls {config.scheduler_config.scheduler_cls}; the plugin brings its own",
+            f"--scheduler-cls {config.scheduler_config.scheduler_cls}; the plugin uses its own scheduler",
         ),
         (
             parallel.worker_cls not in _WORKERS,
@@ -172,21 +176,22 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
 
 
 def _speculative_obstacles(config: Any) -> list[tuple[bool, str]]:
-    """Of ``--speculative-config``."""
+    """Obstacles in ``--speculative-config``, each with whether it applies."""
     speculative = config.speculative_config
     if speculative is None:
         return []
     return [
         (
             speculative.method != "ngram",
-            f'speculative decoding by {speculative.method}; only "method": "ngram" is supported, because caches of '
+            f'speculative decoding with {speculative.method}; only "method": "ngram" is supported, because caches of '
             "draft models, MTP and EAGLE would not be compressed",
         ),
         (
             config.parallel_config.pipeline_parallel_size > 1,
-            "speculative decoding with pipeline parallelism, which this vLLM's runner cannot start; leave one out",
+            "speculative decoding with pipeline parallelism, which this vLLM's runner cannot start; disable one of "
+            "them",
         ),
-        (config.scheduler_config.async_scheduling, "speculative decoding with --async-scheduling; leave one out"),
+        (config.scheduler_config.async_scheduling, "speculative decoding with --async-scheduling; disable one of them"),
         (
             getattr(config, "use_v2_model_runner", False),
             "speculative decoding with model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0",

@@ -1,8 +1,8 @@
-"""What a worker knows of the requests in one step, and the batch metadata it makes of that.
+"""The worker's record of the requests in one step, and the batch metadata that follows from it.
 
-vLLM counts every token a sequence has ever seen. A sequence in a compressed cache has fewer entries, in blocks further
-along its row, and its next token goes into a slot of the ring. Three columns of vLLM's metadata say so, and stock
-kernels do the rest: the length of each sequence, its block table, and the slot of each new token.
+vLLM counts every token that a sequence has seen. A compressed cache has fewer entries, in blocks further along the
+sequence's row, and its next token goes into a slot of the ring. So three columns of vLLM's metadata are rewritten: the
+length of each sequence, its block table, and the slot of each new token. Stock kernels do the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REWRITTEN = frozenset(
         *_LENGTHS_ON_HOST,
     }
 )
-# About a batch's queries, which compression does not change, or about what is refused at start.
+# Fields about a batch's queries, which compression does not change, or about features that are rejected at startup.
 _LEFT_ALONE = frozenset(
     {
         *("query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens", "max_query_len", "causal"),
@@ -43,19 +43,19 @@ _LEFT_ALONE = frozenset(
     }
 )
 METADATA_FIELDS = _REWRITTEN | _LEFT_ALONE
-"""What vLLM's ``CommonAttentionMetadata`` may have; another field could carry lengths that nobody rewrites."""
+"""Known fields of vLLM's ``CommonAttentionMetadata``; an unknown field could carry lengths that are not rewritten."""
 
 
 class Window(NamedTuple):
-    """The part of one sequence's observation window that this step computes; empty if nothing is voted on.
+    """The part of one sequence's observation window that this step computes; empty if the cache is not compressed.
 
     Attributes:
-        request_id: Whose.
+        request_id: The request.
         layout: Its blocks.
         row: Its row in the batch.
         start: First query token of the part, an index into the batch's tokens.
-        stop: One past the last.
-        last: Whether the cache is copied out with this step, when the layer's attention has run.
+        stop: One past the last query token.
+        last: Whether the cache is copied out in this step, after the layer's attention.
     """
 
     request_id: str
@@ -67,10 +67,10 @@ class Window(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A prompt that has been read with this step, and is decoded by another instance.
+    """A prompt whose prefill ends in this step, and that another instance decodes.
 
     Attributes:
-        request_id: Whose.
+        request_id: The request.
         layout: Its blocks.
         row: Its row in the batch.
     """
@@ -81,10 +81,10 @@ class Outgoing(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where one sequence lies and where its copy goes, in the kernel's blocks.
+    """Source and destination of one sequence's copy, in the kernel's blocks.
 
     Attributes:
-        blocks: Block ids of what is copied from, int64 ``[blocks]``.
+        blocks: Block ids of the source, int64 ``[blocks]``.
         slots: Slot of every entry of the copy, int64 ``[copied_entries]`` of the layout.
         layout: The layout, as tensors of shape ``[1]``.
     """
@@ -100,17 +100,17 @@ class Step:
 
     Attributes:
         rows: Rows of the batch that decode, int64 ``[B]``.
-        placed: Where their new tokens go, and entries in use with them.
-        moves: Entries that change their places before.
-        shift: Blocks of the manager in front of each row's cache, int64 ``[B]``; 0 until it has been copied out.
-        longest_other: Longest sequence among the rows that do not decode; 0 if there is none.
+        placed: Where their new tokens go, and the entries in use, new tokens included.
+        moves: Entries to move before the step.
+        shift: Number of the manager's blocks in front of each row's cache, int64 ``[B]``; 0 until it is copied out.
+        longest_other: Length of the longest sequence in rows that do not decode; 0 if there are none.
         windows: Observation windows that this step computes, and caches that it copies out.
-        targets: Where those are copied to; filled by :meth:`rewrite`.
-        outgoing: Caches to be handed out when the layer's attention has run.
-        outgoing_blocks: Block ids of those, int64; filled by :meth:`rewrite`.
-        tables: Memory for rewritten block tables, by size of block; steps share it.
-        move: Brings entries in blocks of a size from slots to others, in all layers with such blocks.
-        slot_mapping: What was written to in the step; ``None`` where nothing decodes.
+        targets: Where those caches are copied to, by request; filled by :meth:`rewrite`.
+        outgoing: Caches to be handed out after the layer's attention.
+        outgoing_blocks: Block ids of those caches, int64, by request; filled by :meth:`rewrite`.
+        tables: Memory for rewritten block tables, by block size; shared by all steps.
+        move: Moves entries between slots in all layers with a given block size.
+        slot_mapping: The slot mapping that was rewritten in this step; ``None`` if no row decodes.
     """
 
     rows: Tensor
@@ -129,15 +129,18 @@ class Step:
     _moved: set[int] = field(default_factory=set)
 
     def rewrite(self, metadata: Any, block_size: int, manager_block_size: int) -> Any:
-        """Turn vLLM's ``CommonAttentionMetadata`` into what the kernels should see.
+        """Rewrite vLLM's ``CommonAttentionMetadata`` for the kernels.
 
-        Nothing waits for the device: what it is sent comes from the host, and no shape depends on its data.
+        This never synchronizes with the device: all inputs come from the host, and no shape depends on device data.
 
         Args:
-            metadata: What the runner built; only its slot mapping is changed in place, which vLLM computes anew in
-                every step and which the cache writes of all layers read.
-            block_size: Tokens per block of the block table (a kernel's block may be a part of the manager's).
+            metadata: The runner's metadata. Only its slot mapping is changed in place; vLLM recomputes it in every
+                step, and the cache writes of all layers use it.
+            block_size: Tokens per block of the block table (a kernel's block may be a part of a manager's block).
             manager_block_size: Tokens per block of the manager.
+
+        Returns:
+            The metadata for the kernels.
         """
         parts = manager_block_size // block_size
         table = metadata.block_table_tensor
@@ -150,7 +153,7 @@ class Step:
             self.outgoing_blocks.setdefault(one.request_id, blocks.to(torch.int64))
         if not len(self.rows):
             return metadata
-        # Groups of layers with other kernels ask for the same once more.
+        # Groups of layers with other kernels request the same rewrite again.
         same = table.data_ptr(), metadata.slot_mapping.data_ptr(), block_size
         if same not in self._rewritten:
             self._rewritten[same] = self._changes(metadata, block_size, parts)
@@ -170,13 +173,13 @@ class Step:
         front = table[rows[:, None], columns]
         moved = self._table_like(table, block_size)
         if len(self.rows) < len(table):
-            moved.copy_(table)  # else what lies behind the caches, which nobody reads, may be of another step
+            moved.copy_(table)  # otherwise columns past the caches, which are never read, may be from another step
         moved[rows, :width] = front
 
         def slots(owner: Tensor, entry: Tensor) -> Tensor:
             return front[owner, entry // block_size].to(torch.int64) * block_size + entry % block_size
 
-        if len(movers) and block_size not in self._moved:  # two that change places would do so twice
+        if len(movers) and block_size not in self._moved:  # repeating a swap would undo it
             self._moved.add(block_size)
             self.move(block_size, slots(movers, sources), slots(movers, targets))
         metadata.slot_mapping[tokens] = slots(owners, entries).to(metadata.slot_mapping.dtype)
@@ -192,14 +195,14 @@ class Step:
         return changes | self._host_copies(metadata)
 
     def _table_like(self, table: Tensor, block_size: int) -> Tensor:
-        """Memory for a table of this shape, with blocks of the pool in all places."""
+        """Memory for a table of this shape; all its elements are valid block ids."""
         kept = self.tables.get(block_size)
         if kept is None or len(kept) < len(table) or kept.shape[1] != table.shape[1]:
             kept = self.tables[block_size] = table.clone()
         return kept[: len(table)]
 
     def _host_copies(self, metadata: Any) -> dict[str, Any]:
-        """Lengths that some releases of vLLM keep on the host too, and caches of values derived from them."""
+        """Rewrite lengths that some releases of vLLM also keep on the host, and cached values derived from them."""
         changes: dict[str, Any] = {}
         used = torch.from_numpy(self.placed.used)
         for one in fields(metadata):
@@ -218,13 +221,13 @@ class Step:
 
 
 class Sequences:
-    """The worker's record of every request, and of the step that is running.
+    """The worker's record of every request, and of the current step.
 
     Args:
         budget: The server's budget.
         block_size: Tokens per block of the manager.
-        shares: Whether prefix caching is on.
-        drafts: Most tokens of a sequence and step that may turn out wrong.
+        shares: Whether prefix caching is enabled.
+        drafts: Maximum number of draft tokens per sequence and step.
     """
 
     def __init__(self, budget: CacheBudget, block_size: int, *, shares: bool, drafts: int = 0) -> None:
@@ -242,13 +245,13 @@ class Sequences:
         self._outgoing: set[str] = set()
 
     def admit(self, request_id: str, prompt: int, known: int, extra_args: Mapping[str, Any] | None) -> None:
-        """A request starts its prefill.
+        """Record a request that starts its prefill.
 
         Args:
-            request_id: Whose.
-            prompt: Tokens of its prompt.
-            known: Tokens of its prompt and of what was generated before a preemption.
-            extra_args: Of its sampling parameters.
+            request_id: The request.
+            prompt: Number of prompt tokens.
+            known: Number of prompt tokens and of tokens generated before a preemption.
+            extra_args: ``extra_args`` of its sampling parameters.
         """
         self.pause([request_id])
         self._prompts[request_id] = (prompt, granted_budget(self.budget, extra_args))
@@ -259,12 +262,12 @@ class Sequences:
         self._lay_out(request_id, arriving or known, arrives=arriving is not None)
 
     def resume(self, request_id: str, generated: int) -> None:
-        """A preempted request starts its prefill again, over its prompt and ``generated`` tokens."""
+        """Record a preempted request that starts its prefill again, over its prompt and ``generated`` tokens."""
         self.pause([request_id])
         self._lay_out(request_id, self._prompts[request_id][0] + generated)
 
     def pause(self, request_ids: Iterable[str]) -> None:
-        """Requests lose their blocks, so what was kept of their windows is worthless."""
+        """Record requests that lose their blocks: their layouts and collected windows are dropped."""
         for request_id in request_ids:
             self._layouts.pop(request_id, None)
             self.placing.forget(request_id)
@@ -272,19 +275,19 @@ class Sequences:
                 forget(request_id)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests are finished."""
+        """Drop finished requests."""
         for request_id in request_ids:
             self.pause([request_id])
             self._prompts.pop(request_id, None)
             self._outgoing.discard(request_id)
 
     def begin(self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray) -> None:
-        """A step starts.
+        """Start a step.
 
         Args:
-            request_ids: One per row of the batch.
-            computed: Tokens of each row computed before this step.
-            scheduled: Tokens of each row computed in it.
+            request_ids: Request id of each row of the batch.
+            computed: Number of tokens of each row computed before this step.
+            scheduled: Number of tokens of each row computed in this step.
         """
         layouts = [self._layouts[request_id] for request_id in request_ids]
         length, base, limit, front, moves_at, window = np.array(
@@ -297,7 +300,7 @@ class Sequences:
         computed, scheduled = computed.astype(np.int64), scheduled.astype(np.int64)
         stops = np.cumsum(scheduled)
         starts = stops - scheduled
-        # vLLM may fill the last token of a prompt up with drafts that nobody guessed; no query of theirs may vote.
+        # vLLM may pad the last token of a prompt with placeholder draft tokens; their queries must not vote.
         prompt_stops = starts + np.clip(length - computed, 0, scheduled)
         decoding = computed >= length
         rows = np.flatnonzero(decoding)
@@ -331,7 +334,7 @@ class Sequences:
         )
 
     def end(self) -> None:
-        """The step is over; dummy runs between steps see none."""
+        """End the step; dummy runs between steps see no step."""
         self.step = None
 
     def _move(self, block_size: int, sources: Tensor, targets: Tensor) -> None:
@@ -345,7 +348,7 @@ class Sequences:
 
 
 def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int, computed: int) -> Window:
-    """What one row computes in this step of what will be copied out."""
+    """The window of one row in this step."""
     if not layout.compressed:
         return Window(request_id, layout, row, stop, stop, True)
     ahead = max(0, layout.prompt.length - layout.budget.window - computed)
@@ -353,7 +356,7 @@ def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int
 
 
 def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Target:
-    """Find a sequence and the place for its copy in its row of the block table."""
+    """Locate a sequence, and the destination of its copy, in its row of the block table."""
     source = row[: blocks_for(layout.source_tokens, block_size)].to(torch.int64)
     entry = torch.arange(layout.copied_entries, device=row.device)
     block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)

@@ -1,14 +1,14 @@
-"""Parcels over TCP. Both sides prove that they know a common key before anything that was sent is looked at.
+"""Parcels over TCP. Both sides prove that they know a common key before any received data is interpreted.
 
-A conversation::
+The protocol::
 
     holder  -> fetcher   nonce of the holder, 32 bytes
     fetcher -> holder    nonce of the fetcher, 32 bytes; proof, 32 bytes; length of the name, 2 bytes; name
-    holder  -> fetcher   proof, 32 bytes; length of the parcel, 8 bytes (0: it is not there); parcel
-    fetcher -> holder    1 byte: it has arrived whole, so it may be forgotten
+    holder  -> fetcher   proof, 32 bytes; length of the parcel, 8 bytes (0: not available); parcel
+    fetcher -> holder    1 byte: acknowledges the whole parcel, so it may be dropped
 
-A proof is a keyed digest (BLAKE2b) of both nonces, of who speaks, and of everything that this side says. What is sent
-is not encrypted: use it inside a network that you trust.
+A proof is a keyed digest (BLAKE2b) of both nonces, the sender's role, and the sender's message. Data is not encrypted:
+use this transport only inside a trusted network.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import struct
 import threading
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import ParcelError
 from snapstream.integrations.vllm.transports import KEEP, LIMIT, PATIENCE, Shelf, Transport
@@ -34,7 +36,7 @@ logger = logging.getLogger("vllm.snapstream")
 
 
 class TcpTransport(Transport):
-    """A server for what is published here, and a client for what is elsewhere."""
+    """A server for parcels published here, and a client for parcels of other instances."""
 
     def __init__(
         self,
@@ -46,18 +48,18 @@ class TcpTransport(Transport):
         limit: float = LIMIT,
         patience: float = PATIENCE,
     ) -> None:
-        """Listen, if there is an address.
+        """Start listening, if there is an address.
 
         Args:
-            address: ``host:port`` where others find this side; ``None`` if nothing is published here.
+            address: ``host:port`` to listen at; ``None`` if nothing is published here.
             peers: Addresses that parcels may be fetched from.
-            offset: Added to the port: the rank, as each rank has a port of its own.
+            offset: Added to the port; the rank, because each rank has its own port.
             keep: Seconds for which a parcel is kept.
-            limit: GiB that are kept.
-            patience: Seconds to wait for the other side.
+            limit: Maximum size of all kept parcels, in GiB.
+            patience: Timeout for the other side, in seconds.
 
         Raises:
-            ConfigurationError: No key, an address that is none, or one that is taken.
+            ConfigurationError: There is no key, or the address is invalid or in use.
         """
         self._key = secret()
         self.address, self.peers, self.patience = address, tuple(peers), patience
@@ -73,29 +75,29 @@ class TcpTransport(Transport):
             self._slots = threading.BoundedSemaphore(_CONVERSATIONS)
             threading.Thread(target=self._serve, args=(self._listener,), name="snapstream-parcels", daemon=True).start()
 
+    @override
     def announce(self, name: str) -> None:
-        """Let whoever asks wait for it."""
         self.shelf.announce(name)
 
+    @override
     def publish(self, name: str, parcel: bytes) -> None:
-        """Keep a parcel in memory."""
         self.shelf.put(name, parcel)
 
+    @override
     def drop(self, name: str) -> None:
-        """Forget a parcel."""
         self.shelf.drop(name)
 
+    @override
     def sweep(self) -> None:
-        """Forget what is too old."""
         self.shelf.sweep()
 
+    @override
     def close(self) -> None:
-        """Stop listening."""
         if self._listener is not None:
             self._listener.close()
 
+    @override
     def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
-        """Ask the other side for a parcel."""
         if source not in self.peers:
             raise ParcelError(f"{source!r} is not among the peers of this instance: {', '.join(self.peers) or 'none'}")
         host, port = parse_address(source)
@@ -108,9 +110,9 @@ class TcpTransport(Transport):
                 raise ParcelError(f"it has {size} bytes, more than {most}")
             parcel = _receive(line, size)
             if not hmac.compare_digest(proof, self._proof(b"parcel", theirs, mine, parcel)):
-                raise ParcelError(f"it was damaged on its way, or the other side has another {SECRET}")
+                raise ParcelError(f"it was damaged in transit, or the other side has a different {SECRET}")
             if not size:
-                raise ParcelError("it is not there (any more)")
+                raise ParcelError("it is not available (any more)")
             line.sendall(b"\1")
         return bytes(parcel)
 
@@ -138,7 +140,7 @@ class TcpTransport(Transport):
                 line.settimeout(self.patience)
                 self._hand_over(line)
         except (OSError, ParcelError) as error:
-            logger.warning("SnapStream: a cache was asked for, but not handed over: %s", error)
+            logger.warning("SnapStream: a cache was requested, but could not be sent: %s", error)
         finally:
             self._slots.release()
 
@@ -149,7 +151,7 @@ class TcpTransport(Transport):
         (size,) = struct.unpack(">H", _receive(line, 2))
         asked = bytes(_receive(line, min(size, 64)))
         if size > 64 or not hmac.compare_digest(proof, self._proof(b"fetch", mine, theirs, asked)):
-            raise ParcelError(f"who asked does not know {SECRET}")
+            raise ParcelError(f"the requester does not know {SECRET}")
         name = asked.decode("ascii", "replace")
         parcel = self.shelf.get(name, self.patience / 2) or b""
         line.sendall(self._proof(b"parcel", mine, theirs, parcel) + struct.pack(">Q", len(parcel)))
@@ -159,10 +161,10 @@ class TcpTransport(Transport):
 
 
 def secret() -> bytes:
-    """The common key, from the environment; it is in no configuration, and so in no log.
+    """The common key. It comes from the environment rather than the configuration, so it is never logged.
 
     Raises:
-        ConfigurationError: There is none, or too short a one.
+        ConfigurationError: There is no key, or it is too short.
     """
     key = os.environ.get(SECRET, "").encode()
     if len(key) < 16:
@@ -171,10 +173,10 @@ def secret() -> bytes:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """Parse ``host:port`` into host and port.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The text does not have this form.
     """
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -183,10 +185,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def _receive(line: socket.socket, size: int) -> bytearray:
-    """Exactly so many bytes.
+    """Receive exactly ``size`` bytes.
 
     Raises:
-        ParcelError: The other side ended before.
+        ParcelError: The other side closed the connection early.
     """
     received = bytearray(size)
     view = memoryview(received)
@@ -194,6 +196,6 @@ def _receive(line: socket.socket, size: int) -> bytearray:
     while done < size:
         count = line.recv_into(view[done : done + _PIECE])
         if not count:
-            raise ParcelError("the other side broke off")
+            raise ParcelError("the other side closed the connection")
         done += count
     return received

@@ -1,4 +1,4 @@
-"""What the operator says about caches that travel, and which requests may ask for it."""
+"""The settings of KV transfer, and the checks of requests that use it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TransferSettings:
     """``kv_connector_extra_config``.
 
     Attributes:
-        directory: Of one host, for caches on their way.
-        address: ``host:port`` where other instances find this one's caches; each rank adds itself to the port.
+        directory: Directory on a single host, for caches in transfer.
+        address: ``host:port`` at which other instances fetch this one's caches; each rank adds its number to the port.
         peers: Addresses that caches may be fetched from.
-        keep: Seconds after which a cache that nobody fetches is forgotten.
-        limit: GiB that a rank keeps on the host.
-        ranks: Tensor-parallel ranks of decode instances.
+        keep: Seconds after which a cache that was not fetched is dropped.
+        limit: Maximum size of the caches that a rank keeps on the host, in GiB.
+        ranks: Number of tensor-parallel ranks of decode instances.
     """
 
     directory: Path | None
@@ -38,11 +38,11 @@ class TransferSettings:
 
     @property
     def source(self) -> str:
-        """What a decode instance is told."""
+        """The source that a decode instance is given."""
         return "directory" if self.directory else self.address or ""
 
     def transport(self, rank: int) -> Transport:
-        """Open it, for one rank."""
+        """Open the transport for one rank."""
         if self.directory is not None:
             return DirectoryTransport(self.directory, keep=self.keep, limit=self.limit)
         return TcpTransport(self.address, self.peers, offset=rank, keep=self.keep, limit=self.limit)
@@ -52,7 +52,7 @@ def transfer_settings(vllm_config: Any) -> TransferSettings:
     """Read the settings of the connector.
 
     Raises:
-        ConfigurationError: Unknown, bad or missing ones.
+        ConfigurationError: A setting is unknown, invalid or missing.
     """
     transfer = vllm_config.kv_transfer_config
     given = dict(transfer.kv_connector_extra_config or {})
@@ -64,8 +64,9 @@ def transfer_settings(vllm_config: Any) -> TransferSettings:
     over_tcp = address is not None or bool(peers)
     if (directory is not None) == over_tcp:
         raise ConfigurationError(
-            "kv_connector_extra_config must say how caches travel: either a directory that both instances see, or "
-            "TCP, with an address on prefill instances and their addresses as peers on decode instances"
+            "kv_connector_extra_config must say how caches are transferred: either by a directory that both instances "
+            "can access, or by TCP, with an address on prefill instances and these addresses as peers on decode "
+            "instances"
         )
     if not isinstance(peers, list) or not all(isinstance(peer, str) for peer in peers):
         raise ConfigurationError(f"peers in kv_connector_extra_config is {peers!r}; it must be a list of host:port")
@@ -90,7 +91,7 @@ def check_transfer(params: Any, tokens: int, config: Any) -> str | None:
 
     Args:
         params: Its sampling parameters.
-        tokens: Of its prompt.
+        tokens: Number of its prompt tokens.
         config: vLLM's configuration.
     """
     transfer = (params.extra_args or {}).get(TRANSFER_KEY)
@@ -106,41 +107,47 @@ def check_transfer(params: Any, tokens: int, config: Any) -> str | None:
     allowed = settings.peers if settings.directory is None else ("directory",)
     is_key = isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) is not None
     obstacles = [
-        (leaves and comes, f"{TRANSFER_KEY} asks for both, do_remote_decode and do_remote_prefill"),
-        (leaves and not role.is_kv_producer, "this instance hands out no caches (kv_role)"),
+        (leaves and comes, f"{TRANSFER_KEY} sets both do_remote_decode and do_remote_prefill"),
+        (leaves and not role.is_kv_producer, "this instance does not send caches (kv_role)"),
         (leaves and params.max_tokens != 1, "with do_remote_decode, max_tokens must be 1"),
-        (comes and not role.is_kv_consumer, "this instance fetches no caches (kv_role)"),
+        (comes and not role.is_kv_consumer, "this instance does not fetch caches (kv_role)"),
         (
             comes and (not isinstance(length, int) or isinstance(length, bool) or length != tokens - 1),
-            f"length is {length!r}, but the prompt has {tokens} tokens; it must be what was read, and one token",
+            f"length is {length!r}, but the prompt has {tokens} tokens; it must be the prefilled prompt and one token",
         ),
-        (comes and not is_key, "key is none that a prefill instance gives out"),
-        (comes and not (type(ranks) is int and 0 < ranks <= 1024), f"ranks is {ranks!r}; it must be a number of them"),
+        (comes and not is_key, "key is not one that a prefill instance returns"),
+        (
+            comes and not (type(ranks) is int and 0 < ranks <= 1024),
+            f"ranks is {ranks!r}; it must be a number from 1 to 1024",
+        ),
         (
             comes and for_ranks != own_ranks,
-            f"the cache was cut for {for_ranks} tensor-parallel ranks, and this instance has {own_ranks}; set ranks in "
-            "kv_connector_extra_config of the prefill instance",
+            f"the cache was split for {for_ranks} tensor-parallel ranks, but this instance has {own_ranks}; set ranks "
+            "in kv_connector_extra_config of the prefill instance",
         ),
         (comes and source not in allowed, f"source is {source!r}; this instance fetches from: {', '.join(allowed)}"),
-        (comes and params.prompt_logprobs is not None, "prompt_logprobs of a prompt that another instance has read"),
+        (
+            comes and params.prompt_logprobs is not None,
+            "prompt_logprobs of a prompt that another instance has prefilled",
+        ),
         (
             comes and bool(getattr(params, "skip_reading_prefix_cache", None)),
             "skip_reading_prefix_cache with a cache that comes from another instance",
         ),
-        ((leaves or comes) and params.n != 1, "n must be 1 where a cache travels"),
+        ((leaves or comes) and params.n != 1, "n must be 1 if a cache is transferred"),
         (
             (leaves or comes) and getattr(params, "structured_outputs", None) is not None,
-            "structured outputs, whose state would be lost on the way",
+            "structured outputs, whose state is not transferred",
         ),
     ]
     return next((text for is_met, text in obstacles if is_met), None)
 
 
 def _number_of(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """A positive number among the settings of the connector.
+    """Read a positive number from the settings of the connector.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The value is not a positive number.
     """
     value = settings.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**40:

@@ -1,7 +1,7 @@
-"""How parcels get from one instance to another: through a directory of one host, or over TCP.
+"""Transports of parcels between instances: a directory on one host, or TCP.
 
-Both sides are trusted by the one who starts them, not by those who send requests: what a client says chooses among the
-places that this instance was told of, and among names that are random. Nothing is unpickled.
+The instances trust each other, but not the clients. A client's request can only select among the configured sources and
+among parcels with random names. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -14,58 +14,60 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from typing_extensions import override
+
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.parcel import ParcelError
 
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}-[0-9]{1,4}")
 KEEP, LIMIT = 120.0, 8.0
-"""Seconds for which a parcel is kept, and GiB of all that are kept by one rank, unless said otherwise."""
+"""Defaults: seconds for which a parcel is kept, and maximum size of the parcels kept by one rank, in GiB."""
 PATIENCE = 20.0
-"""Seconds to wait for the other side to say something."""
+"""Timeout for the other side, in seconds."""
 
 
 class Transport(ABC):
-    """Parcels by name: 32 hexadecimal digits, and the ranks that it is from and for, all with hyphens."""
+    """Stores and fetches parcels by name: 32 hexadecimal digits, the sending and the receiving rank, with hyphens."""
 
     @abstractmethod
     def announce(self, name: str) -> None:
-        """Say that a parcel is about to be published: whoever asks for it waits."""
+        """Announce a parcel that will be published soon; a fetch of it then waits."""
 
     @abstractmethod
     def publish(self, name: str, parcel: bytes) -> None:
-        """Keep a parcel until it is fetched, or for some time."""
+        """Keep a parcel until it is fetched, or until it is too old."""
 
     @abstractmethod
     def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
-        """Fetch a parcel, which is then forgotten on the other side.
+        """Fetch a parcel, which the other side then drops.
 
         Args:
-            source: Where the other side is, as it says itself.
-            rank: The one that has published it there.
-            name: Of the parcel.
-            most: More bytes are not accepted.
+            source: Source of the other side, as reported by it.
+            rank: Rank that has published the parcel.
+            name: Name of the parcel.
+            most: Maximum size to accept, in bytes.
 
         Raises:
-            ParcelError: It is not there, or too large, or damaged.
+            ParcelError: The parcel is not available, too large or damaged.
             OSError: The other side cannot be reached.
         """
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Forget a parcel that was published here, if it is still there."""
+        """Drop a parcel that was published here, if it still exists."""
 
-    def sweep(self) -> None:  # noqa: B027 (not all have something to do)
-        """Forget what was kept for too long; called now and then."""
+    def sweep(self) -> None:  # noqa: B027 (optional)
+        """Drop parcels that are too old; called periodically."""
 
     def close(self) -> None:  # noqa: B027
-        """Give up what is held."""
+        """Release all resources."""
 
 
 class DirectoryTransport(Transport):
-    """Files in a directory that both sides see, best in memory (``/dev/shm/...``).
+    """Files in a directory that both sides can access, preferably in memory (``/dev/shm/...``).
 
-    A file appears with all of its bytes or not at all. Whoever uses the directory removes what is too old, also files
-    of a process that is no more.
+    Files appear atomically. Every process that uses the directory removes old files, including those of processes that
+    have ended.
     """
 
     def __init__(
@@ -77,16 +79,18 @@ class DirectoryTransport(Transport):
             (directory / f".{os.getpid()}").touch()
             (directory / f".{os.getpid()}").unlink()
         except OSError as error:
-            raise ConfigurationError(f"the directory for caches on their way cannot be used: {error}") from error
+            raise ConfigurationError(f"the directory for KV transfer cannot be used: {error}") from error
         self._swept = 0.0
         self.sweep()
 
+    @override
     def announce(self, name: str) -> None:
-        """Make a file of another name, which will be renamed."""
+        # An empty hidden file, which publish() fills and renames.
         (self.directory / f".{_check_name(name)}").touch()
 
+    @override
     def publish(self, name: str, parcel: bytes) -> None:
-        """Write a file; if there are too many bytes, the oldest files go."""
+        """Write a file; above the size limit, the oldest files are removed."""
         _check_name(name)
         fresh = self.directory / f".{name}"
         try:
@@ -97,8 +101,8 @@ class DirectoryTransport(Transport):
             raise
         self._make_room()
 
+    @override
     def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
-        """Read a file and remove it."""
         path, fresh = self.directory / _check_name(name), self.directory / f".{name}"
         deadline = time.monotonic() + self.patience
         while fresh.exists() and not path.exists() and time.monotonic() < deadline:
@@ -109,17 +113,18 @@ class DirectoryTransport(Transport):
                 raise ParcelError(f"it has {size} bytes, more than {most}")
             parcel = path.read_bytes()
         except FileNotFoundError as error:
-            raise ParcelError("it is not there (any more)") from error
+            raise ParcelError("it is not available (any more)") from error
         path.unlink(missing_ok=True)
         return parcel
 
+    @override
     def drop(self, name: str) -> None:
-        """Remove a file."""
         for each in (f".{_check_name(name)}", name):
             (self.directory / each).unlink(missing_ok=True)
 
+    @override
     def sweep(self) -> None:
-        """Remove old files, at most once in a while."""
+        """Remove old files; does nothing if the last sweep was only seconds ago."""
         now = time.time()
         if now - self._swept < min(5.0, self.keep / 4):
             return
@@ -140,7 +145,7 @@ class DirectoryTransport(Transport):
     def _files(self) -> list[tuple[Path, float, int]]:
         found = []
         for path in self.directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # somebody was faster
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if _NAME.fullmatch(path.name.removeprefix(".")):
                     state = path.stat()
                     found.append((path, state.st_mtime, state.st_size))
@@ -148,7 +153,12 @@ class DirectoryTransport(Transport):
 
 
 class Shelf:
-    """Parcels in the memory of this process, each until it is taken, for some time, up to so many bytes."""
+    """Parcels in the memory of this process, with limits on their age and total size.
+
+    Args:
+        keep: Seconds for which a parcel is kept.
+        limit: Maximum size of all parcels, in GiB.
+    """
 
     def __init__(self, *, keep: float, limit: float) -> None:
         self.keep, self.limit = keep, int(limit * 2**30)
@@ -157,12 +167,12 @@ class Shelf:
         self._lock = threading.Condition()
 
     def announce(self, name: str) -> None:
-        """A parcel will come: who asks for it waits."""
+        """Announce a parcel; :meth:`get` then waits for it."""
         with self._lock:
             self._announced.add(_check_name(name))
 
     def put(self, name: str, parcel: bytes) -> None:
-        """Keep a parcel; if there are too many bytes, the oldest ones go."""
+        """Keep a parcel; above the size limit, the oldest ones are dropped."""
         with self._lock:
             self._announced.discard(name)
             self._parcels[_check_name(name)] = time.monotonic(), parcel
@@ -170,7 +180,7 @@ class Shelf:
             self._lock.notify_all()
 
     def get(self, name: str, patience: float = 0.0) -> bytes | None:
-        """Look at a parcel; wait for one that was announced."""
+        """Return a parcel, or ``None``; waits up to ``patience`` seconds for an announced one."""
         with self._lock:
             self._lock.wait_for(lambda: name not in self._announced, patience)
             self._forget(time.monotonic())
@@ -178,14 +188,14 @@ class Shelf:
         return None if found is None else found[1]
 
     def drop(self, name: str) -> None:
-        """Forget a parcel, also one that was only announced."""
+        """Drop a parcel, even if it was only announced."""
         with self._lock:
             self._announced.discard(name)
             self._parcels.pop(name, None)
             self._lock.notify_all()
 
     def sweep(self) -> None:
-        """Forget what is too old."""
+        """Drop parcels that are too old."""
         with self._lock:
             self._forget(time.monotonic())
 
@@ -202,7 +212,11 @@ class Shelf:
 
 
 def _check_name(name: str) -> str:
-    """A name that can be nothing but that of a parcel."""
+    """Return ``name`` if it is a valid name of a parcel.
+
+    Raises:
+        ParcelError: It is not.
+    """
     if not _NAME.fullmatch(name):
         raise ParcelError(f"{name!r} is not the name of a parcel")
     return name

@@ -1,4 +1,4 @@
-"""vLLM's worker with compressing layers. The configuration names it, so every executor (Ray's too) builds it."""
+"""vLLM's worker with compressing layers. It is named in the configuration, so every executor (also Ray's) builds it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SnapStreamWorker(Worker):
     sequences: Sequences
 
     def init_device(self) -> None:
-        """Build the model runner, and have it report its steps."""
+        """Build the model runner, and make it report its steps."""
         if obstacle := missing_hook(WORKER_HOOKS) or unknown_field(METADATA_FIELDS):
             raise ConfigurationError(f"SnapStream cannot work here: {obstacle}")
         super().init_device()
@@ -47,34 +47,34 @@ class SnapStreamWorker(Worker):
         self.compressors = adopt_layers(self.vllm_config, self.sequences)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """What every layer needs of the cache: vLLM's specs, with the budget."""
+        """The cache specs of all layers: vLLM's specs, with the budget added."""
         budget, drafts = self.sequences.budget, self.sequences.drafts
         return {name: budgeted(name, spec, budget, drafts) for name, spec in super().get_kv_cache_spec().items()}
 
     def determine_available_memory(self) -> int:
-        """Bytes for the cache: what vLLM found free, less what compressing the longest prompt takes for a moment.
+        """Bytes for the cache: vLLM's result, minus the temporary memory for compressing the longest prompt.
 
-        vLLM profiles with a dummy batch, in which nothing is compressed. A layer at a time, the prompt's pages are
-        copied out, its keys once more, and its window is scored against some of them.
+        vLLM profiles with a dummy batch, in which nothing is compressed. Compression works on one layer at a time: it
+        copies the prompt's pages out, copies its keys once more, and scores its window against chunks of them.
         """
         available: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
-            return available  # asked for by the user, who is taken at his word
+            return available  # an explicit setting of the user is not reduced
         per_token = max(spec.page_size_bytes // spec.block_size for spec in self.get_kv_cache_spec().values())
         heads = max(compressor.layer.num_heads for compressor in self.compressors)
         logits = heads * self.sequences.budget.queries * min(KEY_CHUNK, self.model_config.max_model_len) * 4
         return available - 2 * per_token * self.model_config.max_model_len - 3 * logits
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache, and find out how its blocks are laid out."""
+        """Allocate the cache, and determine the layout of its blocks."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         self.sequences.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         sizes: dict[str, int] = {}
         for group in self.model_runner.attn_groups[0]:
             if getattr(group, "kernel_block_size", None) is not None:
                 raise ConfigurationError(
-                    f"the SnapStream plugin cannot split blocks of {self.sequences.block_size} tokens as "
-                    f"{group.backend.get_name()} wants it: set --block-size {group.kernel_block_size}"
+                    f"the SnapStream plugin cannot split blocks of {self.sequences.block_size} tokens, as "
+                    f"{group.backend.get_name()} requires: set --block-size {group.kernel_block_size}"
                 )
             sizes |= dict.fromkeys(group.layer_names, group.get_metadata_builder(0).kv_cache_spec.block_size)
         for compressor in self.compressors:

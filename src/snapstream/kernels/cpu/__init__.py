@@ -1,7 +1,7 @@
-"""Kernels for the CPU: attention, products of few rows, and whole decode steps, at the speed of the processor.
+"""CPU kernels: attention, products of few rows, and whole decode steps, at hardware speed.
 
-An installation brings them ready, or they are compiled when they are first needed (:mod:`.library`). Without them
-everything still works, on slower stock operations.
+The package ships them prebuilt, or they are compiled when first needed (:mod:`.library`). Without them everything still
+works, with slower stock operations.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SPLIT, STATE = 512, 16
-"""Entries that decode attention takes at a time, and numbers that it keeps of each such part beside the output."""
+"""Entries per part of decode attention, and floats of state that it keeps per part besides the output."""
 SKINNY_ROWS = 16
-"""Most rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
+"""Maximum rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
 MOST_HEAD_SIZE = 1024
-"""Numbers of a head that decode attention takes at most."""
+"""Largest head size that decode attention supports."""
 
 loaded = False
-"""Whether :func:`available` has loaded the kernels; products of models look here."""
+"""Whether :func:`available` has loaded the kernels; every product checks this."""
 
 
 @functools.cache
 def available() -> bool:
-    """Load the kernels, building them first if need be; ``False``, with a warning, where that is impossible."""
+    """Load the kernels, building them first if necessary; ``False``, with a warning, if that is impossible."""
     if library.load() is None:
         return False
-    global loaded  # noqa: PLW0603 (products ask it at every call)
+    global loaded  # noqa: PLW0603 (checked by every product)
     loaded = True
-    logger.info("Prompts in bfloat16 are read with %s.", prefill_instructions(torch.bfloat16))
+    logger.info("Prefill in bfloat16 multiplies with %s.", prefill_instructions(torch.bfloat16))
     return True
 
 
@@ -87,11 +87,11 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         bias: ``[N]`` or ``None``.
 
     Returns:
-        ``[M, N]``. Row ``m`` depends on row ``m`` of ``x`` alone, to the bit.
+        ``[M, N]``. Row ``m`` depends only on row ``m`` of ``x``, bit for bit.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     require(x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
     require(bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not match")
@@ -103,17 +103,17 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def takes_rows(x: Tensor) -> bool:
-    """Whether :func:`norm`, :func:`rotate` and :func:`gate` can take these rows here and now."""
+    """Whether :func:`norm`, :func:`rotate` and :func:`gate` can process these rows."""
     ready = loaded and x.device.type == "cpu"
     return ready and x.dtype in TYPES and x.stride(-1) == 1 and x.shape[0] > 0
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See :func:`snapstream.kernels.rows.norm`; the last axis must be a multiple of 32.
+    """CPU kernel for :func:`snapstream.kernels.rows.norm`; the size of the last axis must be a multiple of 32.
 
     Raises:
-        ValueError: The weight does not go with the rows.
-        MemoryError: There is none for temporaries.
+        ValueError: The weight does not match the rows.
+        MemoryError: There is not enough memory for temporaries.
     """
     require(weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight does not match")
     require(weight.is_contiguous(), "weight must be contiguous")
@@ -124,7 +124,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
-    """See :func:`snapstream.kernels.rows.rotate`."""
+    """CPU kernel for :func:`snapstream.kernels.rows.rotate`."""
     half = x.shape[-1] // 2
     angles = torch.cat((cosine[..., :half], sine[..., :half]), -1).float()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -133,18 +133,18 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """See :func:`snapstream.kernels.rows.gate`."""
+    """CPU kernel for :func:`snapstream.kernels.rows.gate`."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     run_rows("gate", x[:, None], out[:, None])
     return out
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """See :func:`snapstream.kernels.products.grouped_linear`; sizes as for :func:`skinny_linear`.
+    """CPU kernel for :func:`snapstream.kernels.products.grouped_linear`; sizes as for :func:`skinny_linear`.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1]
     require(fits, "shapes do not match")
@@ -172,11 +172,11 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
         scale: Factor on the logits.
 
     Returns:
-        ``[B, H, D]``. Row ``b`` depends on sequence ``b`` alone, to the bit.
+        ``[B, H, D]``. Row ``b`` depends only on sequence ``b``, bit for bit.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     B, H, D = query.shape
     fits = keys.shape == values.shape and keys.shape[0] == B and keys.shape[3] == D and H % keys.shape[1] == 0
@@ -202,9 +202,9 @@ def _run_once(
     cache: LayerCache | None = None,
     valid: Tensor | None = None,
 ) -> None:
-    """One operation on buffers of the caller's."""
+    """Run one operation on the caller's buffers."""
     if valid is None:
-        valid = torch.ones(slots, dtype=torch.int64)  # all take part
+        valid = torch.ones(slots, dtype=torch.int64)  # all are active
     state = Slots.that_see(valid, 1 if cache is None else cache.entries)
     CpuProgram([operation], Machine(buffers, state, [] if cache is None else [cache], [])).run()
 

@@ -1,11 +1,11 @@
-"""Compiles the kernels of this folder: one library per level of instructions.
+"""Compiles the kernels in this folder: one library per instruction set level.
 
-They are plain C functions on pointers and use nothing of torch or Python, so one library serves every version of both,
-and building needs a C++ compiler alone. ``setup.py`` loads this file by its path, without the package; nothing but the
-standard library may be imported here.
+The kernels are plain C functions on pointers and use nothing from torch or Python. One library therefore works with
+every version of both, and building needs only a C++ compiler. ``setup.py`` loads this file by its path, without the
+package, so it may import only the standard library.
 
-Levels are libraries of their own, not functions in one: templates of the C++ library that several levels use would be
-merged into one copy, and that copy might use instructions which an older processor does not have.
+Each level is a separate library, not a set of functions in a common one. The linker would merge templates of the C++
+library that several levels use into one copy, which might use instructions that an older processor lacks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ HERE = Path(__file__).parent
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s", "-w"),
     *("-fno-math-errno", "-ffp-contract=fast"),
-    *("-static-libstdc++", "-static-libgcc"),  # so that they run where no compiler has ever been
+    *("-static-libstdc++", "-static-libgcc"),  # so that they run on machines without a compiler
 )
 MOST_OF_AN_ERROR = 1000
-"""Letters of what the compiler says that are passed on: the first error explains the others."""
+"""Characters of the compiler's output to report: the first error explains the others."""
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 
 
 @dataclass(frozen=True)
 class Level:
-    """Instructions that a library uses.
+    """The instruction set of a library.
 
     Attributes:
-        name: Part of its file's name.
-        needs: What ``/proc/cpuinfo`` must list.
-        flags: What the compiler is told.
+        name: Part of the library's file name.
+        needs: Flags that ``/proc/cpuinfo`` must list.
+        flags: Compiler flags.
     """
 
     name: str
@@ -63,20 +63,20 @@ LEVELS = _X86 if platform.machine() in ("x86_64", "AMD64") else (Level("generic"
 
 
 class BuildError(Exception):
-    """What the compiler said."""
+    """The build failed; the message holds the compiler's output."""
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler, what ``CXX`` says or ``g++``; ``None`` if there is none."""
+    """The command of the C++ compiler, from ``CXX`` or ``g++``; ``None`` if there is none."""
     try:
         command = shlex.split(os.environ.get("CXX") or "g++")
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # unbalanced quotes
         return None
     return command if command and shutil.which(command[0]) else None
 
 
 def library_name(level: Level) -> str:
-    """Name of a level's file; it changes with the sources."""
+    """File name of a level's library; it changes with the sources."""
     digest = hashlib.sha256(repr((FLAGS, level.flags)).encode())
     for path in _sources("*.cpp", "*.h"):
         digest.update(path.name.encode() + path.read_bytes())
@@ -84,9 +84,9 @@ def library_name(level: Level) -> str:
 
 
 def build(level: Level, directory: Path) -> Path:
-    """Compile a level's library into a directory, unless it is there; returns where it is.
+    """Compile a level's library into a directory, unless it exists, and return its path.
 
-    It is moved into place when it is complete, so a build that is killed leaves nothing behind that would be loaded.
+    The library is moved into place when it is complete, so an interrupted build leaves nothing that would be loaded.
 
     Raises:
         BuildError: There is no compiler, or it failed.
@@ -110,19 +110,19 @@ def build(level: Level, directory: Path) -> Path:
 
 
 def remove_others(directory: Path, *, days: float = 0.0) -> None:
-    """Remove libraries of other sources than these that were made so many days ago."""
+    """Remove libraries that were built from other sources at least ``days`` ago."""
     current, oldest = {library_name(level) for level in LEVELS}, time.time() - days * 24 * 3600
     for path in directory.glob(f"libsnapstream-*-{'?' * 16}.so"):
-        with contextlib.suppress(OSError):  # somebody else has removed it, or it is not ours to remove
+        with contextlib.suppress(OSError):  # already removed, or not permitted
             if path.name not in current and path.stat().st_mtime <= oldest:
                 path.unlink()
 
 
 def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]]]:
-    """Compile all levels that the compiler knows, and remove what other sources have left in the directory.
+    """Compile all levels that the compiler supports, and remove libraries of other sources from the directory.
 
     Returns:
-        The libraries, and which failed and why.
+        The libraries, and the levels that failed with their errors.
     """
     built: list[Path] = []
     failed: list[tuple[Level, Exception]] = []

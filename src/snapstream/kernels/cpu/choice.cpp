@@ -1,5 +1,5 @@
-// What a prompt is reduced to: places of scores, taken in turn from several lists, and which token every entry holds.
-// Whole numbers decide, so it is to the bit what plain torch does (compression/ranks.py, compression/compress.py).
+// Selection: ranks of scores, merged in rounds from several lists, and the token that every entry holds. It compares
+// integers only, so results equal those of plain torch bit for bit (compression/ranks.py, compression/compress.py).
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -35,13 +35,13 @@ int32_t bits_of(float score) {
   return bits;
 }
 
-// Tokens from the highest score to the lowest, of equal ones the earlier first: a radix sort, which keeps what is equal
-// in order. Bits of floats that are not negative order like the floats.
+// Tokens from the highest score to the lowest, with ties in token order: a radix sort, which is stable. The bits of
+// non-negative floats sort like the floats.
 class Order {
  public:
   explicit Order(int64_t length) : items(length), others(length) {}
 
-  // Leaves scores from .. end of a row in order.
+  // Sorts scores from .. end of a row.
   void sort(const float* scores, int64_t from, int64_t end) {
     for (auto& counts : starts) counts.fill(0);
     for (int64_t at = from; at < end; ++at) {
@@ -96,7 +96,7 @@ void select_entries(const Selection& a, int64_t row, int32_t* memory) {
   const float* scores = a.scores + row * a.length;
   int64_t* positions = a.positions + row * a.capacity;
   std::fill(positions, positions + a.capacity, -1);
-  // The score of the last one that is pinned; all above it are, too, and of its equals the first ones.
+  // The score of the last pinned token. Tokens above it are pinned, and the first of those that equal it.
   int32_t last = 0;
   int64_t equals_left = 0;
   if (pinned > 0) {
@@ -105,7 +105,7 @@ void select_entries(const Selection& a, int64_t row, int32_t* memory) {
     last = memory[pinned - 1];
     equals_left = std::count(memory, memory + pinned, last);
   }
-  int64_t next_pinned = a.sink, next_other = base - (length - count);  // the last of the others fill base .. count
+  int64_t next_pinned = a.sink, next_other = base - (length - count);  // the last others fill base .. count
   for (int64_t at = 0; at < std::min(a.length, length); ++at) {
     const int32_t bits = bits_of(scores[at]);
     const bool is_pinned = pinned > 0 && (bits > last || (bits == last && equals_left-- > 0));
@@ -121,7 +121,7 @@ void select_entries(const Selection& a, int64_t row, int32_t* memory) {
 
 using namespace snapstream;
 
-// Both return whether there was memory.
+// Both return false if they ran out of memory.
 EXPORT int64_t snapstream_take_in_turn(const Lists* a, int64_t threads) {
   try {
     share_out(threads, a->sequences * a->heads, [a] {

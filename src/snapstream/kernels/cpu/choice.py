@@ -1,4 +1,4 @@
-"""What a prompt is reduced to: how unlike the others keys are, places of scores, and the token of every entry."""
+"""Kernels of selection: key differences, ranks of scores, and the token of every entry."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
 
-CHOICE = "a choice"
-"""What errors call it."""
+CHOICE = "selection"
+"""Its name in errors."""
 
 
 class _Lists(ctypes.Structure):
-    """``Lists`` of choice.cpp."""
+    """Mirrors ``Lists`` in choice.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "candidate_end", "out")),
@@ -25,7 +25,7 @@ class _Lists(ctypes.Structure):
 
 
 class _Selection(ctypes.Structure):
-    """``Selection`` of choice.cpp."""
+    """Mirrors ``Selection`` in choice.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "base", "count", "lengths", "positions")),
@@ -34,7 +34,7 @@ class _Selection(ctypes.Structure):
 
 
 class _Keys(ctypes.Structure):
-    """``Keys`` of key_differences.cpp."""
+    """Mirrors ``Keys`` in key_differences.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "candidate_end", "out")),
@@ -45,15 +45,18 @@ class _Keys(ctypes.Structure):
 
 
 def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, shortest: float) -> Tensor:
-    """What :func:`snapstream.compression.keys.key_differences` does, by a kernel, for keys of a multiple of 32.
+    """CPU kernel for :func:`snapstream.compression.keys.key_differences`; ``D`` must be a multiple of 32.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     B, N, L, D = keys.shape
     check_types(keys)
-    require(keys.stride(3) == 1 and D > 0 and D % MULTIPLE == 0, f"keys must be rows of a multiple of {MULTIPLE}")
+    require(
+        keys.stride(3) == 1 and D > 0 and D % MULTIPLE == 0,
+        f"keys must be contiguous rows whose size is a multiple of {MULTIPLE}",
+    )
     ends = check_lengths(B, candidate_end)[0]
     out = keys.new_zeros((B, N, L), dtype=torch.float32)
     strides = dict(zip(("key_sequence", "key_head", "key_row"), keys.stride()[:3], strict=True))
@@ -65,11 +68,11 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
 
 
 def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
-    """What :func:`snapstream.compression.ranks.take_in_turn` does, by a kernel: the same numbers.
+    """CPU kernel for :func:`snapstream.compression.ranks.take_in_turn`, with the same results.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     B, N, L = shape = lists[0].shape
     require(
@@ -89,11 +92,11 @@ def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most
 def select_entries(
     scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
 ) -> Tensor:
-    """What :func:`snapstream.compression.compress.select_entries` does, by a kernel: the same positions.
+    """CPU kernel for :func:`snapstream.compression.compress.select_entries`, with the same results.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     B, N, L = scores.shape
     require(scores.dtype == torch.float32, "scores must be float32")

@@ -1,6 +1,6 @@
 // Attention of single tokens over the valid prefix of their caches. A decode step reads every valid entry once; stock
-// kernels expand grouped heads and read entries that are not valid. What comes out for a token depends on its own
-// sequence alone, to the bit.
+// kernels expand grouped heads and read invalid entries. The result of a token depends only on its own sequence, bit
+// for bit.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,19 +9,19 @@
 
 namespace snapstream {
 
-constexpr int64_t SPLIT = 512;  // entries of a unit of work: fixed, so that results do not depend on the batch
+constexpr int64_t SPLIT = 512;  // entries per unit of work: fixed, so that results do not depend on the batch
 constexpr int64_t ENTRIES = 64;  // per softmax update: keys and values of a block stay in the first-level cache
-constexpr int64_t AHEAD = 2 * ENTRIES;  // what is asked for early: into the second-level cache, which takes more requests
+constexpr int64_t AHEAD = 2 * ENTRIES;  // prefetch distance: to the second-level cache, which takes more requests
 constexpr int HEADS_AT_ONCE = 4;
 
 // Entries of one KV head, at most ENTRIES of them.
 template <typename T>
 struct Entries {
   const T *keys, *values;
-  int64_t key_row, value_row;  // numbers from one to the next
+  int64_t key_row, value_row;  // elements from one to the next
 };
 
-// Scores of KEYS keys for HEADS heads, whose queries are `size` numbers apart.
+// Scores of KEYS keys for HEADS heads, whose queries are `size` elements apart.
 template <typename A, int HEADS, int KEYS>
 inline void score_keys(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t first,
                        int64_t size, float scale, float* scores) {
@@ -68,8 +68,8 @@ inline void add_values(const float* weights, const T* values, int64_t row, const
   }
 }
 
-// What is known of a head after some of its entries: maximum, sum, (padding,) output, whose numbers lie as load_pair()
-// reads them.
+// The state of a head after some of its entries: maximum, sum, (padding,) output, with elements in the order of
+// load_pair().
 inline int64_t state_size(int64_t columns) { return LANES + columns; }
 
 inline void clear_state(float* state, int64_t columns) {
@@ -78,7 +78,7 @@ inline void clear_state(float* state, int64_t columns) {
   std::fill_n(state + LANES, columns, 0.0f);
 }
 
-// Takes n entries into the states of HEADS heads.
+// Adds n entries to the states of HEADS heads.
 template <typename A, int HEADS>
 inline void attend_block(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t n,
                          int64_t size, int64_t columns, float scale, float* states) {
@@ -109,7 +109,7 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
     state[0] = highest;
   }
   const auto* values = entries.values;
-  int64_t d = 0;  // 64 values of each head at a time stay in registers
+  int64_t d = 0;  // 64 columns of each head stay in registers
   for (; d + 2 * PAIR <= columns; d += 2 * PAIR)
     add_values<typename A::Number, HEADS, 2>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,
                                              states + LANES + d, stride);
@@ -118,7 +118,7 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
                                              states + LANES + d, stride);
 }
 
-// The same for all `heads` heads that share a KV head; their states lie beside each other.
+// The same for all `heads` heads that share a KV head; their states are contiguous.
 template <typename A>
 inline void attend_block(const typename A::Left::Number* queries, int64_t heads, const Entries<typename A::Number>& entries,
                          int64_t n, int64_t size, int64_t columns, float scale, float* states) {
@@ -134,7 +134,7 @@ inline void attend_block(const typename A::Left::Number* queries, int64_t heads,
   }
 }
 
-// The states of a head, `distance` apart, put together in the first one: its output.
+// Merges the states of a head, `distance` apart, into the first one, and writes its output.
 template <typename T>
 inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, T* out) {
   float top = states[0];

@@ -1,4 +1,4 @@
-// Ways to multiply; prefill.py knows them by these numbers.
+// Ways to multiply, numbered as in prefill.py.
 #pragma once
 #include <cstdint>
 

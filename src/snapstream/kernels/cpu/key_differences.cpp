@@ -1,4 +1,4 @@
-// How unlike the others each key is (compression/keys.py), in two passes over the keys.
+// How dissimilar each key is from the others (compression/keys.py), in two passes over the keys.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +10,7 @@
 namespace snapstream {
 namespace {
 
-constexpr int64_t SPAN = 512;  // keys of a task where all are compared: fixed, so that threads do not change a bit
+constexpr int64_t SPAN = 512;  // keys per task if all are compared: fixed, so that results do not depend on threads
 
 // choice.py fills the structure.
 struct Keys {
@@ -18,14 +18,14 @@ struct Keys {
   const int64_t* candidate_end;  // [sequences]
   float* out;                    // [sequences][heads][length], zeros
   int64_t sequences, heads, length, size, key_sequence, key_head, key_row, sink;
-  int64_t near;     // tokens of a block; a key is compared with its own and those beside it, or for 0 with all keys
-  double shortest;  // length that a key is taken to have at least
+  int64_t near;     // block size; a key is compared with its block and those beside it, or with all keys if 0
+  double shortest;  // lower bound on the norm of a key
 
   int64_t span() const { return near > 0 ? near : SPAN; }
   int64_t spans() const { return (length + span() - 1) / span(); }
 };
 
-// Numbers that are not finite count as none.
+// Replaces elements that are not finite by zero.
 vec finite(vec v) {
   const vec_i32 exponent = vec_i32{} + 0x7F800000;
   return select(((vec_i32)v & exponent) != exponent, v, vec{});
@@ -37,7 +37,7 @@ void load_finite(const T* p, vec& low, vec& high) {
   low = finite(low), high = finite(high);
 }
 
-// Calls visit(row, span, key, at) for every candidate's key; spans are those of all rows, one after the other.
+// Calls visit(row, span, key, at) for every candidate's key; spans are numbered across all rows.
 template <typename T, typename Visit>
 void visit_all(const Keys& a, int64_t threads, const Visit& visit) {
   const int64_t spans = a.spans();
@@ -71,7 +71,7 @@ void key_differences(const Keys& a, int64_t threads) {
       store(total + i + LANES, load(total + i + LANES) + high * factor);
     }
   });
-  // What each span is compared with: the direction of the sum of it and its neighbours, or of all spans of its row.
+  // What each span is compared with: the normalized sum of it and its neighbors, or of all spans of its row.
   share_out(threads, rows, [&] {
     return [&](int64_t row) {
       const float* of = sums.get() + row * spans * a.size;
@@ -110,7 +110,7 @@ void key_differences(const Keys& a, int64_t threads) {
 
 using namespace snapstream;
 
-// Returns whether there was memory.
+// Returns false if it ran out of memory.
 EXPORT int64_t snapstream_key_differences(const Keys* a, int64_t type, int64_t threads) {
   try {
     if (type == 0) key_differences<float>(*a, threads);

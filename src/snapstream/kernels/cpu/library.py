@@ -1,4 +1,4 @@
-"""Finds, builds if need be, and loads the library of kernels for this processor."""
+"""Finds, builds if necessary, and loads the library of kernels for this processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from snapstream.kernels.cpu.build import HERE, LEVELS, BuildError, Level, build,
 logger = logging.getLogger(__name__)
 
 KEPT = 30
-"""Days that libraries of other versions stay where those are kept that were built when they were first needed."""
+"""Days for which :func:`cache_directory` keeps libraries of other versions."""
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
@@ -34,17 +34,17 @@ _FUNCTIONS = {
 
 
 def supported_levels() -> list[Level]:
-    """Levels that this processor has, best first."""
+    """Levels that this processor supports, best first."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return []
     flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").partition(":")[2].split())
     return [level for level in LEVELS if level.needs <= flags]
 
 
 def cache_directory() -> Path | None:
-    """Where libraries go that are built when they are first needed; ``None`` for a user without a home."""
+    """Directory of libraries that are built when first needed; ``None`` for a user without a home directory."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snapstream"
     except RuntimeError:
@@ -53,13 +53,13 @@ def cache_directory() -> Path | None:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The best library there is, or that can be built; ``None`` if there is none.
+    """The best library that exists or can be built; ``None`` if there is none.
 
-    A warning says why there is none, or not the best one for this processor.
+    A warning says why there is none, or why it is not the best one for this processor.
     """
     levels = supported_levels()
     if not levels:
-        logger.warning("This processor or system is not one the CPU kernels know: slower stock operations are used.")
+        logger.warning("The CPU kernels do not support this processor or system: slower stock operations are used.")
         return None
     reason = ""
     for level in levels:
@@ -71,12 +71,12 @@ def load() -> ctypes.CDLL | None:
             if reason:
                 logger.warning("%s: those for %s are used.", reason, level.name)
             return library
-    logger.warning("%s: slower stock operations are used. Install g++ 12 or newer to change that.", reason)
+    logger.warning("%s: slower stock operations are used. Install g++ 12 or newer to build the kernels.", reason)
     return None
 
 
 def native() -> ctypes.CDLL:
-    """What :func:`load` returns.
+    """The library that :func:`load` returns.
 
     Raises:
         RuntimeError: There is none.
@@ -88,19 +88,19 @@ def native() -> ctypes.CDLL:
 
 
 def run(function: str, *arguments: ctypes.Structure | int, of: str) -> None:
-    """Call a function of :func:`native` on torch's number of threads; structures go by reference.
+    """Call a function of :func:`native` with torch's number of threads; structures are passed by reference.
 
     Raises:
-        MemoryError: There is none for the temporaries ``of`` what it does.
-        RuntimeError: As :func:`native`.
+        MemoryError: There is not enough memory for temporaries; ``of`` names the task in the message.
+        RuntimeError: As for :func:`native`.
     """
     passed = (each if isinstance(each, int) else ctypes.byref(each) for each in arguments)
     if not getattr(native(), f"snapstream_{function}")(*passed, torch.get_num_threads()):
-        raise MemoryError(f"no memory for the temporaries of {of}")
+        raise MemoryError(f"not enough memory for the temporaries of {of}")
 
 
 def available() -> bool:
-    """Whether :func:`load` could succeed, without doing it: the library is there, or a compiler is."""
+    """Whether :func:`load` could succeed, without loading: there is a library or a compiler."""
     levels = supported_levels()
     if levels and compiler() is not None:
         return True
@@ -111,7 +111,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     """Load a library.
 
     Raises:
-        OSError: It cannot be loaded, or is another one.
+        OSError: It cannot be loaded, or is not a library of this package.
     """
     library = ctypes.CDLL(str(path))
     for name, (arguments, result) in _FUNCTIONS.items():
@@ -124,27 +124,27 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def _places(level: Level) -> list[Path]:
-    """Where its library may be: in the installation, or where those are that were built when they were needed."""
+    """Where the library of a level may be: in the installation, or in :func:`cache_directory`."""
     name = library_name(level)
     return [directory / name for directory in (HERE, cache_directory()) if directory is not None]
 
 
 def _library(level: Level) -> ctypes.CDLL:
-    """Installations bring it; else it is compiled for this processor when it is first needed."""
+    """The library of a level: from the installation, or compiled for this processor when first needed."""
     problem: Exception | None = None
     for path in _places(level):
         if path.exists():
             try:
                 return open_library(path)
-            except OSError as error:  # such as one that was built for a newer C library, or has just been removed
+            except OSError as error:  # for example, built for a newer C library, or just removed
                 problem = error
                 if path.parent != HERE:
-                    path.unlink(missing_ok=True)  # so that it is built anew
+                    path.unlink(missing_ok=True)  # so that it is rebuilt
     cache = cache_directory()
     if compiler() is None or cache is None:
-        missing = "no home directory to build one in" if cache is None else "no C++ compiler"
-        raise problem or BuildError(f"there is none in this installation, and {missing}")
-    print("Building the CPU kernels for this processor, once; about ten seconds.", file=sys.stderr, flush=True)
+        missing = "no home directory to build them in" if cache is None else "no C++ compiler"
+        raise problem or BuildError(f"this installation has none, and there is {missing}")
+    print("Building the CPU kernels for this processor (once, about ten seconds).", file=sys.stderr, flush=True)
     library = open_library(build(level, cache))
     remove_others(cache, days=KEPT)
     return library

@@ -1,4 +1,4 @@
-// Memory that vectors may be read from, not initialised.
+// Uninitialized memory, aligned for vectors.
 #pragma once
 #include <cstdint>
 #include <cstdlib>

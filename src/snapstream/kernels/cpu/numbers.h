@@ -1,4 +1,4 @@
-// The types of numbers that kernels take: float and bfloat16, the upper half of a float.
+// The types that kernels support: float and bfloat16, the upper half of a float.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,7 +1,7 @@
-"""Memory for what a decode step reads, on large pages where the system has them.
+"""Memory for what a decode step reads, on huge pages where the system has them.
 
-A step reads all weights and caches once; through pages of 4 KiB every few lines of memory need another entry of the
-processor's table of pages. Linux gives pages of 2 MiB to those who ask (``madvise``), where they are not switched off.
+A step reads all weights and caches once. With 4 KiB pages, every few cache lines need another TLB entry. Linux provides
+2 MiB pages on request (``madvise``), unless they are disabled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LINE = 64
 
 
 def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """Tensors beside each other in one block of memory, which is kept while one of them is.
+    """Allocate zeroed tensors next to each other in one block of memory, which lives as long as any of them.
 
-    Each has a storage of its own, so that none looks like a view of another.
+    Each tensor has a separate storage, so that none looks like a view of another.
 
     Raises:
-        MemoryError: There is none.
+        MemoryError: There is not enough memory.
     """
     wanted = list(shapes)
     sizes = [-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape, dtype in wanted]
@@ -33,12 +33,12 @@ def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> l
     try:
         block = mmap.mmap(-1, sum(sizes) + _PAGE, **private)
     except OSError as error:
-        raise MemoryError(f"no memory for {sum(sizes)} bytes of weights or caches: {error}") from error
+        raise MemoryError(f"not enough memory for {sum(sizes)} bytes of weights or caches: {error}") from error
     view = memoryview(block)
     at = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _PAGE
-    whole = sum(sizes) // _PAGE * _PAGE  # what is left is not asked for: it would take a large page of its own
+    whole = sum(sizes) // _PAGE * _PAGE  # not the rest, which would occupy a whole huge page
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
+        with contextlib.suppress(OSError):  # the system has none
             block.madvise(mmap.MADV_HUGEPAGE, at, whole)
     tensors = []
     for (shape, dtype), size in zip(wanted, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Attention while a prompt is read: of a chunk to all before it, and of the last queries that vote on what is kept."""
+"""Prefill attention: of a chunk to everything before it, and of the last queries, which vote on what is kept."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
 
 BLOCK = 64
-"""Keys that prefill attention takes at a time; packed values come in blocks of as many."""
+"""Keys per block of prefill attention, and of packed values."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
 """How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
 
 
 class _Problem(ctypes.Structure):
-    """``Problem`` of prefill_kernels.h."""
+    """Mirrors ``Problem`` in prefill_kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "packed")),
@@ -30,7 +30,7 @@ class _Problem(ctypes.Structure):
 
 
 class _Window(ctypes.Structure):
-    """``WindowArguments`` of window_attention.cpp."""
+    """Mirrors ``WindowArguments`` in window_attention.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
@@ -39,12 +39,12 @@ class _Window(ctypes.Structure):
 
 
 def prefill_instructions(dtype: torch.dtype) -> str:
-    """Which of :data:`INSTRUCTIONS` are fastest on this processor for numbers of a type."""
+    """Which of :data:`INSTRUCTIONS` are fastest on this processor for a dtype."""
     return INSTRUCTIONS[library.native().snapstream_best_instructions()] if dtype == torch.bfloat16 else "portable"
 
 
 def has_instructions(name: str) -> bool:
-    """Whether this processor, and its system, has one of :data:`INSTRUCTIONS`."""
+    """Whether this processor and its operating system support one of :data:`INSTRUCTIONS`."""
     return bool(library.native().snapstream_has_instructions(INSTRUCTIONS.index(name)))
 
 
@@ -67,24 +67,24 @@ def prefill_attention(
 ) -> Tensor:
     """Attend causally from a chunk of tokens to everything before it and to itself.
 
-    What comes out for a token is the same to the bit however the prompt is cut into chunks.
+    The result for a token is the same, bit for bit, however the prompt is split into chunks.
 
     Args:
         query: ``[T, H, D]``, float32 or bfloat16, ``D`` a multiple of 32.
-        keys: ``[N, L, D]``, of the same type; the last numbers of a row lie side by side, rows where they like.
+        keys: ``[N, L, D]``, of the same dtype; the elements of a row must be contiguous, rows may have any stride.
         values: ``[N, L, V]``, ``V`` a multiple of 32; may be part of the keys.
         start: Entry of the first token, int64 scalar; entries ``start .. start + T`` hold the chunk itself.
         scale: Factor on the logits, positive.
-        packed: Memory of :func:`packed_shape` for values in the order they are multiplied in; its own if ``None``.
-        packed_until: How many entries are in ``packed`` since an earlier call, int64 scalar; the rest is added.
-        instructions: One of :data:`INSTRUCTIONS`; the fastest ones if ``None``.
+        packed: Buffer of :func:`packed_shape` for values in multiplication order; ``None`` allocates one.
+        packed_until: Entries that earlier calls have packed, int64 scalar; this call adds the rest.
+        instructions: One of :data:`INSTRUCTIONS`; ``None`` for the fastest.
 
     Returns:
         ``[T, H, V]``.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     T, H, D = query.shape
     N, L, V = values.shape
@@ -99,14 +99,14 @@ def prefill_attention(
         f"head sizes are {D} and {V}; they must be multiples of {MULTIPLE}",
     )
     _check(name, scale, query, keys, values)
-    require(0 <= at <= L - T, f"tokens {at} to {at + T} of a cache of {L}")
-    require(0 <= until <= at, f"{until} packed entries before a chunk at {at}")
+    require(0 <= at <= L - T, f"tokens {at} to {at + T} do not fit into a cache of {L}")
+    require(0 <= until <= at, f"{until} entries are packed, but the chunk starts at {at}")
     if name != "portable" and query.dtype == torch.bfloat16:
         fits = packed.dim() == 4 and packed.is_contiguous() and packed.dtype == query.dtype
         fits = fits and packed.shape[0] == N and packed.shape[1] * BLOCK >= at + T and packed.shape[2:] == (V, BLOCK)
         require(fits, f"expected packed values [{N}, blocks, {V}, {BLOCK}], got {tuple(packed.shape)}")
         aligned = not any(stride % 2 for stride in (query.stride(0), query.stride(1), keys.stride(1)))
-        require(aligned, "pairs of numbers must be aligned")
+        require(aligned, "pairs of elements must be aligned")
     out = query.new_empty(T, H, V)
     problem = _Problem(
         *(each.data_ptr() for each in (query, keys, values, out, packed)),
@@ -141,11 +141,11 @@ def attend_window(
     sink: int,
     instructions: str | None = None,
 ) -> Tensor:
-    """What :func:`snapstream.compression.scoring.window_attention` does, by a kernel.
+    """CPU kernel for :func:`snapstream.compression.scoring.window_attention`.
 
     Raises:
-        ValueError: Shapes or types that do not go together.
-        MemoryError: There is none for temporaries.
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
     """
     B, H, W, D = queries.shape
     _, N, L, _ = keys.shape
@@ -153,7 +153,7 @@ def attend_window(
     require(keys.shape[0] == B and keys.shape[3] == D and N > 0 and H % N == 0, "shapes do not match")
     require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
     _check(name, scale, queries, keys)
-    require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of numbers must be aligned")
+    require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of elements must be aligned")
     lengths = check_lengths(B, length, first_voter, candidate_end)
     votes = keys.new_zeros((B, N, L), dtype=torch.float32)
     problem = _Problem(
@@ -182,11 +182,11 @@ def attend_window(
 
 
 def _check(instructions: str, scale: float, *tensors: Tensor) -> None:
-    """What both kinds of attention ask of queries, keys and values."""
-    require(all(tensor.stride(-1) == 1 for tensor in tensors), "the numbers of a head must lie side by side")
+    """Check what both kinds of attention require of queries, keys and values."""
+    require(all(tensor.stride(-1) == 1 for tensor in tensors), "the elements of a head must be contiguous")
     check_types(*tensors)
     require(scale > 0, "the scale must be positive")
-    require(has_instructions(instructions), f"this processor has no {instructions}")
+    require(has_instructions(instructions), f"this processor does not support {instructions!r} instructions")
 
 
 def _run(function: str, dtype: torch.dtype, instructions: str, *structures: ctypes.Structure) -> None:

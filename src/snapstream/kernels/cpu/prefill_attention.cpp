@@ -1,10 +1,10 @@
-// Causal attention of a prompt's chunk to everything before it and to itself, at the speed of the multipliers.
+// Causal attention of a prefill chunk to everything before it and to itself, at the speed of the multipliers.
 //
 // The queries of all heads that share a KV head are rows of one matrix, tokens first. A task is up to 256 such rows of
-// one KV head; threads take them one at a time, see team.h, so one that is put to sleep holds up one task.
+// one KV head. Threads take one task at a time, see team.h, so a thread that is descheduled delays only one task.
 // A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
-// arXiv 1805.02867) and stops where its last row does. What comes out for a row depends on this row, the keys up to its
-// own and the multiples of BLOCK alone: chunks, starts, other rows and threads do not change a bit of it.
+// arXiv 1805.02867), up to the position of its last row. The result of a row depends only on the row, the keys up to
+// its own, and the multiples of BLOCK: it is the same, bit for bit, for all chunks, starts, other rows and threads.
 #include <algorithm>
 #include <utility>
 
@@ -22,9 +22,9 @@ namespace snapstream {
 namespace {
 
 constexpr int64_t MOST_ROWS = 256;          // of a task
-constexpr int64_t TASK_BYTES = 256 * 1024;  // of its queries and outputs, which should stay in the second-level cache
+constexpr int64_t TASK_BYTES = 256 * 1024;  // of its queries and outputs: they should stay in the second-level cache
 
-// Whether the system lets this process use tile registers; it has to be asked.
+// Whether the system lets this process use tile registers, which must be requested.
 bool tiles_allowed() {
 #if defined(SNAPSTREAM_TILES)
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -35,7 +35,7 @@ bool tiles_allowed() {
 #endif
 }
 
-// Rows of one task, in memory of its thread.
+// Rows of one task, in memory of one thread.
 template <typename K>
 class Rows {
  public:
@@ -63,11 +63,11 @@ class Rows {
     block_memory = base + block_at;
   }
 
-  // Rows first .. end of a KV head: attention, and its result to the output.
+  // Computes attention for rows first .. end of a KV head, and writes the output.
   void attend(int64_t kv_head, int64_t first, int64_t end) {
     begin_rows(kv_head, first, end);
     const int64_t entries = position(end - 1) + 1;
-    // Outputs of a tile stay in the first-level cache for a span of keys. What is widened is so once for all tiles.
+    // Outputs of a tile stay in the first-level cache for a span of keys, which is widened once for all tiles.
     constexpr int64_t SPAN = (K::PACKS ? 16 : 1) * BLOCK;
     for (int64_t span = 0; span < entries; span += SPAN) {
       auto numbers = K::read(p, kv_head, span, std::min(BLOCK, entries - span), block_memory);
@@ -94,7 +94,7 @@ class Rows {
     return row / group * p.query_token + (kv_head * group + row % group) * p.query_head;
   }
 
-  // Packs queries and clears what is summed up.
+  // Packs queries and clears outputs, sums and maxima.
   void begin_rows(int64_t kv_head, int64_t first, int64_t end) {
     pack_queries<K>(end - first, p.size, queries, [&](int64_t row) { return p.query + query_at(kv_head, first + row); });
     const int64_t tiles = (end - first + QUERIES - 1) / QUERIES;
@@ -110,10 +110,10 @@ class Rows {
     const vec factor = vec{} + K::factor(static_cast<float>(p.scale));
     float* out = outputs + tile * QUERIES * p.columns;
     K::score(numbers, padded, p.size, queries + tile * tile_queries, scores);
-    // A pair of keys makes one row of weights, so these never overtake the scores they replace.
+    // Weights take no more room than scores, so they never overtake the scores that they overwrite.
     auto* weights = reinterpret_cast<Operand*>(scores);
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
-      vec_i32 last = {};  // of the keys of this block, the last that a row sees
+      vec_i32 last = {};  // the last key of this block that a row sees
       if constexpr (masked) {
         for (int i = 0; i < LANES; ++i)
           last[i] = static_cast<int32_t>(position(std::min(row + lane + i, last_row)) - block);
@@ -121,7 +121,7 @@ class Rows {
       float *maximum_at = maxima + tile * QUERIES + lane, *sum_at = sums + tile * QUERIES + lane;
       const vec before = load(maximum_at), maximum = larger(before, highest_score<masked>(lane, padded, last) * factor);
       vec sum = load(sum_at);
-      // The maximum is followed at once: a weight of exactly one, which outweighs the others, is not rounded.
+      // The maximum is updated at once: a weight of exactly one, which outweighs the others, is not rounded.
       if (any(maximum > before)) {
         store(maximum_at, maximum);
         if (block > 0) {
@@ -138,7 +138,7 @@ class Rows {
 
   template <bool masked>
   vec highest_score(int64_t lane, int64_t keys, vec_i32 last) const {
-    vec highest[4];  // chains of maxima beside each other
+    vec highest[4];  // independent chains of maxima
     for (vec& chain : highest) chain = vec{} + LOWEST;
     for (int64_t key = 0; key < keys; key += 4) {
       UNROLL for (int i = 0; i < 4; ++i) {
@@ -150,7 +150,7 @@ class Rows {
     return larger(larger(highest[0], highest[1]), larger(highest[2], highest[3]));
   }
 
-  // Divides by the sums and writes rows as the caller wants them.
+  // Divides by the sums and writes rows in the caller's layout.
   void finish_rows(int64_t kv_head, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row += LANES) {
       const int64_t tile = (row - first) / QUERIES, lane = (row - first) % QUERIES;
@@ -172,7 +172,7 @@ class Rows {
   const int64_t group, tile_queries;
   Memory<char> memory;
   Operand* queries;
-  float *outputs, *maxima, *sums, *scores;  // scores are replaced by their weights
+  float *outputs, *maxima, *sums, *scores;  // weights overwrite scores
   char* block_memory;
 };
 
@@ -193,7 +193,7 @@ void run(const Problem<typename K::Number>& p, int64_t threads) {
   }
   const int64_t rows = p.tokens * p.heads / p.kv_heads;
   const int64_t row_bytes = p.size * sizeof(T) + p.columns * sizeof(float);
-  // Small enough for the cache, and at least a few tasks for each thread.
+  // Small enough for the cache, and at least a few tasks per thread.
   const int64_t fitting = std::min(MOST_ROWS, TASK_BYTES / row_bytes);
   const int64_t fair = rows * p.kv_heads / (4 * threads);
   const int64_t most = std::max(QUERIES, std::min(fitting, fair) / QUERIES * QUERIES);
@@ -228,7 +228,7 @@ EXPORT int64_t snapstream_has_instructions(int64_t instructions) {
   return instructions == PORTABLE || (instructions == TILES && tiles_allowed());
 }
 
-// Returns whether there was memory.
+// Returns false if it ran out of memory.
 EXPORT int64_t snapstream_prefill_attention(const void* problem, int64_t type, int64_t instructions, int64_t threads) {
   try {
     if (type == 0) {

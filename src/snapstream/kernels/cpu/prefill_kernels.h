@@ -1,5 +1,5 @@
-// Three kernels for a tile of prefill attention: any processor, dot products of bfloat16 pairs, tile registers. Each has
-// the form in which it wants queries, keys and values, and turns scores into weights its own way.
+// Three kernels for a tile of prefill attention: for any processor, for dot products of bfloat16 pairs, and for tile
+// registers. Each defines the layout of its queries, keys and values, and how scores become weights.
 #pragma once
 #include <algorithm>
 
@@ -7,21 +7,21 @@
 
 namespace snapstream {
 
-constexpr float LOWEST = -1e30f;  // below every score, but finite: differences of two are numbers
+constexpr float LOWEST = -1e30f;  // below every score, but finite, so that differences are finite
 
-// Arguments as pointers and strides, the latter in numbers; prefill.py fills the structure.
+// Arguments as pointers and strides, the latter in elements; prefill.py fills the structure.
 template <typename T>
 struct Problem {
   const T *query, *keys, *values;
   T *out, *packed;
-  int64_t tokens, heads, kv_heads, size, columns;  // size: numbers of a key; columns: numbers of a value
+  int64_t tokens, heads, kv_heads, size, columns;  // size: elements of a key; columns: elements of a value
   int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;
   int64_t start, readable;  // position of the first token; entries that memory holds
-  int64_t packed_until;     // entries that are packed already
+  int64_t packed_until;     // entries that are already packed
   double scale;
 };
 
-// Up to BLOCK keys and their values as a kernel multiplies them.
+// Up to BLOCK keys and their values in the form in which a kernel multiplies them.
 template <typename T>
 struct Block {
   const T* keys;
@@ -30,18 +30,18 @@ struct Block {
   int64_t value_row;
 };
 
-// ---- any processor: bfloat16 is widened block by block; weights are float32 and may take the place of scores ----
+// ---- any processor: bfloat16 is widened block by block; weights are float32 and may overwrite scores ----
 
 template <typename T>
 struct Portable {
   using Number = T;
   using Operand = float;                     // queries [size][QUERIES], weights [keys][QUERIES]
-  static constexpr int64_t PER_OPERAND = 1;  // numbers in an operand
+  static constexpr int64_t PER_OPERAND = 1;  // elements per operand
   static constexpr int64_t MULTIPLE = ROWS;  // of keys per call
   static constexpr bool PACKS = false;       // whether it reads packed values
 
   using Tile = Block<float>;
-  struct Session {};  // while a thread computes
+  struct Session {};  // held while a thread computes
   static float factor(float scale) { return scale; }
   static vec shrink(vec x) { return exp_nonpositive(x); }
   static int64_t scratch(int64_t size, int64_t columns) { return BLOCK * (size + columns) * sizeof(float); }
@@ -92,10 +92,10 @@ struct Portable {
 };
 
 #if defined(__AVX512BF16__)
-// ---- pairs of bfloat16 multiplied exactly and added in float32; maxima are of logarithms to base 2 ----
+// ---- pairs of bfloat16, multiplied exactly and added in float32; maxima are in base 2 ----
 
 // 2^x (1 + 2^-8) for x not far above 0. Dropping the lower half of the result rounds 2^x to bfloat16; the error of the
-// polynomial, 7e-5, is small beside that.
+// polynomial, 7e-5, is small in comparison.
 inline __m512 exp2_to_be_cut(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
   __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.07802458f), _mm512_set1_ps(0.22606721f));
@@ -164,7 +164,7 @@ struct Pairs {
       const __m512i pair =
           _mm512_ternarylogic_epi32(_mm512_srli_epi32(e[0], 16), e[1], _mm512_set1_epi32(0xFFFF0000), 0xF8);
       _mm512_storeu_si512(weights + key / 2 * QUERIES, pair);
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)pair, ones);  // of the rounded weights, so that they add up to one
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)pair, ones);  // sums the rounded weights, so that they add up to one
     }
     return (vec)sum;
   }
@@ -172,7 +172,7 @@ struct Pairs {
 #endif
 
 #if defined(SNAPSTREAM_TILES)
-// ---- tile registers; the rest is that of pairs ----
+// ---- tile registers; everything else is as for pairs ----
 
 struct Tiles : Pairs {
   struct Session {
@@ -193,7 +193,7 @@ struct Tiles : Pairs {
 };
 #endif
 
-// Packs rows of queries, at row_at(0), row_at(1) and so on, to [tile][operand][QUERIES]; what is left of the last tile is
+// Packs rows of queries, at row_at(0), row_at(1) and so on, to [tile][operand][QUERIES]; the rest of the last tile is
 // zero.
 template <typename K, typename RowAt>
 inline void pack_queries(int64_t rows, int64_t size, typename K::Operand* to, const RowAt& row_at) {

@@ -1,10 +1,10 @@
 // The arithmetic of prefill attention on one tile: BLOCK keys by QUERIES queries, in three ways.
 //
-// Scores are kept transposed, S[key][query]: a vector holds one key's scores for 16 queries. So maxima, sums and
-// exponentials run down the vectors and never across them, rows of keys are read as they lie in the cache, and only
-// queries (once per task) and, for products of pairs, values (once per layer) have to be packed:
+// Scores are kept transposed, S[key][query]: a vector holds one key's scores for 16 queries. Maxima, sums and
+// exponentials therefore run down the vectors and never across them, and rows of keys are read directly from the cache.
+// Only queries (once per task) and, for products of pairs, values (once per layer) have to be packed:
 //
-//    scores   S[key][query]   = sum over pairs of numbers   K[key][pair]         * Q[pair][query]
+//    scores   S[key][query]   = sum over pairs of elements  K[key][pair]         * Q[pair][query]
 //    weights  P[pair][query]  = two keys' exp(S - maximum), rounded to bfloat16, side by side
 //    outputs  O[column][query] += sum over pairs of keys    V[column][pair]      * P[pair][query]
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace snapstream {
 
-constexpr int64_t BLOCK = 64;   // keys per tile; blocks begin at its multiples, so a chunk's start changes nothing
+constexpr int64_t BLOCK = 64;   // keys per tile; blocks begin at its multiples, whatever a chunk's start
 constexpr int64_t QUERIES = 32;  // rows of queries per tile
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -25,7 +25,7 @@ constexpr int ROWS = 8;  // ROWS * COLUMNS accumulators and COLUMNS operands sta
 constexpr int ROWS = 4;
 #endif
 
-// Sixteen vectors of 32-bit numbers, as the rows of a matrix that is transposed in place.
+// Transposes a matrix of 32-bit elements in place; its rows are sixteen vectors.
 inline void transpose(vec_u32 m[LANES]) {
   UNROLL for (int i = 0; i < LANES; i += 2) {
     const vec_u32 a = m[i], b = m[i + 1];
@@ -59,7 +59,7 @@ inline vec_u32 load_u32(const void* p) {
 
 inline void store_u32(void* p, vec_u32 v) { std::memcpy(p, &v, sizeof(v)); }
 
-// 16 bfloat16, each as the lower half of 32 bits.
+// Loads 16 bfloat16, each into the lower half of 32 bits.
 inline vec_u32 load_halves(const void* p) {
   typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
   half_u16 v;
@@ -67,7 +67,7 @@ inline vec_u32 load_halves(const void* p) {
   return __builtin_convertvector(v, vec_u32);
 }
 
-// Transposes up to BLOCK rows of bfloat16 values, `columns` numbers each, to packed[column][BLOCK]; zeros beyond `rows`.
+// Transposes up to BLOCK rows of bfloat16 values, `columns` elements each, to packed[column][BLOCK]; zeros past `rows`.
 inline void pack_values(const bfloat16* values, int64_t stride, int64_t rows, int64_t columns,
                         bfloat16* packed) {
   for (int64_t row = 0; row < BLOCK; row += PAIR) {
@@ -109,7 +109,7 @@ inline void multiply(const float* a, int64_t row_stride, int64_t depth_stride, c
 }
 
 #if defined(__AVX512BF16__)
-// The same where every number is a pair of bfloat16.
+// The same for operands that are pairs of bfloat16.
 template <int COLS>
 inline void multiply(const uint32_t* a, int64_t row_stride, int64_t depth_stride, const uint32_t* b, int64_t depth,
                      float* out, bool add) {
@@ -150,7 +150,7 @@ inline void multiply_rows(const E* a, int64_t rows, int64_t row_stride, int64_t 
 }
 
 #if defined(SNAPSTREAM_TILES)
-// Tile registers multiply 16 x 32 by 32 x 16 bfloat16 in one go. Two by two of them share their operands.
+// Tile registers multiply 16 x 32 by 32 x 16 bfloat16 at once. Two by two of them share their operands.
 struct TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -159,7 +159,7 @@ struct TileConfiguration {
 
 inline void begin_tiles() {
   const TileConfiguration configuration;
-  // The compiler's own intrinsic does not say that it reads the whole structure.
+  // The compiler's own intrinsic does not declare that it reads the whole structure.
   asm volatile("ldtilecfg %0" : : "m"(configuration));
 }
 
@@ -167,7 +167,7 @@ inline void end_tiles() { _tile_release(); }
 
 constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);  // of a row of packed queries, weights, scores or outputs
 
-// Adds 32 x 32 numbers, whose rows are `bytes` apart, times 32 rows of packed ones, to the 32 x 32 sums in tiles 0 to 3.
+// Multiplies 32 x 32 elements, with rows `bytes` apart, by 32 packed rows; adds to the 32 x 32 sums in tiles 0 to 3.
 inline void multiply_tiles(const bfloat16* upper, const bfloat16* lower, int64_t bytes, const uint32_t* right) {
   _tile_loadd(4, upper, bytes);
   _tile_loadd(6, right, QUERY_BYTES);
@@ -186,7 +186,7 @@ inline void store_tiles(float* out) {
   _tile_stored(3, out + LANES * QUERIES + LANES, QUERY_BYTES);
 }
 
-// Scores of `count` keys (a multiple of 32) of `size` numbers (a multiple of 32), whose rows are `stride` numbers apart.
+// Scores of `count` keys of `size` elements, with rows `stride` elements apart; `count`, `size`: multiples of 32.
 inline void score_tile(const bfloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
                        float* scores) {
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(bfloat16));
@@ -202,7 +202,7 @@ inline void score_tile(const bfloat16* keys, int64_t stride, int64_t count, int6
   }
 }
 
-// Adds `count` keys' (a multiple of 32) packed values, weighted, to `columns` (a multiple of 32) columns of outputs.
+// Adds the packed values of `count` keys, weighted, to `columns` columns of outputs; both are multiples of 32.
 inline void add_tile(const bfloat16* packed, int64_t count, int64_t columns, const uint32_t* weights, float* out) {
   constexpr int64_t VALUE_BYTES = BLOCK * sizeof(bfloat16);
   for (int64_t column = 0; column < columns; column += 2 * LANES) {

@@ -1,12 +1,12 @@
 // Products of few rows with weights. Decode on a CPU is bound by memory: a step reads every weight once, for all rows.
-// What comes out for a row depends on that row alone, to the bit: sums run in the same order whatever is beside them.
+// The result of a row depends only on that row, bit for bit: sums run in the same order whatever the other rows are.
 #pragma once
 #include "vectors.h"
 
 namespace snapstream {
 
-constexpr int64_t ROWS_AT_ONCE = 8;  // rows of x that a weight is multiplied with while it is in a register
-constexpr int64_t AHEAD_BYTES = 24 * 1024;  // how early weights are asked for
+constexpr int64_t ROWS_AT_ONCE = 8;  // rows of x that a weight is multiplied by while it is in a register
+constexpr int64_t AHEAD_BYTES = 24 * 1024;  // how far ahead weights are prefetched
 
 // ROWS weights times M rows of x [M][K]: out[m * stride + r].
 template <typename A, int M, int ROWS>
@@ -18,7 +18,7 @@ inline void multiply_block(const typename A::Left::Number* x, const typename A::
     typename A::Right w[ROWS];
     UNROLL for (int r = 0; r < ROWS; ++r) {
       w[r].read(weight + r * K + k);
-      // Rows are too short for the hardware to get into its stride. The second-level cache takes more requests at once.
+      // Rows are too short for the hardware prefetcher. The second-level cache takes more requests at once.
       __builtin_prefetch(reinterpret_cast<const char*>(weight + r * K + k) + AHEAD_BYTES, 0, 2);
     }
     UNROLL for (int m = 0; m < M; ++m) {

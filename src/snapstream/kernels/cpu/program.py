@@ -1,4 +1,4 @@
-"""The loop that runs a list of operations, for all layers and several tokens in one launch (``step.cpp``)."""
+"""The native loop, which runs a list of operations for all layers and several tokens in one launch (``step.cpp``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
 
 MOST_ROTATED = 2048
-"""Numbers of a head that may be rotated; ``step_rows.h`` has room for so many."""
+"""Largest head size that can be rotated, given by a buffer in ``step_rows.h``."""
 
 
 class _Part(ctypes.Structure):
@@ -54,16 +54,16 @@ class _Program(ctypes.Structure):
 
 
 def unsupported(operations: Sequence[Operation], dtype: torch.dtype) -> str | None:
-    """Why the loop cannot run some operations on numbers of a type, or ``None`` if it can."""
+    """Why the loop cannot run some operations in a dtype, or ``None`` if it can."""
     if dtype not in TYPES:
-        return f"the dtype is {dtype}; it takes float32 and bfloat16"
+        return f"the dtype is {dtype}; float32 and bfloat16 are supported"
     for operation in operations:
         sizes = _sizes_to_fit(operation)
         if any(size % MULTIPLE for size in sizes):
             name = type(operation).__name__
-            return f"{name} has sizes {', '.join(map(str, sizes))}; it takes multiples of {MULTIPLE}"
+            return f"{name} has sizes {', '.join(map(str, sizes))}; multiples of {MULTIPLE} are supported"
         if isinstance(operation, ops.Rotate) and operation.source.size > MOST_ROTATED:
-            return f"{operation.source.size} numbers of a head are rotated; it takes {MOST_ROTATED} at most"
+            return f"{operation.source.size} elements of a head are rotated; at most {MOST_ROTATED} are supported"
     return None
 
 
@@ -81,21 +81,21 @@ def _sizes_to_fit(operation: Operation) -> list[int]:
 
 
 class CpuProgram:
-    """A list of operations on the CPU; see :class:`snapstream.kernels.operations.PlainProgram`.
+    """Runs a list of operations on the CPU; see :class:`snapstream.kernels.operations.PlainProgram`.
 
-    A slot's results depend on that slot alone, to the bit: not on the others, the threads or the steps of a launch.
+    A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch.
     """
 
     def __init__(self, operations: Sequence[Operation], machine: Machine, *, instructions: int | None = None) -> None:
-        """Translate the list; the tensors it names must stay where they are.
+        """Translate the list. The tensors that it refers to must keep their addresses.
 
         Args:
             operations: The list.
-            machine: What it works on.
-            instructions: How to multiply bfloat16, by number; the fastest way if ``None``.
+            machine: The buffers, slots and caches that it works on.
+            instructions: Index of the instructions that multiply bfloat16; ``None`` for the fastest.
 
         Raises:
-            ValueError: The loop cannot run them.
+            ValueError: The loop cannot run the operations.
         """
         dtype = machine.caches[0].keys.dtype if machine.caches else next(iter(machine.buffers.values())).dtype
         reason = unsupported(operations, dtype)
@@ -143,23 +143,23 @@ class CpuProgram:
         self._scratch = torch.empty(0)
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
-        """Run operations ``first .. last``, as a slice of the list, so many times, as one launch.
+        """Run operations ``first .. last``, a slice of the list, ``steps`` times in one launch.
 
         Raises:
-            MemoryError: There is none for temporaries.
+            MemoryError: There is not enough memory for temporaries.
         """
         assert 0 < steps <= self._steps
         threads = torch.get_num_threads()
         if threads != self._threads:
             size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
             if size < 0:
-                raise MemoryError("no memory to plan the temporaries of decoding")
+                raise MemoryError("not enough memory to plan the temporaries of decoding")
             self._scratch, self._threads = torch.empty(size, dtype=torch.uint8), threads
         begin, end, _ = slice(first, last).indices(len(self.operations))
         assert begin < end
         scratch = self._scratch.data_ptr()
         if not self._library.snapstream_run(ctypes.byref(self._program), scratch, begin, end, steps, threads):
-            raise MemoryError("no memory for the temporaries of decoding")
+            raise MemoryError("not enough memory for the temporaries of decoding")
 
     def _part(self, part: Part | None) -> _Part:
         if part is None:
@@ -168,13 +168,13 @@ class CpuProgram:
         return _Part(_address(view), view.stride(0), part.heads, part.size, part.step)
 
     def _translate(self, operation: Operation) -> _Operation:
-        """The structure that ``step.h`` describes."""
+        """The structure that ``step.h`` declares."""
         kind, parts, weight, bias, numbers, real = _encode(operation, self.machine)
         wanted = torch.float32 if kind in ("angles", "choose") else self._dtype
         for tensor in (weight, None if kind in ("sort", "expert gated", "expert") else bias):
             if tensor is not None:
                 require(tensor.dtype == wanted, f"{kind} has weights in {tensor.dtype}; they must be {wanted}")
-                rows = tensor[0] if kind == "heads" else tensor  # heads may be apart
+                rows = tensor[0] if kind == "heads" else tensor  # heads need not be contiguous
                 require(rows.is_contiguous(), f"{kind} has weights that are not contiguous")
         return _Operation(
             kind=_KINDS.index(kind),
@@ -199,8 +199,8 @@ _Encoded = tuple[
 
 @functools.singledispatch
 def _encode(operation: Operation, machine: Machine) -> _Encoded:
-    """Kind, parts (source, target, other), weight, bias or what is in its place, numbers, and a factor."""
-    raise ValueError(f"the loop does not know {type(operation).__name__}")
+    """Kind, parts (source, target, other), weight, bias (or a tensor in its place), integers, and a factor."""
+    raise ValueError(f"the loop does not support {type(operation).__name__}")
 
 
 @_encode.register
@@ -269,7 +269,7 @@ def _(o: ops.ExpertProduct, machine: Machine) -> _Encoded:
 
 @_encode.register
 def _(o: ops.Combine, machine: Machine) -> _Encoded:
-    # The experts' own numbers are not looked at again: sorting has remembered where each row went.
+    # The experts are not read again: sorting has recorded where each row went.
     return "combine", (o.source, o.target, o.weights), None, None, (), 0.0
 
 
@@ -294,17 +294,17 @@ def _(o: ops.Advance, machine: Machine) -> _Encoded:
 
 
 def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None = None, **fields: Any) -> None:
-    """One operation that takes each row by itself.
+    """Run one row-wise operation.
 
     Args:
-        kind: Which.
-        source: ``[T, heads, size]``, numbers of a head side by side.
-        target: The same, of the same type.
-        other: The same, float32.
-        **fields: Of the structure.
+        kind: Which operation.
+        source: ``[T, heads, size]``; the elements of a head must be contiguous.
+        target: As ``source``, of the same dtype.
+        other: As ``source``, float32.
+        **fields: Further fields of the structure.
 
     Raises:
-        MemoryError: There is none for temporaries.
+        MemoryError: There is not enough memory for temporaries.
     """
     parts = (
         _Part()
@@ -315,7 +315,7 @@ def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None 
     operation = _Operation(_KINDS.index(kind), *parts, **fields)
     rows, threads = source.shape[0], torch.get_num_threads()
     if not native().snapstream_rows(ctypes.byref(operation), TYPES.index(source.dtype), rows, threads):
-        raise MemoryError("no memory for temporaries")
+        raise MemoryError("not enough memory for temporaries")
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,4 +1,4 @@
-// The loop: one launch runs a list of operations, for all layers and for one or more tokens, in one team of threads.
+// The native loop: one launch runs a list of operations, for all layers and one or more tokens, in one team of threads.
 #include "step.h"
 
 #include <new>
@@ -13,7 +13,7 @@
 namespace snapstream {
 namespace {
 
-// A launch of some operations of a program. `A` is a way to multiply, see vectors.h.
+// A launch of some operations of a program. `A` defines how to multiply, see vectors.h.
 template <typename A>
 class Launch : public Work {
  public:
@@ -23,7 +23,7 @@ class Launch : public Work {
     divisor = 2;
   }
 
-  // Operations first .. last, all of them `steps` times.
+  // Prepares to run operations first .. last, `steps` times.
   void prepare(int64_t first, int64_t last, int64_t steps) {
     this->first = first, this->last = last, this->steps = steps;
     attention.prepare(), experts.prepare();
@@ -78,7 +78,7 @@ class Launch : public Work {
   }
 
  private:
-  // Units of the operation that comes next; what it needs beside its buffers is made here.
+  // Units of the next operation; also allocates what it needs besides its buffers.
   int64_t units() {
     const Operation& o = *now;
     switch (o.kind) {
@@ -116,7 +116,7 @@ class Launch : public Work {
   const Operation* now = nullptr;
 };
 
-// Calls function(way to multiply) with the one the program asks for.
+// Calls function(way to multiply) with the one that the program requests.
 template <typename Function>
 int64_t with_arithmetic(const Program& program, const Function& function) {
   if (program.type == 0) return function(Widened<float>());
@@ -132,7 +132,7 @@ int64_t with_arithmetic(const Program& program, const Function& function) {
 
 using namespace snapstream;
 
-// Bytes of temporaries that a program needs; -1 if there is no memory to count them.
+// Bytes of temporaries that a program needs; -1 if there is not enough memory to count them.
 EXPORT int64_t snapstream_scratch(const Program* program, int64_t threads) {
   try {
     return with_arithmetic(*program, [&](auto arithmetic) {
@@ -145,8 +145,8 @@ EXPORT int64_t snapstream_scratch(const Program* program, int64_t threads) {
   }
 }
 
-// Runs operations first .. last, all of them `steps` times, on at most as many threads as there is scratch for; returns
-// whether there was memory.
+// Runs operations first .. last, `steps` times, on at most as many threads as there is scratch for. Returns false if it
+// ran out of memory.
 EXPORT int64_t snapstream_run(const Program* program, char* memory, int64_t first, int64_t last, int64_t steps,
                               int64_t threads) {
   try {
@@ -162,7 +162,7 @@ EXPORT int64_t snapstream_run(const Program* program, char* memory, int64_t firs
   }
 }
 
-// Runs one operation that takes each row by itself, on all rows.
+// Runs one row-wise operation on all rows.
 EXPORT int64_t snapstream_rows(const Operation* operation, int64_t type, int64_t rows, int64_t threads) {
   Program program{};
   program.operations = operation, program.count = 1, program.type = type, program.slots = rows, program.tokens = 1;

@@ -6,8 +6,8 @@
 
 namespace snapstream {
 
-// Numbers of every row of a buffer: `heads` times `size` of them, a row and a head so many numbers apart. A row is a token
-// of a slot: row `slot * tokens + token`.
+// A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
+// between rows and between heads, in elements. A row is a token of a slot: row `slot * tokens + token`.
 struct Part {
   void* data;
   int64_t row, heads, size, stride;
@@ -43,8 +43,8 @@ struct Operation {
   double real;
 };
 
-// One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet wait in
-// pending ones, [slots, kv_heads, tokens, size].
+// One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are in
+// the pending tensors, [slots, kv_heads, tokens, size].
 struct Cache {
   void *keys, *values, *pending_keys, *pending_values;
 };
@@ -57,17 +57,17 @@ struct Program {
   int64_t slots, tokens;                 // tokens per slot
   int64_t kv_heads, entries, size;       // of the caches
   int64_t most_steps;                    // of a launch
-  int64_t *token, *position;             // [slots, tokens] with slots token_row numbers apart, [slots]
+  int64_t *token, *position;             // [slots, tokens] with slots token_row elements apart, [slots]
   int64_t token_row;
   int64_t *base, *cached, *limit;        // [slots], see snapstream/compression/layout.py
   const bool* active;                    // [slots]
   int64_t* forced;                       // [slots, most_steps]: tokens that must be taken next, -1 for none
   int64_t* taken;                        // [most_steps, slots]: tokens that were taken
-  const int64_t* drafted;                // [slots]: guesses behind each first token; null: as many as there is room for
+  const int64_t* drafted;                // [slots]: guesses after each first token; null: as many as there is room for
   int64_t* accepted;                     // [slots]: how many of the tokens taken are certain
 };
 
-// Memory for temporaries: of how many bytes, and where they begin.
+// Memory for temporaries: counts their bytes, and assigns their addresses.
 class Scratch {
  public:
   explicit Scratch(char* memory) : memory(memory) {}
@@ -86,7 +86,7 @@ class Scratch {
   char* memory;
 };
 
-// Where a launch is: which rows there are, where each token goes, and what it sees.
+// The state of a launch: the active rows, the entry that each token is stored in, and how many entries it sees.
 struct Step {
   explicit Step(const Program& program) : p(program), place(program.slots * program.tokens), seen(place.size()) {
     rows.reserve(place.size()), active.reserve(program.slots);
@@ -96,7 +96,7 @@ struct Step {
     return p.drafted == nullptr ? p.tokens : std::min(p.drafted[slot] + 1, p.tokens);
   }
 
-  // Begins with the next tokens of each slot.
+  // Sets up the next tokens of each slot.
   void begin() {
     rows.clear(), active.clear();
     for (int64_t slot = 0; slot < p.slots; ++slot) {
@@ -117,13 +117,13 @@ struct Step {
   int64_t slot_count() const { return static_cast<int64_t>(active.size()); }
 
   const Program& p;
-  int64_t number = 0;                // of the step in its launch
-  std::vector<int64_t> active;       // slots that take part
-  std::vector<int64_t> rows;         // theirs, of the tokens that there are
-  std::vector<int64_t> place, seen;  // of each row: its entry in the cache, and how many entries it attends to
+  int64_t number = 0;                // index of the step in its launch
+  std::vector<int64_t> active;       // slots that are processed
+  std::vector<int64_t> rows;         // their rows, for the tokens in use
+  std::vector<int64_t> place, seen;  // per row: its entry in the cache, and how many entries it attends to
 };
 
-// The first number of a head of a row.
+// The first element of a head of a row.
 template <typename N>
 inline N* at(const Part& part, int64_t row, int64_t head = 0) {
   return static_cast<N*>(part.data) + row * part.row + head * part.stride;

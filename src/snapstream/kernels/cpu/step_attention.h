@@ -1,4 +1,4 @@
-// Attention of a step: every token to what its slot's cache holds once it and the tokens before it are stored.
+// Attention of a step: each token attends to its slot's cache as it is once the token and those before it are stored.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace snapstream {
 
-// `A` is a way to multiply, see vectors.h.
+// `A` defines how to multiply, see vectors.h.
 template <typename A>
 class AttentionOperations {
  public:
@@ -30,7 +30,7 @@ class AttentionOperations {
     state = scratch.reserve<float>(s.p.slots * s.p.tokens * heads * splits * state_size(columns));
   }
 
-  // Makes what a launch needs beside its scratch.
+  // Allocates what a launch needs besides its scratch.
   void prepare() {
     if (splits == 0) return;
     waiting.reset(new std::atomic<int64_t>[s.p.slots * s.p.kv_heads]);
@@ -58,7 +58,7 @@ class AttentionOperations {
       const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
       for (int64_t row = first; row < end_of_rows; ++row)
         if (split * SPLIT < s.seen[row]) attend_span(o, row, head, split, thread);
-      // Whoever has the last part of a head puts all together, in an order that does not depend on who that is.
+      // The thread that finishes the last part of a head merges all parts, always in the same order.
       if (waiting[slot * s.p.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       for (int64_t row = first; row < end_of_rows; ++row) {
         for (int64_t g = 0; g < group; ++g)
@@ -98,7 +98,7 @@ class AttentionOperations {
     }
   }
 
-  // A block as it will be when this row and those before it have been stored; what is not certain is not written yet.
+  // A block as it will be once this row and those before it are stored: uncertain tokens are not in the cache yet.
   Entries<T> with_pending(const Cache& cache, const Entries<T>& block, int64_t row, int64_t head, int64_t entry, int64_t n,
                           int64_t thread) {
     const int64_t slot = row / s.p.tokens, D = s.p.size;
@@ -117,9 +117,9 @@ class AttentionOperations {
 
   Step& s;
   int64_t splits = 0, most_spans = 0, query_size = 0, block_size = 0;
-  Left* queries = nullptr;  // per thread, in the form they are multiplied in
+  Left* queries = nullptr;  // per thread, in the form in which they are multiplied
   T* blocks = nullptr;      // per thread, keys and values of a block with pending ones
-  float* state = nullptr;   // of every row, KV head, split and head of its group
+  float* state = nullptr;   // per row, KV head, split and head of its group
   std::unique_ptr<std::atomic<int64_t>[]> waiting;  // parts of each slot's KV head that are not done
   std::vector<Span> spans;
 };

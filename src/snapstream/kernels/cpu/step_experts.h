@@ -1,4 +1,4 @@
-// Experts of a step: rows are sorted by expert, so weights of each one that was chosen are read once.
+// Experts of a step: rows are sorted by expert, so the weights of each chosen expert are read once.
 #pragma once
 #include <limits>
 
@@ -6,7 +6,7 @@
 
 namespace snapstream {
 
-// `A` is a way to multiply, see vectors.h.
+// `A` defines how to multiply, see vectors.h.
 template <typename A>
 class ExpertOperations {
  public:
@@ -25,7 +25,7 @@ class ExpertOperations {
     sorted_at = scratch.reserve<int64_t>(s.p.slots * s.p.tokens * chosen);
   }
 
-  // Makes what a launch needs beside its scratch.
+  // Allocates what a launch needs besides its scratch.
   void prepare() { order.reserve(s.place.size() * chosen), used.reserve(experts), next.reserve(experts); }
 
   // Chooses experts from a row's logits, see models/deepseek.py.
@@ -56,7 +56,7 @@ class ExpertOperations {
       weights[i] = (normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * static_cast<float>(o.real);
   }
 
-  // Behind the ranking there is room for two numbers a group.
+  // After the ranking there is room for two values per group.
   static void keep_best_groups(float* ranking, int64_t count, int64_t groups, int64_t kept, bool by_two) {
     const float none = -std::numeric_limits<float>::infinity();
     const int64_t size = count / groups;
@@ -78,7 +78,7 @@ class ExpertOperations {
       if (allowed[e / size] == 0.0f) ranking[e] = none;
   }
 
-  // Puts the rows of each expert beside each other: `order` says which row comes where.
+  // Plans a contiguous range of rows for each expert: `order` holds the row for each place.
   int64_t plan_sorting(const Operation& o) {
     const int64_t chosen = o.other.size, count = o.number[0];
     int64_t* ends = static_cast<int64_t*>(const_cast<void*>(o.bias));
@@ -103,7 +103,7 @@ class ExpertOperations {
 
   int64_t plan_experts(const Operation& o) {
     const int64_t* ends = static_cast<const int64_t*>(o.bias);
-    used.clear();  // the weights of the others are not touched
+    used.clear();  // the weights of other experts are not read
     for (int64_t e = 0; e < o.number[0]; ++e)
       if (ends[e] > (e ? ends[e - 1] : 0)) used.push_back(e);
     return static_cast<int64_t>(used.size());
@@ -151,8 +151,8 @@ class ExpertOperations {
   Step& s;
   ProductOperations<A>& products;
   int64_t chosen = 0, experts = 0, candidates = 0;
-  float* rankings;  // of each thread
-  int64_t* sorted_at;  // where each row's copies went; kept from launch to launch
+  float* rankings;  // per thread
+  int64_t* sorted_at;  // where each row's copies are; kept from launch to launch
   std::vector<int64_t> order, used, next;
 };
 

@@ -1,16 +1,16 @@
-// Products of a step: all rows with weights of which each is read once.
+// Matrix products of a step: all rows by weights, each of which is read once.
 #pragma once
 #include "products.h"
 #include "step_rows.h"
 
 namespace snapstream {
 
-constexpr int64_t UNIT = 16;  // weights of a unit of work
+constexpr int64_t UNIT = 16;  // weights per unit of work
 static_assert(UNIT == LANES);
 
 inline int64_t units_of(int64_t weights) { return (weights + UNIT - 1) / UNIT; }
 
-// `A` is a way to multiply, see vectors.h.
+// `A` defines how to multiply, see vectors.h.
 template <typename A>
 class ProductOperations {
  public:
@@ -27,7 +27,7 @@ class ProductOperations {
     left = scratch.reserve<Left>(threads * left_size);
   }
 
-  // A head of M rows of which row_at(m) is the number, side by side in the form they are multiplied in.
+  // Gathers a head of M rows, numbered row_at(m), in the form in which they are multiplied.
   template <typename RowAt>
   const Left* gather(const Part& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
     Left* to = left + thread * left_size;
@@ -35,8 +35,8 @@ class ProductOperations {
     return to;
   }
 
-  // Multiplies M rows with units begin .. end of N weights: finish(m, n, count, sums) gets those of each unit, from weight
-  // n on.
+  // Multiplies M rows by units begin .. end of N weights; finish(m, n, count, sums) gets the sums of each unit, from
+  // weight n on.
   template <typename Finish>
   void multiply_units(const Left* x, int64_t M, const T* weight, int64_t K, int64_t N, int64_t begin, int64_t end,
                       const Finish& finish) {
@@ -55,7 +55,7 @@ class ProductOperations {
     });
   }
 
-  // Sums of `count` weights from n on, at most UNIT, to a row of the target.
+  // Writes the sums of `count` weights from n on, at most UNIT, to a row of the target.
   void finish(const Operation& o, int64_t row, int64_t n, int64_t count, const float* sums) {
     enum { PLAIN, ADD, EXACT, ROUNDED };
     const T* bias = static_cast<const T*>(o.bias);
@@ -70,7 +70,7 @@ class ProductOperations {
     }
   }
 
-  // The upper half of the weights are gates.
+  // The first half of the weights are gates, the second half ups.
   void gated_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
     const T* bias = static_cast<const T*>(o.bias);
     each_group(o.source, 0, thread, [&](const Left* x, int64_t M, const int64_t* rows) {
@@ -95,7 +95,7 @@ class ProductOperations {
     }
   }
 
-  // Every head of a row times a matrix of its own: [out, in], or [in, out] if it is transposed.
+  // Multiplies each head of a row by its own matrix: [out, in], or [in, out] if it is transposed.
   void head_product(const Operation& o, int64_t begin, int64_t end, int64_t thread) {
     const int64_t K = o.source.size, N = o.target.size;
     for (int64_t head = begin; head < end; ++head) {
@@ -114,7 +114,7 @@ class ProductOperations {
   }
 
  private:
-  // Calls function(x, M, rows) for a head of the rows of the step, a few rows at a time, gathered in x.
+  // Calls function(x, M, rows) for a head of the step's rows, in groups of a few rows gathered in x.
   template <typename Function>
   void each_group(const Part& source, int64_t head, int64_t thread, const Function& function) {
     for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {

@@ -1,4 +1,4 @@
-// Operations of a step that take each row by itself.
+// Row-wise operations of a step.
 #pragma once
 #include <cmath>
 
@@ -7,13 +7,13 @@
 
 namespace snapstream {
 
-// x / (1 + exp(-x)), of which exp(-|x|) alone is needed.
+// x / (1 + exp(-x)), computed from exp(-|x|) alone.
 inline vec silu(vec x) {
   const vec e = exp_nonpositive(select(x > 0.0f, -x, x));
   return select(x > 0.0f, x, x * e) / (1.0f + e);
 }
 
-// The first numbers of a vector, and where it is in memory all there is.
+// Loads the first `count` elements of a vector, which may be all that memory holds of it.
 template <typename N>
 inline vec some(const N* from, int64_t count) {
   if (count == LANES) return load_numbers(from);
@@ -41,7 +41,7 @@ class RowOperations {
     std::copy_n(table + token * o.target.size, o.target.size, at<T>(o.target, row));
   }
 
-  // Cosines, then sines, as the model's type has them.
+  // Cosines, then sines, rounded to the model's type.
   void angles(const Operation& o, int64_t row) {
     const float* frequencies = static_cast<const float*>(o.weight);
     const int64_t half = o.target.size / 2;
@@ -72,7 +72,7 @@ class RowOperations {
         vec low, high, weight_low, weight_high;
         load_pair(from + i, low, high);
         load_pair(weight + i, weight_low, weight_high);
-        store_pair(to + i, low * factor, high * factor);  // rounded before it is multiplied, as models are trained
+        store_pair(to + i, low * factor, high * factor);  // rounded before the product with the weight, as in training
         load_pair(to + i, low, high);
         store_pair(to + i, low * weight_low, high * weight_high);
       }
@@ -124,7 +124,7 @@ class RowOperations {
     go_on(slot, token, 1);
   }
 
-  // What is taken after each token of a slot, and how many of its guesses that shows to be right.
+  // The token taken after each token of a slot, and how many of the slot's guesses are therefore right.
   void verify(const Operation& o, int64_t slot) {
     const int64_t* guesses = s.p.token + slot * s.p.token_row + 1;
     int64_t t = 0;
@@ -136,7 +136,7 @@ class RowOperations {
     s.p.accepted[slot] = t + 1;
   }
 
-  // The pending entries of tokens that were accepted, in order: a short ring may turn in between.
+  // Stores the pending entries of accepted tokens, in order: a short ring may wrap around in between.
   void commit(int64_t slot, const Cache& cache) {
     const int64_t D = s.p.size;
     for (int64_t head = slot * s.p.kv_heads; head < (slot + 1) * s.p.kv_heads; ++head) {
@@ -156,7 +156,7 @@ class RowOperations {
   }
 
  private:
-  // The most likely token after the t-th of a slot, the first one if several are equal; or the one that has to be taken.
+  // The most likely token after the t-th of a slot (of equal ones, the first), or the forced one.
   int64_t token_after(const Operation& o, int64_t slot, int64_t t) {
     const int64_t forced = s.p.forced[slot * s.p.most_steps + t];
     if (forced >= 0) return forced;
@@ -171,7 +171,7 @@ class RowOperations {
     return best == o.source.size ? 0 : best;  // nothing but NaN
   }
 
-  // Goes on behind `count` tokens of which `token` is the last.
+  // Advances a slot by `count` tokens, of which `token` is the last.
   void go_on(int64_t slot, int64_t token, int64_t count) {
     int64_t* forced = s.p.forced + slot * s.p.most_steps;
     std::fill(std::copy(forced + count, forced + s.p.most_steps, forced), forced + s.p.most_steps, -1);

@@ -12,7 +12,7 @@
 namespace snapstream {
 namespace {
 
-constexpr int SPINS = 500;  // turns of a waiting loop, some microseconds, before a thread lets others have its core
+constexpr int SPINS = 500;  // iterations of a waiting loop, some microseconds, before a thread yields its core
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -27,7 +27,7 @@ class Team {
   explicit Team(int64_t size) : ranges(size) {
     try {
       for (int64_t thread = 1; thread < size; ++thread) std::thread([this, thread] { serve(thread); }).detach();
-    } catch (...) {  // the system gives no more threads, or memory for them; those that are there do the work
+    } catch (...) {  // no more threads, or no memory for them: the existing ones do the work
     }
   }
 
@@ -56,7 +56,7 @@ class Team {
     }
   }
 
-  // The life of a thread other than the caller's.
+  // The main loop of a thread other than the caller's.
   void serve(int64_t thread) {
     int idle = 0;
     for (;;) {
@@ -72,7 +72,7 @@ class Team {
     }
   }
 
-  // Does some units of the phase that is open, if any are left: the thread's own, or else another's.
+  // Processes some units of the open phase, if any are left: the thread's own, or else another's.
   bool take(int64_t thread) {
     const int64_t threads = static_cast<int64_t>(ranges.size());
     for (int64_t i = 0; i < threads; ++i)
@@ -80,7 +80,7 @@ class Team {
     return false;
   }
 
-  // A thread begins at the front of its own range, which so is read from one end to the other, and at the back of others'.
+  // A thread takes from the front of its own range, which it thus reads sequentially, and from the back of others'.
   bool take_from(int64_t owner, int64_t thread) {
     std::atomic<uint64_t>& range = ranges[owner].units;
     uint64_t now = range.load(std::memory_order_acquire), then;
@@ -95,14 +95,14 @@ class Team {
       } else {
         begin = last - count, end = last, then = packed(first, begin);
       }
-      // If the phase has changed meanwhile, and the range is the same: what is taken is of the phase that is open now.
+      // If the phase has changed but the range is the same, the units taken belong to the phase that is open now.
     } while (!range.compare_exchange_weak(now, then, std::memory_order_acq_rel, std::memory_order_acquire));
     work->run(begin, end, thread);
     if (left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) open_next_phase(thread);
     return true;
   }
 
-  // Phases of a single unit are done at once: to hand them out would take longer.
+  // Phases of a single unit run at once, because distributing them would take longer.
   void open_next_phase(int64_t thread) {
     int64_t units = work->next_phase();
     while (units == 1) {
@@ -124,7 +124,7 @@ class Team {
     return static_cast<uint64_t>(last) << 32 | static_cast<uint64_t>(first);
   }
 
-  // Units that a thread is to do and nobody has begun: the first one below, where they end above.
+  // Units of a thread that are not taken yet: the first one in the lower half, their end in the upper half.
   struct alignas(64) Range {
     std::atomic<uint64_t> units{0};
   };
@@ -133,10 +133,10 @@ class Team {
   alignas(64) std::atomic<int64_t> left{0};  // units of the phase that are not done
   alignas(64) std::atomic<uint32_t> launch{0};
   alignas(64) std::atomic<int64_t> divisor{0};
-  Work* work = nullptr;  // of the phase that is open, or the last
+  Work* work = nullptr;  // of the current launch, or the last one
 };
 
-// Teams by their size, which last as long as the process: their threads sleep while there is nothing to do.
+// Teams by size. They live as long as the process; their threads sleep while there is no work.
 struct Teams {
   std::mutex in_use;
   std::map<int64_t, Team*> by_size;
@@ -144,7 +144,7 @@ struct Teams {
 
 Teams* teams = new Teams;
 
-// A fork has none of its parent's threads.
+// A forked process has none of its parent's threads.
 void forget_teams() { teams = new Teams; }
 
 }  // namespace

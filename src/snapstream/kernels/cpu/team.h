@@ -1,8 +1,8 @@
-// A team of threads that does work phase by phase without a barrier between them.
+// A team of threads that works phase by phase, without barriers between phases.
 //
-// Each thread has a range of the units of a phase, takes a few of them at a time, and then helps the others. Whoever
-// finishes the last unit prepares the next phase and opens it; the others find it open. So a thread that the system has
-// put to sleep holds up the others only if it slept in the middle of its units, and a launch is over when its work is
+// Each thread has a range of the units of a phase, takes a few of them at once, and then helps the others. The thread
+// that finishes the last unit prepares and opens the next phase; the others find it open. A thread that the system has
+// descheduled therefore delays the others only if it was in the middle of its units. A launch ends when its work is
 // done, whether or not all threads are awake.
 #pragma once
 #include <algorithm>
@@ -16,22 +16,22 @@ class Work {
  public:
   virtual ~Work() = default;
 
-  // Units of the next phase; 0 when there is none. One thread at a time calls it, after all units before are done.
+  // Units of the next phase; 0 if there is none. Called by one thread at a time, after all units before are done.
   virtual int64_t next_phase() = 0;
 
   // Does units begin .. end of the phase, on thread number `thread`.
   virtual void run(int64_t begin, int64_t end, int64_t thread) = 0;
 
-  // Those that are left of a range, divided by this, are taken at once; 0: one.
+  // A thread takes the rest of a range divided by this at once; 0: one unit.
   int64_t divisor = 0;
 };
 
-// Does all phases on up to `threads` threads, the caller's among them. While another thread
-// uses the team, the caller works alone.
+// Runs all phases on up to `threads` threads, including the caller's. While another thread uses the team, the caller
+// works alone.
 void run_team(Work& work, int64_t threads);
 
-// Calls make_task()(number) for all numbers below `count`: one task object a thread, which takes the next number when it
-// is done with the last.
+// Calls make_task()(number) for all numbers below `count`, with one task object per thread. Each takes the next number
+// when it has finished the last.
 template <typename MakeTask>
 void share_out(int64_t threads, int64_t count, const MakeTask& make_task) {
   using Task = decltype(make_task());

@@ -1,5 +1,5 @@
-// Vectors of 16 numbers with the extensions of GCC and Clang, for any instruction set; intrinsics only where there is no
-// other way to say it.
+// Vectors of 16 elements with the extensions of GCC and Clang, for any instruction set; intrinsics only where the
+// extensions do not suffice.
 #pragma once
 #include <limits>
 #include <type_traits>
@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-// Tile registers go with dot products of pairs: weights are made of the latter.
+// Tile registers require dot products of pairs, which compute the weights.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define SNAPSTREAM_TILES
 #endif
@@ -26,7 +26,7 @@ typedef int32_t vec_i32 __attribute__((vector_size(4 * LANES)));
 // The accumulators must live in registers, so every loop over them has to be unrolled.
 #define UNROLL _Pragma("GCC unroll 16")
 
-// Keeps a vector in a register: left alone, the compiler loads it again for every use, and loads are what is scarce.
+// Keeps a vector in a register. Otherwise the compiler loads it again for every use, and loads are the bottleneck.
 inline void pin(vec& v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
@@ -39,9 +39,10 @@ inline vec load(const float* p) {
   return v;
 }
 
-// 32 numbers at a time, as two vectors. A bfloat16 is the upper half of a float32, so of 32 bfloat16 the odd ones need
-// a mask and the even ones a shift, and nothing has to be unpacked: `low` holds the even, `high` the odd ones. What
-// they are combined with must be in the same order; store_pair() undoes it. For float32 the order is the plain one.
+// Loads 32 elements as two vectors. A bfloat16 is the upper half of a float32, so of 32 bfloat16 the odd ones need a
+// mask and the even ones a shift, and nothing has to be unpacked: `low` holds the even ones, `high` the odd ones.
+// Whatever they are combined with must be in the same order; store_pair() restores the original one. For float32 the
+// order is unchanged.
 inline void load_pair(const float* p, vec& low, vec& high) {
   low = load(p);
   high = load(p + LANES);
@@ -76,7 +77,7 @@ inline vec larger(vec a, vec b) {
 
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof(v)); }
 
-// 16 numbers in the type of the memory; to bfloat16 they are rounded to nearest, ties to even.
+// Stores 16 elements in the type of the memory; rounds to bfloat16 to nearest, ties to even.
 inline void store_numbers(float* p, vec v) { store(p, v); }
 
 inline void store_numbers(bfloat16* p, vec v) {
@@ -103,7 +104,7 @@ inline vec rounded(vec v) {
   return (vec)((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
 }
 
-// What load_pair() has read, back in its place.
+// The inverse of load_pair().
 inline void store_pair(float* p, vec low, vec high) {
   store(p, low);
   store(p + LANES, high);
@@ -143,7 +144,7 @@ inline vec exp_nonpositive(vec x) {
   return (vec)((vec_i32)scaled & ~underflow);
 }
 
-// The sums of 16 vectors, as one vector; each is added up in the same order as all others.
+// The sums of 16 vectors as one vector; all are added up in the same order.
 inline vec sums(const vec v[LANES]) {
   vec a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; ++i)
@@ -159,7 +160,7 @@ inline vec sums(const vec v[LANES]) {
          __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// ---- 32 numbers on either side of a dot product ----
+// ---- 32 elements on either side of a dot product ----
 
 template <typename T>
 struct Wide {
@@ -175,7 +176,7 @@ inline void add_product(vec& total, const Wide<T>& weight, const Wide<float>& le
   total += weight.high * left.high;
 }
 
-// Ways to multiply: Number is the type in memory, Left what the few rows are turned into first, Right reads weights.
+// Ways to multiply: Number is the type in memory, Left the form of the few rows, Right reads weights.
 template <typename T>
 struct Widened {
   using Number = T;
@@ -191,7 +192,7 @@ struct Widened {
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of bfloat16 are multiplied exactly and added in float32; nothing has to be widened.
+// Multiplies pairs of bfloat16 exactly and adds them in float32; nothing has to be widened.
 struct PairOperand {
   using Number = bfloat16;
   __m512i both;

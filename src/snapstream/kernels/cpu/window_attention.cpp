@@ -1,5 +1,5 @@
-// The attention that the last queries of a prompt pay to each token, summed over them: the votes of SnapKV. Two passes
-// over the keys, normaliser first, so that the logits of no more than a block are ever held.
+// The attention that the last queries of a prompt pay to each token, summed over the queries: the votes of SnapKV. It
+// makes two passes over the keys, normalizer first, so that it holds the logits of only one block.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,13 +13,13 @@
 namespace snapstream {
 namespace {
 
-constexpr int64_t SPAN = 16 * BLOCK;  // keys of a task: fixed, so that threads do not change a bit
+constexpr int64_t SPAN = 16 * BLOCK;  // keys per task: fixed, so that results do not depend on threads
 
-// What there is beside a Problem: all sequences of a batch; prefill.py fills the structure.
+// Arguments besides a Problem, for all sequences of a batch; prefill.py fills the structure.
 struct WindowArguments {
   const int64_t *length, *first_voter, *candidate_end;  // [sequences]
   float* votes;                                         // [sequences][kv_heads][readable]
-  int64_t sequences, query_sequence, key_sequence;      // how many, and numbers from one to the next
+  int64_t sequences, query_sequence, key_sequence;      // how many, and elements from one to the next
   int64_t sink;
 };
 
@@ -81,7 +81,7 @@ void normalize(Window<K>& w) {
         const vec s = load(scores + key * QUERIES + lane) * scale;
         sum += exp_nonpositive(select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST) - maximum);
       }
-      // A row that has seen nothing yet has added nothing but ones, which its first real maximum wipes out.
+      // A row that has seen nothing yet has added only ones, which its first real maximum clears.
       store(&w.sums[state], load(&w.sums[state]) * exp_nonpositive(before - maximum) + sum);
       store(&w.maxima[state], maximum);
     }
@@ -124,7 +124,7 @@ void vote(const Window<K>& w, float* votes, int64_t votes_head, float share) {
 template <typename K>
 void attend_window(const Problem<typename K::Number>& p, const WindowArguments& a, int64_t b, int64_t threads) {
   const int64_t W = p.tokens, D = p.size, N = p.kv_heads, G = p.heads / N, length = a.length[b];
-  const bool everything = a.sink < 0;  // the softmax runs over the causal prompt, else over the candidates alone
+  const bool everything = a.sink < 0;  // the softmax runs over the causal prompt, not only over the candidates
   Window<K> w{p, threads, G * W, (G * W + QUERIES - 1) / QUERIES, everything ? 0 : a.sink,
               everything ? length : a.candidate_end[b]};
   w.end = std::max<int64_t>(0, std::min(w.end, p.readable));
@@ -162,7 +162,7 @@ void attend_windows(const void* problem, const WindowArguments& a, int64_t threa
 
 using namespace snapstream;
 
-// Returns whether there was memory.
+// Returns false if it ran out of memory.
 EXPORT int64_t snapstream_window_attention(const void* problem, const WindowArguments* a, int64_t type,
                                            int64_t instructions, int64_t threads) {
   try {

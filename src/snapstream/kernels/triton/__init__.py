@@ -1,11 +1,11 @@
-"""Kernels for CUDA devices, in Triton.
+"""Triton kernels for CUDA devices.
 
-They are for attention of decoding and of prompts that torch's kernels do not take, for votes and choice of entries, for
-norms and rotations, and for writing to caches. Triton comes with CUDA builds of torch. Without it everything still
-works, on slower stock operations; nothing of it is imported before it is needed.
+They cover decode attention, attention for prompts that torch's kernels do not support, votes and selection of entries,
+norms, rotations, and cache writes. Triton comes with CUDA builds of torch. Without it everything still works, with
+slower stock operations. It is not imported before it is needed.
 
-With ``TRITON_INTERPRET=1`` in the environment kernels run in Triton's interpreter, on the CPU: slowly, but step by step
-the same, which is how they are tested where there is no device.
+With ``TRITON_INTERPRET=1`` in the environment, kernels run on the CPU in Triton's interpreter: slowly, but with the
+same steps. This is how they are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch
 from torch import Tensor
 
 OLDEST = (8, 0)
-"""Compute capability that kernels need at least, for products of bfloat16."""
+"""Minimum compute capability, which products of bfloat16 require."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROCESSORS = 132
-"""Multiprocessors of a device that is not here, as of an H100."""
+"""Multiprocessors assumed for a device that is not present: those of an H100."""
 MEMORY = 232_448
-"""Bytes of a multiprocessor's own memory that a program may have, as of an H100."""
+"""Shared memory per program, in bytes, assumed for a device that is not present: that of an H100."""
 LATENTS_MEMORY = 160_000
-"""What kernels for heads of more than :data:`SMALL_HEAD` numbers need of it."""
+"""Shared memory that heads of more than :data:`SMALL_HEAD` elements need."""
 SMALL_HEAD, LARGEST_HEAD = 256, 576
-"""Numbers of a head that kernels take on every device, and on those with enough memory."""
+"""Largest head size on every device, and on devices with enough shared memory."""
 LEAST_ENTRIES = 128
-"""Entries of a cache that are worth a program of their own in decoding."""
+"""Minimum cache entries per program in decoding."""
 PROGRAMS_PER_PROCESSOR = 8
-"""That decoding wants where slots are long enough: two or three run at a time, and the last round is rarely full."""
+"""Target for decoding if slots are long enough: two or three run concurrently, and the last wave is rarely full."""
 MOST_SPLITS = 32
-"""Parts that decoding splits the entries of a slot into at most."""
+"""Maximum number of parts into which decoding splits the entries of a slot."""
 
 interpreting = False
-"""Whether kernels are for tensors on the CPU, in the interpreter; :func:`interpret` sets it."""
+"""Whether kernels run on CPU tensors in the interpreter; :func:`interpret` sets it."""
 
 
 def missing(device: torch.device) -> str | None:
-    """Why there are no kernels for a device, or ``None`` if there are. A device that is not here may have them."""
+    """Why a device has no kernels, or ``None`` if it has. A device that is not present is assumed to have them."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
     if not _installed():
@@ -66,28 +66,28 @@ def _missing_here(index: int) -> str | None:
     from triton.runtime import driver
 
     try:
-        driver.active.get_current_target()  # it compiles a module of its own, for which it needs a C compiler
+        driver.active.get_current_target()  # compiles a helper module, which needs a C compiler
     except Exception as error:
-        return f"triton does not start here: {error}"
+        return f"triton cannot start here: {error}"
     return None
 
 
 @functools.cache
 def memory_of_processor(device: torch.device) -> int:
-    """Bytes of its own that a program may have on a device; those of an H100 for a device that is not here."""
+    """Shared memory of a program on a device, in bytes; that of an H100 for a device that is not present."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MEMORY
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MEMORY))
 
 
 def interpret() -> None:
-    """From now on the interpreter runs kernels for tensors on the CPU."""
-    global interpreting  # noqa: PLW0603 (rows and products ask it at every call)
+    """From now on, run kernels on CPU tensors in the interpreter."""
+    global interpreting  # noqa: PLW0603 (every call checks it)
     interpreting = True
 
 
 def takes(x: Tensor) -> bool:
-    """Whether kernels take such numbers where they are."""
+    """Whether kernels support the device and dtype of ``x``."""
     if x.device.type == "cpu":
         return interpreting and x.dtype in DTYPES
     is_right = x.device.type == "cuda" and x.dtype in DTYPES
@@ -95,13 +95,13 @@ def takes(x: Tensor) -> bool:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Around launches on a device: Triton launches on the thread's current one."""
+    """A context for launches on a device, because Triton launches on the thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
+    """Multiprocessors of a device; those of an H100 for a device that is not present."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

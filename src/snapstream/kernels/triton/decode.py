@@ -1,8 +1,8 @@
 """Attention of a decode step over caches of fixed size.
 
 A program takes the query heads of one group, with all tokens of the step, as rows of one tile, and one part of the
-slot's entries; a second kernel merges the parts (flash decoding). How many entries there are is read on the device, so
-that the launch is always the same: the parts share what is there, and programs of free slots leave at once.
+slot's entries. A second kernel merges the parts (flash decoding). The number of entries is read on the device, so the
+launch is always the same: the parts share the valid entries, and programs of free slots exit at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _attend(
     if tl.load(active + slot) == 0:
         return
     counted, end = tl.load(count + slot), tl.load(limit + slot)
-    # A single token is in the cache already; several wait beside it, and are looked at below.
+    # A single token is already in the cache; several are pending, and handled below.
     valid = tl.minimum(counted + (1 if TOKENS == 1 else 0), end).to(tl.int32)
     row = block * ROWS + tl.arange(0, ROWS)
     token, in_group = row // GROUP, row % GROUP
@@ -88,7 +88,7 @@ def _attend(
     if TOKENS > 1:
         ring_start = tl.load(base + slot).to(tl.int32)
         ring = tl.maximum(end.to(tl.int32) - ring_start, 1)
-        # How far the next token's entry is from the start of the ring, all rounds counted.
+        # Offset of the next token's entry from the start of the ring.
         turned = (counted - ring_start).to(tl.int32) % ring
     share = tl.cdiv(tl.cdiv(valid, SPLITS), ENTRIES) * ENTRIES
     for start in range(split * share, tl.minimum((split + 1) * share, valid), ENTRIES):
@@ -98,7 +98,7 @@ def _attend(
         logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
         seen = is_entry[None, :] & is_row[:, None]
         if TOKENS > 1:
-            # The token of this step that will take the entry's place: who comes before it still sees the entry.
+            # The token of this step that will overwrite the entry: tokens before it still see the entry.
             taken_by = (entry - ring_start - turned + ring) % ring
             seen = seen & ((entry < ring_start)[None, :] | (taken_by[None, :] > token[:, None]))
         logits = tl.where(seen, logits, float("-inf"))
@@ -119,7 +119,7 @@ def _attend(
                 pending_keys, pending_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE
             )
             logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
-            # A token sees itself and those before it, unless one between has taken their place.
+            # A token sees itself and those before it, unless one in between overwrites them.
             is_lasting = counted + entry < ring_start
             seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
             logits = tl.where(seen & is_entry[None, :] & is_row[:, None], logits, float("-inf"))
@@ -159,7 +159,7 @@ def _merge(
     part = (row * heads + head) * SPLITS
     weights = tl.load(state + part + tl.arange(0, SPLITS))
     peak = tl.max(weights, 0)
-    weights = tl.exp2(weights - peak)  # some part has the token itself, so the peak is a number
+    weights = tl.exp2(weights - peak)  # one part contains the token itself, so the peak is finite
     total = tl.sum(weights, 0)
     columns = tl.arange(0, PADDED)
     mask = columns < COLUMNS
@@ -175,8 +175,8 @@ def splits_of(slots: int, programs: int, entries: int, processors: int) -> int:
 
     Args:
         slots: Slots (``B``).
-        programs: Programs of each, were there one part.
-        entries: Of each slot's cache (``C``).
+        programs: Programs per slot if entries were not split.
+        entries: Entries of each slot's cache (``C``).
         processors: Multiprocessors of the device.
     """
     wanted = next_power_of_2(-(-PROGRAMS_PER_PROCESSOR * processors // (slots * programs)))
@@ -185,7 +185,7 @@ def splits_of(slots: int, programs: int, entries: int, processors: int) -> int:
 
 
 def tile_of(size: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
-    """Rows and entries of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    """Rows and entries of a tile, and options of the compiler, to fit the shared memory of a multiprocessor."""
     rows, wide = max(SMALLEST, next_power_of_2(rows)), width_of(size, dtype)
     if wide <= 512:
         return {"ROWS": min(64, rows), "ENTRIES": 64 if wide <= 256 else 32, "num_warps": 4, "num_stages": 3}
@@ -195,7 +195,7 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
 
 
 def decode_scratch(rows: int, heads: int, columns: int, splits: int) -> int:
-    """float32 numbers that attention of ``rows`` tokens works with: the results of all parts, and their weights."""
+    """Elements of float32 scratch that ``rows`` tokens need: the results of all parts, and their weights."""
     return 0 if splits == 1 else rows * heads * splits * (columns + 1)
 
 
@@ -212,18 +212,18 @@ def attend_slots(
 ) -> None:
     """Attend from the tokens of each slot to its cache, and to each other.
 
-    What each token sees: :class:`~snapstream.kernels.operations.Attend`.
+    :class:`~snapstream.kernels.operations.Attend` defines what each token sees.
 
     Args:
-        query: Rotated, ``[B * T, H, D]``.
-        out: ``[B * T, H, V]``; rows of free slots stay as they are. Where ``V`` is less than ``D``, values are the
-            first numbers of entries.
-        cache: ``[B, N, C, D]``; with one token per slot, which is in it already.
-        pending: ``[B, N, T, D]``, where there are several.
-        slots: State of the slots; :attr:`Slots.active` may be anything of one byte per slot that is not 0 for true.
+        query: Rotated queries, ``[B * T, H, D]``.
+        out: ``[B * T, H, V]``; rows of free slots stay unchanged. If ``V`` is less than ``D``, values are the first
+            elements of entries.
+        cache: ``[B, N, C, D]``. A single token per slot must already be stored in it.
+        pending: ``[B, N, T, D]``, if there are several tokens per slot.
+        slots: State of the slots; :attr:`Slots.active` may have any dtype of one byte, nonzero for true.
         scale: Factor on the logits.
         splits: See :func:`splits_of`.
-        scratch: float32 of :func:`decode_scratch` numbers; made if it is not given.
+        scratch: float32, :func:`decode_scratch` elements; allocated if not given.
     """
     (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
     N = cache.keys.shape[1]

@@ -1,6 +1,6 @@
-"""Attention of a chunk of a prompt to everything before it and to itself; no logits leave a tile.
+"""Attention of a prefill chunk to everything before it and to itself; logits never leave a tile.
 
-For what torch's flash kernels do not take: float32, and latents, whose heads are too large for them.
+For what torch's flash kernels do not support: float32, and latents, whose heads are too large for them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _attend(
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    # The last block has most to do, so it comes first.
+    # The last block has the most work, so it comes first.
     block, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     token = block * ROWS + tl.arange(0, ROWS)
     is_row = token < tokens
@@ -89,13 +89,13 @@ def _fold_entries(
     VALUE_FIRST: tl.constexpr, VALUE_SECOND: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, ENTRIES: tl.constexpr,
     ON_DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of entries into the softmax; those that all rows see need no mask."""
+    """Add a tile of entries to the running softmax; entries that all rows see need no mask."""
     entry = at + tl.arange(0, ENTRIES)
     is_entry = entry < end
     key_first, key_second = load_parts(keys, key_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
     logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
     if ON_DIAGONAL:
-        # Rows behind the last token see what the last one sees, so that none is without anything to see.
+        # Rows past the last token see what the last one sees, so that every row sees something.
         logits = tl.where((entry[None, :] <= position[:, None]) & is_entry[None, :], logits, float("-inf"))
     if KEYS_ARE_VALUES:
         value_first, value_second = key_first, key_second
@@ -105,7 +105,7 @@ def _fold_entries(
 
 
 def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows and entries of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    """Rows and entries of a tile, and options of the compiler, to fit the shared memory of a multiprocessor."""
     wide = width_of(size, dtype)
     if wide <= 256:
         return {"ROWS": 128, "ENTRIES": 64, "num_warps": 8, "num_stages": 3 if wide <= 128 else 2}
@@ -117,13 +117,15 @@ def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
-    """See :meth:`snapstream.attention.base.AttentionBackend.prefill`; nothing of size ``L`` is made.
+    """Causal attention of one chunk, as :meth:`snapstream.attention.base.AttentionBackend.prefill` describes it.
+
+    No temporary has the size of ``L``.
 
     Args:
         query: ``[T, H, D]``.
-        keys: ``[N, L, D]``; the numbers of a row lie side by side, rows where they like.
+        keys: ``[N, L, D]``; the elements of a row must be contiguous, rows may have any stride.
         values: ``[N, L, V]``; may be part of the keys.
-        start: int64 scalar on the device.
+        start: Entry of the first token, int64 scalar on the device.
         scale: Factor on the logits.
 
     Returns:

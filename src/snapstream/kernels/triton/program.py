@@ -1,7 +1,7 @@
-"""A decode step on a CUDA device: the list of operations, with stock products and kernels of this package between them.
+"""A decode step on a CUDA device: the list of operations, run by stock products and kernels of this package.
 
-Norms of queries and keys, their rotation and the write to the cache are one kernel where they follow each other.
-Nothing here waits for the device or depends on what is in its memory, so a step can be captured as one graph.
+Norms of queries and keys, their rotation and the cache write are fused into one kernel where they follow each other.
+Nothing here waits for the device or depends on data in its memory, so a step can be captured as one graph.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class TritonProgram:
         """Prepare every call.
 
         Args:
-            operations: In order; :class:`Take` is not one of them, as the host keeps what is taken.
-            machine: What they work on, on one device.
+            operations: The operations in order, without :class:`Take`: the host records what is taken.
+            machine: The buffers, slots and caches that they work on, all on one device.
             splits: Into how many parts attention splits the entries of each slot.
         """
         self.machine = machine
-        # All layers attend in the same memory.
+        # All layers share the scratch memory of attention.
         needed = [
             decode_scratch(machine.slots.token.numel(), each.target.heads, each.target.size, splits)
             for each in operations
@@ -53,12 +53,12 @@ class TritonProgram:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """One step."""
+        """Run one step."""
         for call in self._calls:
             call()
 
     def _call_of(self, operations: Sequence[Operation]) -> tuple[int, Call]:
-        """How many operations are done by one call, and the call."""
+        """How many operations the next call covers, and the call."""
         fused = self._grouped_store(operations) or self._latent_store(operations)
         if fused is not None:
             return fused
@@ -139,7 +139,7 @@ class TritonProgram:
         return 3, lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs)
 
     def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
-        """Where tokens are stored: with several per slot they only become pending."""
+        """Where tokens are stored; with several per slot, they only become pending."""
         m, slots = self.machine, self.machine.slots
         T = slots.tokens
         into = m.caches[layer] if T == 1 else m.pending[layer]
@@ -154,7 +154,7 @@ def _angles(part: Part, m: Machine) -> tuple[Tensor, Tensor]:
 
 @functools.singledispatch
 def _call_of(operation: Operation, m: Machine) -> Call:
-    """What does one operation; plain torch where there is no kernel."""
+    """A call that runs one operation, in plain torch if there is no kernel."""
     return functools.partial(operation.run, m)
 
 
@@ -176,7 +176,7 @@ def _(o: ops.Product, m: Machine) -> Call:
         return functools.partial(o.run, m)
     weight, bias = o.weight.t(), o.bias
     if bias is None:
-        # What is added to is read and written by the product itself.
+        # The product itself reads and writes the tensor that it adds to.
         return (lambda: torch.addmm(y, x, weight, out=y)) if o.add else (lambda: torch.mm(x, weight, out=y))
     return (lambda: y.add_(torch.addmm(bias, x, weight))) if o.add else (lambda: torch.addmm(bias, x, weight, out=y))
 

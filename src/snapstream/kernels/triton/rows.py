@@ -1,4 +1,4 @@
-"""What happens to each row by itself: norm, rotation and gate, each in one pass over memory."""
+"""Row-wise operations: norm, rotation and gate, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from snapstream.kernels.triton.tiles import rounded
 
 @triton.jit
 def normed(x, weight, epsilon, size, like):
-    """Norm rows ``[rows, columns]`` of float32 numbers, 0 beyond ``size``; rounded as the model does it."""
+    """Norm float32 rows ``[rows, columns]``, 0 beyond ``size``, with the rounding of the model."""
     return scaled(x, 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon), weight, like)
 
 
 @triton.jit
 def scaled(x, scale, weight, like):
-    """Rows times their scales and a weight; rounded before and after it."""
+    """Multiply rows by their scales and a weight, and round before and after the weight."""
     return rounded(weight * rounded(x * scale[:, None], like).to(tl.float32), like).to(tl.float32)
 
 
 @triton.jit
 def turned(first, second, cosine, sine):
-    """Turn pairs of numbers."""
+    """Rotate pairs of elements."""
     return first * cosine - second * sine, second * cosine + first * sine
 
 
 @triton.jit
 def load_turned(source, cosine, sine, column, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Both halves of a rotated head, from where its numbers and its angles begin."""
+    """Both halves of a rotated head, given pointers to its first element and first angle."""
     mask = column < HALF
     c = tl.load(cosine + column, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sine + column, mask=mask, other=0.0).to(tl.float32)
@@ -83,7 +83,7 @@ def _rotate(
     mask = column < HALF
     angle, x = row * angle_row, source + row * source_row + head * source_head
     first, second = load_turned(x, cosine + angle, sine + angle, column, HALF, PAIRS)
-    tl.debug_barrier()  # neighbours become halves, perhaps in the same place: nothing is written before all is read
+    tl.debug_barrier()  # pairs become halves, possibly in place: all reads must precede the writes
     y = target + row * target_row + head * target_head + column
     tl.store(y, rounded(first, target), mask=mask)
     tl.store(y + HALF, rounded(second, target), mask=mask)
@@ -101,11 +101,11 @@ def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl
 
 
 def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
-    """See :func:`snapstream.kernels.rows.norm`.
+    """Triton kernel for :func:`snapstream.kernels.rows.norm`.
 
     Args:
-        source: ``[T, heads, D]``, numbers of a head side by side.
-        target: The same; may be the same memory.
+        source: ``[T, heads, D]``; the elements of a head must be contiguous.
+        target: As ``source``; may be the same memory.
         weight: ``[D]``.
         epsilon: Added to the mean of squares.
     """
@@ -125,13 +125,13 @@ def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None
 
 
 def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> None:
-    """See :func:`snapstream.kernels.rows.rotate`.
+    """Triton kernel for :func:`snapstream.kernels.rows.rotate`.
 
     Args:
-        source: ``[T, heads, D]``, numbers of a head side by side.
-        target: The same; may be the same memory.
-        cosine: ``[T, D / 2]`` or wider; rows are apart as those of ``sine`` are.
-        sine: The same.
+        source: ``[T, heads, D]``; the elements of a head must be contiguous.
+        target: As ``source``; may be the same memory.
+        cosine: ``[T, D / 2]`` or wider, with the row stride of ``sine``.
+        sine: As ``cosine``.
         pairs: See there.
     """
     rows, heads, size = source.shape
@@ -152,10 +152,10 @@ def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pair
 
 
 def gate(source: Tensor, target: Tensor) -> None:
-    """See :func:`snapstream.kernels.rows.gate`.
+    """Triton kernel for :func:`snapstream.kernels.rows.gate`.
 
     Args:
-        source: ``[T, 2 * I]``, numbers of a row side by side.
+        source: ``[T, 2 * I]``; the elements of a row must be contiguous.
         target: ``[T, I]``.
     """
     rows, inner = target.shape

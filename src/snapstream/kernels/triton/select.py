@@ -1,4 +1,4 @@
-"""The choice: which prompt token every cache entry holds, and its copy into the slot."""
+"""Selection: which prompt token every cache entry holds, and the copy into the slot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from triton import next_power_of_2
 
 BLOCK = 8192
-"""Scores that are looked at together."""
+"""Scores processed at once."""
 
 
 @triton.jit
 def _count(scores, length, bound, BLOCK: tl.constexpr):
-    """How many scores' bits are not below ``bound``."""
+    """Number of scores whose bits are not below ``bound``."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def _select(
     length = tl.load(lengths + row // heads).to(tl.int32)
     scores += row * entries
     positions += row * capacity
-    # Sinks, and what is not in use.
+    # Sinks, and unused entries.
     for start in range(0, capacity, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         position = tl.where(entry < count, entry, -1)
@@ -50,13 +50,13 @@ def _select(
         tl.store(positions + entry, position.to(tl.int64), mask=(entry < capacity) & (is_neither == 0))
     pinned = base - sink
     steps = tl.where(pinned > 0, 31, 0)
-    # The score of the last one that is pinned. Bits of a float that is not negative order as it does, so they are
-    # found from the highest to the lowest: each stays set while enough scores are not below.
+    # The score of the last pinned token. The bits of a non-negative float sort like the float, so they are determined
+    # from the highest to the lowest: a bit stays set if enough scores are not below the resulting bound.
     last = 0
     for step in range(steps):
         bound = last | (1 << (30 - step))
         last = tl.where(_count(scores, entries, bound, BLOCK) >= pinned, bound, last)
-    # All above it are pinned; of those that equal it, the first ones. Of the others, the last ones are in the ring.
+    # All tokens above it are pinned, and the first of those that equal it. The last of the others are in the ring.
     of_equals = pinned - _count(scores, entries, last + 1, BLOCK)
     first_in_ring = length - count
     taken, equals, others = 0, 0, 0
@@ -105,7 +105,7 @@ def _gather(
 def select_entries(
     scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
 ) -> Tensor:
-    """See :func:`snapstream.compression.compress.select_entries`: the same positions, ties included."""
+    """Triton kernel for :func:`snapstream.compression.compress.select_entries`, with the same results for ties."""
     B, N, L = scores.shape
     positions = torch.empty(B, N, capacity, dtype=torch.int64, device=scores.device)
     _select[(B * N,)](

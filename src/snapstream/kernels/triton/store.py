@@ -1,8 +1,8 @@
-"""Writing to caches, fused with what comes before: norms of queries and keys, and their rotation.
+"""Cache writes, fused with the norms and the rotation of queries and keys that come before them.
 
-What a product has made of a token is read once; its key and value go straight into the token's entry, which is found on
-the device. The same kernels serve a decode step, whose tokens belong to many slots, and a chunk of a prompt, whose
-tokens belong to one.
+The projection of a token is read once. Its key and value go directly to the token's entry, which is computed on the
+device. The same kernels serve decode steps, whose tokens belong to many slots, and prefill chunks, whose tokens belong
+to one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Places:
     Attributes:
         kind: ``PENDING``: token ``t`` to entry ``t``. ``STRAIGHT``: to entry ``count + t``. ``RING``: to where
             :func:`~snapstream.compression.next_slot` says.
-        tokens: Of each slot (``T``).
-        count: Of each slot, int64 ``[B]``.
-        base: The same; looked at where there is a ring.
-        limit: The same.
-        active: Slots that are written to, bool ``[B]``; of others nothing is, their queries neither. ``None``: all.
+        tokens: Tokens per slot (``T``).
+        count: Tokens stored before these, int64 ``[B]``.
+        base: First entry of the ring, int64 ``[B]``; used with ``RING`` only.
+        limit: End of the ring, int64 ``[B]``; used with ``RING`` only.
+        active: Slots to write, bool ``[B]``; for the others nothing is written, not even queries. ``None``: all.
     """
 
     kind: int
@@ -43,7 +43,7 @@ class Places:
     active: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Count, base, limit and active; for what is not looked at, anything."""
+        """Count, base, limit and active; ``count`` takes the place of unused ones."""
         base, limit, active = (self.count if each is None else each for each in (self.base, self.limit, self.active))
         return self.count, base, limit, active
 
@@ -57,7 +57,7 @@ def _entry_of(slot, token, count, base, limit, is_row, KIND: tl.constexpr):
     if KIND == 2:
         start = tl.load(base + slot, mask=is_row, other=0)
         end = tl.load(limit + slot, mask=is_row, other=0)
-        # Where nothing has turned yet the difference may be negative, and is not used.
+        # Before the ring wraps around, the difference may be negative and is not used.
         turn = tl.maximum(entry - start, 0) % tl.maximum(end - start, 1)
         entry = tl.where(entry < end, entry, start + turn)
     return entry
@@ -183,16 +183,16 @@ def store_grouped(
     places: Places,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """Norm and rotate queries and keys; keys and values go to a cache.
+    """Norm and rotate queries and keys, and write keys and values to a cache.
 
     Args:
         source: Queries, keys and values of each token, ``[B * T, (H + 2 * N) * D]``.
-        target: Where queries go, ``[B * T, H * D]`` or wider; may be the same memory.
-        cosine: ``[B * T, D / 2]`` or wider; rows are apart as those of ``sine`` are.
-        sine: The same.
+        target: Output for queries, ``[B * T, H * D]`` or wider; may be the same memory.
+        cosine: ``[B * T, D / 2]`` or wider, with the row stride of ``sine``.
+        sine: As ``cosine``.
         cache: ``[B, N, C, D]``.
         places: Entries of the tokens.
-        norms: Weights of the queries' and the keys' norm, ``[D]``, and their epsilon.
+        norms: Weights of the norms of queries and keys, ``[D]``, and their epsilon.
     """
     rows = len(source)
     N, _, D = cache.keys.shape[1:]
@@ -239,12 +239,12 @@ def store_latent(
     *,
     pairs: bool,
 ) -> None:
-    """Norm the compressed part of latents and rotate the rest; both go to a cache.
+    """Norm the compressed part of latents, rotate the rest, and write both to a cache.
 
     Args:
-        source: ``[B * T, D]``: compressed part, then what is rotated.
-        cosine: As for :func:`store_grouped`, of what is rotated.
-        sine: The same.
+        source: ``[B * T, D]``: the compressed part, then the part that is rotated.
+        cosine: As for :func:`store_grouped`, for the rotated part.
+        sine: As ``cosine``.
         cache: ``[B, 1, C, D]``.
         places: Entries of the tokens.
         norm: The norm's weight, whose size is that of the compressed part, and its epsilon.

@@ -1,8 +1,8 @@
-"""What the kernels have in common: tiles of rows, their products, and the softmax that runs over them.
+"""What the kernels have in common: tiles of rows, their products, and the running softmax over them.
 
-Triton's tiles have powers of two of numbers, heads need not: a head of ``size`` numbers is read as two parts, the
-largest power of two and the rest (96 is 64 and 32, 576 is 512 and 64; :func:`parts_of`), so that hardly anything is
-padding.
+The dimensions of Triton's tiles are powers of two; head sizes need not be. A head of ``size`` elements is read as two
+parts, the largest power of two and the rest (96 is 64 and 32, 576 is 512 and 64; :func:`parts_of`), so that there is
+little padding.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from triton import next_power_of_2
 
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether kernels run in Triton's interpreter, on the CPU. It multiplies bfloat16 wrongly and truncates it."""
+"""Whether kernels run in Triton's interpreter on the CPU, which multiplies bfloat16 incorrectly and truncates it."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SMALLEST = 16
-"""Rows and columns that a product must have at least."""
+"""Minimum number of rows and columns of a product."""
 
 
 def parts_of(size: int) -> tuple[int, int]:
-    """Numbers of both parts of a head; the second is 0 where there is none, and may be padded."""
+    """Sizes of both parts of a head; the second is 0 if there is none, and may be padded."""
     first = max(SMALLEST, next_power_of_2(size + 1) // 2)
     return (first, 0) if size <= first else (first, max(SMALLEST, next_power_of_2(size - first)))
 
 
 def width_of(size: int, dtype: torch.dtype) -> int:
-    """What a row of a tile costs, in bytes; float32 is multiplied as three numbers of less precision."""
+    """Cost of a row of a tile, in bytes; float32 counts twice, because products split it into TF32 parts."""
     return size * dtype.itemsize * (2 if dtype == torch.float32 else 1)
 
 
 @triton.jit
 def product(a, b):
-    """``a @ b`` with sums in float32, and of float32 numbers as if they were multiplied exactly."""
+    """``a @ b`` with float32 sums; float32 inputs are multiplied in almost full precision."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")
@@ -43,7 +43,7 @@ def product(a, b):
 
 @triton.jit
 def rounded(x, like):
-    """float32 numbers in the type that ``like`` points to, ties to even."""
+    """Round float32 values to the dtype that ``like`` points to, ties to even."""
     if INTERPRETED and like.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -53,7 +53,7 @@ def rounded(x, like):
 
 @triton.jit
 def load_rows(address, stride, rows, is_row, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """Numbers ``START .. START + COLUMNS`` of some rows, as a tile; 0 in rows that are none, and beyond ``SIZE``."""
+    """Columns ``START .. START + COLUMNS`` of some rows as a tile; 0 where ``is_row`` is false, and beyond ``SIZE``."""
     columns = START + tl.arange(0, COLUMNS)
     place = address + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     mask = is_row[:, None]
@@ -64,7 +64,7 @@ def load_rows(address, stride, rows, is_row, START: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def load_parts(address, stride, rows, is_row, FIRST: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr):
-    """Both parts of some rows; the second has one column, which means nothing, where there is none."""
+    """Both parts of some rows; if there is no second part, it has one column, which is meaningless."""
     first = load_rows(address, stride, rows, is_row, 0, FIRST, SIZE)
     second = load_rows(address, stride, rows, is_row, FIRST, SECOND if SECOND else 1, SIZE)
     return first, second
@@ -91,7 +91,7 @@ def nothing_seen(ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def weigh(peak, total, logits):
-    """Weights of one more tile, with the peak and the total that they change, and how much what was before fades."""
+    """Add the logits of a tile: the new peak and total, its weights, and the factor that rescales earlier sums."""
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(logits - safe[:, None])
@@ -101,13 +101,13 @@ def weigh(peak, total, logits):
 
 @triton.jit
 def log_total(peak, total):
-    """Logarithm, in base 2, of the sum of all weights; minus infinity where nothing was seen."""
+    """Logarithm, in base 2, of the sum of all weights; minus infinity if nothing was seen."""
     return tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
 
 
 @triton.jit
 def fold(peak, total, first, second, logits, value_first, value_second, SECOND: tl.constexpr):
-    """Take one more tile into a running softmax.
+    """Add one more tile to a running softmax.
 
     Args:
         peak: Largest logit so far of each row; minus infinity at first.
@@ -115,8 +115,8 @@ def fold(peak, total, first, second, logits, value_first, value_second, SECOND: 
         first: Sum of weighted values so far, first part.
         second: The same, second part.
         logits: In base 2; minus infinity where a row does not see a key.
-        value_first: Of the keys.
-        value_second: The same.
+        value_first: Values of the keys, first part.
+        value_second: The same, second part.
         SECOND: Columns of the second part.
     """
     peak, total, weights, fade = weigh(peak, total, logits)
@@ -130,7 +130,7 @@ def fold(peak, total, first, second, logits, value_first, value_second, SECOND: 
 
 @triton.jit
 def store_parts(out, rows, is_row, first, second, FIRST: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr):
-    """Put both parts of some rows, which begin at these places, where they belong; :func:`load_parts` the other way."""
+    """Store both parts of some rows, which begin at offsets ``rows``; the inverse of :func:`load_parts`."""
     columns = tl.arange(0, FIRST)
     mask = is_row[:, None] & (columns < SIZE)[None, :]
     tl.store(out + rows[:, None] + columns[None, :], rounded(first, out), mask=mask)
@@ -141,13 +141,13 @@ def store_parts(out, rows, is_row, first, second, FIRST: tl.constexpr, SECOND: t
 
 
 def shape_of_heads(query: Tensor, keys: Tensor, values: Tensor, columns: int) -> dict[str, int | bool]:
-    """What kernels of attention are told about heads.
+    """Compile-time parameters of attention kernels that describe the heads.
 
     Args:
         query: ``[rows, H, D]``.
         keys: ``[..., N, L, D]``.
-        values: The same; may be the keys.
-        columns: Numbers of a value (``V``).
+        values: As ``keys``; may be the same tensor.
+        columns: Elements of a value (``V``).
     """
     size = query.shape[2]
     keys_first, keys_second = parts_of(size)
@@ -161,6 +161,6 @@ def shape_of_heads(query: Tensor, keys: Tensor, values: Tensor, columns: int) ->
         "KEY_SECOND": keys_second,
         "VALUE_FIRST": values_first,
         "VALUE_SECOND": values_second,
-        # Then a tile of keys is one of values, too.
+        # If so, a tile of keys is a tile of values, too.
         "KEYS_ARE_VALUES": is_same and values_first == keys_first and values_second in (keys_second, 0),
     }

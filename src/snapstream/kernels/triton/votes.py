@@ -1,7 +1,7 @@
 """Votes of the observation window, in two passes over tiles of keys; then their smoothing.
 
-The first pass finds the normaliser of each voter's softmax, the second sums what each key gets from all voters of the
-group. Nothing but one number per voter and one per key leaves a tile.
+The first pass finds the normalizer of each voter's softmax. The second sums what each key gets from all voters of the
+group. Only one value per voter and one per key leave a tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from snapstream.kernels.triton.tiles import load_parts, log_total, logits_of, pa
 
 LN_2 = 0.6931471805599453
 KEYS_OF_A_PROGRAM = 2048
-"""Keys that a program of the first pass takes."""
+"""Keys per program of the first pass."""
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _logits(
     queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
     window, sink, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile, and where voters see keys that count."""
+    """Logits of a tile, and which of them the softmax includes."""
     member, voter = row // window, row % window
     voter_position = length - window + voter
     is_row = (member < GROUP) & (voter_position >= first_voter)
@@ -100,7 +100,7 @@ def _sum(
     tl.store(votes + both * entries + position, result / GROUP, mask=position < entries)
 
 
-# Several kinds of votes come in one tensor, so where one of them begins is any address.
+# One tensor holds several kinds of votes, so each of them may start at any address.
 @triton.jit(do_not_specialize=["entries", "width", "largest"], do_not_specialize_on_alignment=["votes"])
 def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
@@ -118,7 +118,7 @@ def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
 
 
 def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows and keys of a tile, and how the compiler is to lay it out; what fits the memory of a processor."""
+    """Rows and keys of a tile, and options of the compiler, to fit the shared memory of a multiprocessor."""
     wide = width_of(size, dtype)
     if wide <= 512:
         return {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
@@ -137,7 +137,7 @@ def window_attention(
     members: int,
     key_chunk: int = 0,
 ) -> Tensor:
-    """See :func:`snapstream.compression.scoring.plain_window_attention`, whose ``key_chunk`` is not needed here."""
+    """Triton kernel for :func:`snapstream.compression.scoring.plain_window_attention`; ``key_chunk`` is ignored."""
     (B, H, W, D), (N, L) = queries.shape, keys.shape[1:3]
     group = H // N
     first, second = parts_of(D)
@@ -168,7 +168,7 @@ def window_attention(
 
 
 def pool_votes(votes: Tensor, largest: bool, kernel: int) -> Tensor:
-    """See :func:`snapstream.compression.scoring.pool_votes`; sums from the left to the right."""
+    """Triton kernel for :func:`snapstream.compression.scoring.pool_votes`; sums from left to right."""
     votes = votes.contiguous()
     B, N, L = votes.shape
     pooled = torch.empty_like(votes)
