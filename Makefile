@@ -107,7 +107,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a website that needs no server: site/index.html.
+# The documentation as a website: site/index.html, or `python -m http.server -d site`, which its search needs.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
