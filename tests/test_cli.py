@@ -142,7 +142,7 @@ def test_plan_shows_what_adds_up():
 
 def test_weights_that_do_not_fit(tmp_path):
     done = run("plan", save_config(tmp_path, DEEPSEEK_R1), "--budget", "32k", "--memory", 80)
-    assert "vLLM spreads a model over several devices" in done.stderr
+    assert "vLLM splits a model across devices" in done.stderr
     assert "dtype" not in done.stderr
 
 
@@ -262,7 +262,7 @@ def test_habits_of_generate(text_file):
     whole = run("generate", "-p", "Recall", "--max-tokens", 3)
     assert "prompt of 1 tokens: all kept in a full cache, 6.0 KiB by now" in " ".join(whole.stderr.split())
     large = run("generate", "Recall", "--budget", "1m", "--max-tokens", 1)
-    assert "is more than max_model_len=16384 tokens: every cache is a full one" in " ".join(large.stderr.split())
+    assert "is more than max_model_len=16384 tokens: caches are full caches" in " ".join(large.stderr.split())
 
 
 def test_chat_with_the_shipped_model():
@@ -288,7 +288,7 @@ def test_a_conversation_in_the_terminal(tmp_path):
     assert done.stdout.split("\n")[:2] == [first.answer.strip(), second.answer.strip()]
     told = " ".join(done.stderr.split())
     assert "1,024 of 1,024 entries: 4 first, 892 chosen, 128 recent] >" in told
-    assert "There is no /nothing. /file PATH puts" in told
+    assert "There is no command /nothing. /file PATH puts" in told
     assert "could not be read: No such file" in told
     assert run("chat", stdin="").returncode == 0
 
@@ -331,7 +331,7 @@ def set_architecture(path):
         (["generate", "hello", "--budget", "many"], "neither a number of entries"),
         (["generate", "hello", "--max-model-len", "long"], "max-model-len: 'long' is not a number of tokens"),
         (["serve", "a", "--model", "b"], "two models were given, 'a' and --model 'b'"),
-        (["serve", "--max-num-seqs", 4], "there is no --max-num-seqs here: --slots says"),
+        (["serve", "--max-num-seqs", 4], "there is no option --max-num-seqs: --slots is"),
         (["serve", "--gpu-memory-utilization=0.9"], "--memory-fraction of serve"),
         (["plan", "--tensor-parallel-size", 2], "the vLLM plugin uses several"),
         (["demo", "--tokens", 130, "--facts", 60], "do not fit"),

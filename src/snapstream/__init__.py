@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 try:
     __version__ = version("snapstream-llm")
-except PackageNotFoundError:  # a source tree that was not installed
+except PackageNotFoundError:  # running from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the engine, and with it torch and transformers, only when it is asked for."""
+    """Load the engine, which imports torch and transformers, on first access."""
     if name in ("LLM", "Context", "RequestOutput"):
         sleep_while_waiting()
         from snapstream import engine
@@ -50,5 +50,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What is there, loaded or not."""
+    """All public names, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""``python -m snapstream``: the ``snapstream`` command."""
+"""``python -m snapstream`` runs the ``snapstream`` command."""
 
 from snapstream.cli import main
 

@@ -1,4 +1,4 @@
-"""The ``snapstream`` command: collects the commands, and turns errors that a user can mend into one line."""
+"""The ``snapstream`` command: collects the subcommands, and reports errors that a user can fix in one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine does.")] = False,
 ) -> None:
-    """Options of all commands."""
+    """Options that are given before the subcommand."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(message)s",
@@ -64,7 +64,7 @@ app.command("eval")(evaluate)
 
 
 def main() -> None:
-    """Run the command; errors that a user can mend are one line and a non-zero exit code."""
+    """Run the command. An error that a user can fix prints one line and exits with a non-zero code."""
     sleep_while_waiting()
     try:
         _refuse_options_of_others(sys.argv[1:])
@@ -75,7 +75,7 @@ def main() -> None:
             terminal.flush_output()
     except SnapStreamError as error:
         _fail(str(error))
-    except OSError as error:  # such as a disk that is full, on which standard output is
+    except OSError as error:  # for example standard output on a full disk
         logger.debug("failed", exc_info=error)
         terminal.drop_output()
         _fail(f"{error.filename or 'standard output'}: {error.strerror or error}")
@@ -94,7 +94,7 @@ def _refuse_options_of_others(arguments: list[str]) -> None:
             return
         name = argument.partition("=")[0]
         if name in MOVED:
-            raise ConfigurationError(f"there is no {name} here: {MOVED[name]}")
+            raise ConfigurationError(f"there is no option {name}: {MOVED[name]}")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
-"""The errors a user can meet. Each message says what was given, what is allowed and what to do."""
+"""Errors that users can see. Each message says what was given, what is allowed, and what to do."""
 
 
 class SnapStreamError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigurationError(SnapStreamError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class CheckpointError(SnapStreamError):
-    """A model directory that is missing, incomplete, corrupt or of an unsupported kind."""
+    """A checkpoint is missing, incomplete, corrupt or unsupported."""
 
 
 class RequestError(SnapStreamError, ValueError):
-    """One request that cannot be served; others are not affected."""
+    """One request cannot be served; others are not affected."""
 
 
 class ContextLengthError(RequestError):
-    """A prompt that leaves no room for an answer within the longest sequence.
+    """A prompt leaves no room for an answer within the maximum sequence length.
 
-    Clients recognize it by its words, to shorten the prompt and to try again: LiteLLM by the beginning, which is
+    Clients recognize the wording, so that they can shorten the prompt and retry: LiteLLM by the beginning, which is
     OpenAI's, LangChain by "prompt is too long".
 
     Args:
-        max_model_len: Longest sequence.
-        prompt: How long the prompt is, in words.
+        max_model_len: Maximum sequence length in tokens.
+        prompt: Length of the prompt as text, for example "5000 tokens".
         before: Tokens of earlier turns.
     """
 
@@ -34,29 +34,29 @@ class ContextLengthError(RequestError):
         fit = max(max_model_len - 1 - before, 0)
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {prompt}{turns}; "
-            f"at most {fit} fit, which leaves one for the answer, so the prompt is too long. Shorten it, or raise "
+            f"at most {fit} fit, as the answer needs at least one, so the prompt is too long. Shorten it, or raise "
             "max_model_len if the model allows it."
         )
 
 
 class CacheFileError(SnapStreamError):
-    """A saved cache that cannot be read, is damaged, or belongs to another model."""
+    """A saved cache cannot be read, is corrupt, or belongs to another model."""
 
 
 class MemoryPlanError(SnapStreamError):
-    """The engine as configured does not fit the memory of the device."""
+    """The configured engine does not fit into the memory of the device."""
 
 
 def missing_extra(what: str, extra: str) -> ConfigurationError:
-    """The error for something that comes with an extra which is not installed.
+    """Build the error for a feature whose optional dependencies are not installed.
 
     Args:
-        what: What needs what.
-        extra: Its name.
+        what: The feature and what it needs, for example "the server needs uvicorn".
+        extra: Name of the extra.
     """
-    return ConfigurationError(f'{what}: in the directory of the source, pip install ".[{extra}]"')
+    return ConfigurationError(f'{what}: in the source directory, pip install ".[{extra}]"')
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Files that are written where a user says: whole or not at all, and only where a regular file belongs."""
+"""Output files at paths that users give: written atomically, and never in place of anything but a regular file."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _KINDS = (
 
 
 def regular_file(path: str | Path, *others: str | Path) -> Path:
-    """The file that a path leads to, through links, which need not be there yet.
+    """Resolve the path of an output file through symbolic links; the file need not exist yet.
 
     Args:
-        path: Where a file is to be written.
-        others: Files that are still needed, such as what it is made from.
+        path: Path of the output file.
+        others: Files that must not be overwritten, such as the input.
 
     Raises:
-        OSError: Something else than a regular file is there, there is no such directory, or it is one of the others.
+        OSError: The path is not that of a regular file, its directory does not exist, or it is one of the others.
     """
     target = Path(os.path.realpath(path))
     try:
-        mode = os.stat(path).st_mode  # of what the system finds there: not every link has a name
+        mode = os.stat(path).st_mode  # not of target: links such as /dev/stdout may lead to a pipe, which has no path
     except FileNotFoundError:
         if target.parent.is_dir():
             return target
@@ -47,10 +47,10 @@ def regular_file(path: str | Path, *others: str | Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A new file to write to, which takes the place of the one at ``path`` unless that fails or is interrupted.
+    """Yield a temporary file that replaces the one at ``path``, unless writing fails or is interrupted.
 
     Raises:
-        OSError: Something else than a regular file is there, or it cannot be written.
+        OSError: ``path`` is not that of a regular file, or it cannot be written.
     """
     target = regular_file(path)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -66,10 +66,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file, whole or not at all.
+    """Write a text file atomically.
 
     Raises:
-        OSError: Something else than a regular file is there, or it cannot be written.
+        OSError: ``path`` is not that of a regular file, or it cannot be written.
     """
     with replacing(path) as file:
         file.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How numbers of tokens and of cache entries are written: ``512``, ``4k``, and ``1/4`` or ``25%`` of something."""
+"""Parses numbers of tokens and cache entries, such as ``512`` or ``4k``, and shares, such as ``1/4`` or ``25%``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SCALES = {"k": 2**10, "m": 2**20}
 
 
 def parse_tokens(text: str | int, what: str) -> int:
-    """A number of tokens or entries from ``512`` or ``4k``; ``k`` is 1024, ``m`` is 1024 times that.
+    """Parse a number of tokens or entries, such as ``512`` or ``4k``; ``k`` is 1024, ``m`` is 1024 times that.
 
     Raises:
-        ConfigurationError: Not a positive number; the message begins with ``what``.
+        ConfigurationError: It is not a positive number; the message begins with ``what``.
     """
     written = str(text).strip().lower().replace("_", "")
     scale = _SCALES.get(written[-1:], 1)
@@ -24,10 +24,10 @@ def parse_tokens(text: str | int, what: str) -> int:
 
 
 def parse_share(text: str, what: str) -> Fraction:
-    """A share from ``1/4``, ``25%`` or ``0.25``.
+    """Parse a share, such as ``1/4``, ``25%`` or ``0.25``.
 
     Raises:
-        ConfigurationError: Not a share between 0 and 1; the message begins with ``what``.
+        ConfigurationError: It is not a share between 0 and 1; the message begins with ``what``.
     """
     written = text.replace(" ", "")
     try:
@@ -40,5 +40,5 @@ def parse_share(text: str, what: str) -> Fraction:
 
 
 def is_share(text: str) -> bool:
-    """Whether this is meant as a share of something."""
+    """Whether a size is written as a share rather than a number."""
     return any(sign in text for sign in "/%.")

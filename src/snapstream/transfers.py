@@ -1,7 +1,7 @@
-"""Copies between the host and the device, with as little waiting as can be.
+"""Copies between host and device that block the host as little as possible.
 
-What is copied to a device goes through pinned memory, so that the host goes on at once; what is copied from it is
-waited for once, however many tensors there are. On a CPU both are the same memory.
+Copies to a device go through pinned memory, so the host does not wait for them. Copies from a device are synchronized
+once, however many tensors there are. On a CPU, host and device share their memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """A tensor of these numbers, which the host has, on the device: ``[len(values)]``, or a row for each sequence."""
+    """Copy numbers from the host to the device.
+
+    Returns:
+        A tensor ``[len(values)]``, or with one row per inner sequence.
+    """
     tensor = torch.as_tensor(values, dtype=dtype)
     is_cuda = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the host, after the work so far is done; those of a CPU as they are."""
+    """Copy tensors to the host and wait until they have arrived; tensors on a CPU are returned unchanged."""
     if not any(tensor.device.type == "cuda" for tensor in tensors):
         return list(tensors)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

@@ -91,7 +91,7 @@ def test_what_is_decoded_after_an_answer_needs_a_token(checkpoint):
     for params in (greedy(3, kv_budget=32), greedy(3, telemetry=True)):
         with pytest.raises(RequestError, match="keeps its budget"):
             llm.engine.add_request([], params, past=read)
-    with pytest.raises(RequestError, match="up to 48 entries, one of this engine 32"):
+    with pytest.raises(RequestError, match="up to 48 entries, but this engine's slots hold 32"):
         make(checkpoint, budget=32, sessions=1).engine.add_request([], greedy(3), past=read)
     with pytest.raises(RequestError, match="keep=True"):
         llm.engine.add_request([5], greedy(3), past=replace(read, positions=()))

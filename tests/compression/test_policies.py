@@ -226,7 +226,7 @@ def test_a_request_for_more_queries_than_are_kept_is_refused(checkpoint):
     llm = make(checkpoint, CacheBudget.of(64))
     for budget, message in [
         (CacheBudget(4, 40, 10, window=33), "its window is 33, but 32 queries are kept here"),
-        (CacheBudget.preset("spread", 48), "its policy looks at all queries, but 32 queries are kept"),
+        (CacheBudget.preset("spread", 48), "its policy needs all queries, but 32 queries are kept"),
     ]:
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt(100), greedy(3, kv_budget=budget))

@@ -110,10 +110,10 @@ def test_a_chat_template_that_trims(shipped, monkeypatch):
     after = shipped.context_prompt(context, [{"role": "user", "content": "Where? "}])
     assert after == shipped.tokenizer.encode("\n\nWhere?<|end|>\n<|assistant|>", add_special_tokens=False)
     monkeypatch.setattr(shipped, "chat_template", CHATML.replace("<|user|>", "<|you|>").replace("m.role", "m.role[:2]"))
-    with pytest.raises(RequestError, match="in another way than when the text was read"):
+    with pytest.raises(RequestError, match="differently than when the context was created"):
         shipped.context_prompt(context, [{"role": "user", "content": "Where?"}])
     monkeypatch.setattr(shipped, "chat_template", "{{ messages[0].content[:4] }}")
-    with pytest.raises(RequestError, match="does not lay a message out in one piece"):
+    with pytest.raises(RequestError, match="does not output each message text exactly once"):
         shipped.read("The guard.")
 
 
@@ -121,11 +121,11 @@ def test_what_cannot_be_asked(shipped, checkpoint):
     plain, chat = shipped.read("The guard.", chat=False), shipped.read("The guard.")
     user = {"role": "user", "content": "Where?"}
     for context, messages, message in (
-        (plain, [user], "read as plain text"),
+        (plain, [user], "this context is plain text"),
         (chat, [{"role": "system", "content": "x"}, user], "another system message"),
-        (chat, [{"role": "assistant", "content": "x"}], "first message has to be the user's"),
-        (chat, [{"role": "user", "content": None}], "first message has to be the user's"),
-        (chat, [], "first message has to be the user's"),
+        (chat, [{"role": "assistant", "content": "x"}], "first message must be the user's"),
+        (chat, [{"role": "user", "content": None}], "first message must be the user's"),
+        (chat, [], "first message must be the user's"),
         (chat, [{"role": "user", "content": "\ud800"}], "not valid text"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -134,7 +134,7 @@ def test_what_cannot_be_asked(shipped, checkpoint):
         ("", {}, "text is empty"),
         (" \n", {}, "text is empty"),
         ("a", {"chat": False, "system": "x"}, "needs the model's chat template"),
-        ([5, 6], {"chat": True}, "token ids are read as they are"),
+        ([5, 6], {"chat": True}, "token ids are used unchanged"),
         ([5, 600000], {}, "not in the model's vocabulary"),
         ("\ud800", {}, "not valid text"),
         ([5] * 5000, {}, "at most 4095 fit"),

@@ -247,7 +247,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
     process = start(path.parent)
     errors = process.communicate()[1]
     assert process.returncode == 0
-    assert "going on after" in errors
+    assert "continuing after" in errors
     whole = start(tmp_path / "whole")
     assert whole.communicate()
     assert whole.returncode == 0
@@ -273,8 +273,14 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
         (["--model", "no/such"], "no/such"),
         (["--endpoint", "http://127.0.0.1:9/v1"], "the policy served needs --served-as"),
         (["--endpoint", "http://127.0.0.1:9/v1", "--served-as", "full"], "http://127.0.0.1:9/v1 cannot be reached"),
-        (["--endpoint", "http://127.0.0.1:9/v1", "--sweep", "window=8"], "an endpoint takes them when it starts"),
-        (["--policies", "full,streaming", "--sweep", "window=8"], "settings are swept on the engine, for the policy"),
+        (
+            ["--endpoint", "http://127.0.0.1:9/v1", "--sweep", "window=8"],
+            "an endpoint's settings are fixed when it starts",
+        ),
+        (
+            ["--policies", "full,streaming", "--sweep", "window=8"],
+            "settings can be swept with the built-in engine only, for the policy",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):

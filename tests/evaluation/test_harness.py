@@ -488,7 +488,7 @@ def test_without_lm_eval_it_says_what_to_install():
     code = "import sys; sys.modules['lm_eval'] = None; import snapstream.evaluation.harness"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1].endswith(
-        'the lm-eval adapter needs lm-eval: in the directory of the source, pip install ".[eval]"'
+        'the lm-eval adapter needs lm-eval: in the source directory, pip install ".[eval]"'
     )
 
 

@@ -200,7 +200,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path, change, message):
 def test_other_quantisation_is_refused(tmp_path):
     save_checkpoint(tmp_path, "llama3-gqa")
     edit_config(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(CheckpointError, match="quantised with 'awq'"):
+    with pytest.raises(CheckpointError, match="quantized with 'awq'"):
         load_spec(tmp_path)
 
 

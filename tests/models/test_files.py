@@ -121,14 +121,14 @@ def test_of_a_plan_only_the_configuration(hub):
 
 def test_a_repository_of_other_files(hub):
     run, _ = hub({"model-q4_k_m.gguf": b"GGUF", "README.md": b"text"})
-    assert "the hub repository owner/name has no config.json; of a repository of GGUF files, download one" in run.stderr
+    assert "the hub repository owner/name has no config.json; if it has GGUF files, download one" in run.stderr
 
 
 def test_a_hub_id_whose_owner_is_a_directory_here(hub, tmp_path):
     """A typing error is more likely; what is meant can be said."""
     (tmp_path / "owner" / "nome").mkdir(parents=True)
     run, fetched = hub(NEEDED | {"model.safetensors": b"weights"})
-    assert "did you mean owner/nome?; for a model of the hub, give hf://owner/name" in run.stderr
+    assert "did you mean owner/nome?; for a model on the hub, give hf://owner/name" in run.stderr
     assert not fetched
     run, fetched = hub(NEEDED | {"model.safetensors": b"weights"}, model="hf://owner/name")
     assert not run.returncode, run.stderr

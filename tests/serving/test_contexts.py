@@ -73,7 +73,7 @@ def test_a_context_is_read_once_and_asked_many_times(server, checkpoint):
     assert httpx.get(f"{server.url}/v1/contexts/{made['id']}").json() == made
     assert httpx.delete(f"{server.url}/v1/contexts/{made['id']}").json() == {"id": made["id"], "deleted": True}
     assert listed(server) == []
-    assert "read the text again" in ask(server, made["id"], status=404)["error"]["message"]
+    assert "it was deleted or evicted; create it again" in ask(server, made["id"], status=404)["error"]["message"]
 
 
 def test_a_conversation_about_a_text(task_llm, example):
@@ -116,7 +116,7 @@ def test_bad_requests(server):
         ({"text": ""}, "text"),
         ({"text": "  "}, "text is empty"),
         ({"text": WORDS * 30}, "at most 1999 fit"),
-        ({"text": [5, 6], "chat": True}, "token ids are read as they are"),
+        ({"text": [5, 6], "chat": True}, "token ids are used unchanged"),
         ({"text": [5, 10**6]}, "not in the model's vocabulary"),
         ({"text": "w5", "chat": False, "system": "x"}, "needs the model's chat template"),
         ({"text": "w5", "kv_budget": 5}, "kv_budget"),
@@ -125,7 +125,7 @@ def test_bad_requests(server):
         assert message in read(server, status=400, **body)["error"]["message"]
     assert read(server, status=404, model="other")["error"]["code"] == "model_not_found"
     for more, message in (
-        ({"session_id": "a"}, "give one of them"),
+        ({"session_id": "a"}, "give only one of them"),
         ({"echo": True, "logprobs": 1}, "leave out context_id"),
         ({"prompt": ""}, "at least one token"),
     ):
@@ -266,7 +266,7 @@ def test_the_disk_is_bounded(llm, tmp_path):
 
 def test_directories_that_cannot_work_are_refused(llm, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match="cannot be created"):
         create_app(llm, ServerSettings(model_name="tiny", context_dir=tmp_path / "file" / "x"))
     none = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(sessions=0, slots=1, context_bytes=0)))
     with pytest.raises(ConfigurationError, match="needs contexts"):
@@ -286,12 +286,12 @@ def test_a_store_never_holds_more_than_it_may():
         store = ContextStore(100)
         one = await store.add("", "one", context(60))
         taken = await store.take("", one.id)
-        with pytest.raises(ApiError, match="take all memory"):
+        with pytest.raises(ApiError, match="take all the memory"):
             await store.add("", "two", context(60))
         small = await store.add("", "small", context(40))
         await store.delete("", one.id)  # still being asked
         assert store.bytes == 100
-        with pytest.raises(ApiError, match="read the text with a smaller kv_budget"):
+        with pytest.raises(ApiError, match="use a smaller kv_budget"):
             await store.add("", "large", context(101))
         store.release(taken)
         assert store.bytes == 40
@@ -379,7 +379,7 @@ def test_what_cannot_be_kept_makes_nothing_go():
         store = ContextStore(100)
         used, idle = await store.add("", "used", context(60)), await store.add("", "idle", context(30))
         await store.take("", used.id)
-        with pytest.raises(ApiError, match="take all memory"):
+        with pytest.raises(ApiError, match="take all the memory"):
             await store.add("", "large", context(50))
         assert [one.name for one in store.of("")] == ["used", "idle"]
         assert store.find("", idle.id).context is not None
@@ -418,7 +418,7 @@ def test_what_is_being_written_makes_no_room_for_others():
         async with anyio.create_task_group() as group:
             group.start_soon(add)
             await anyio.wait_all_tasks_blocked()
-            with pytest.raises(ApiError, match="take all memory"):
+            with pytest.raises(ApiError, match="take all the memory"):
                 await store.add("", "two", context(60))
             files.gate.set()
         assert store.find("", made[0].id).users == 0

@@ -109,7 +109,7 @@ def test_compressed_bodies(server, encoding, pack):
 @pytest.mark.parametrize(
     ("encoding", "body", "status", "message"),
     [
-        ("br", BODY, 415, "'br' is not supported; send the body as it is, or with one of gzip, x-gzip, deflate"),
+        ("br", BODY, 415, "'br' is not supported; send the body uncompressed, or with one of gzip, x-gzip, deflate"),
         ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "is not supported"),
         ("gzip", BODY, 400, "not compressed as its Content-Encoding says"),
         ("gzip", gzip.compress(BODY)[:-9], 400, "it ends too soon"),

@@ -14,6 +14,7 @@ import pytest
 from snapstream import ConfigurationError, SamplingParams
 from snapstream.serving import driver
 from snapstream.serving.generation import Generation, Job
+from snapstream.serving.prompts import LONG_TEXT
 from snapstream.serving.settings import ServerSettings
 from tests.serving.servers import idle, metric, post, running, wait_until
 
@@ -218,7 +219,7 @@ def test_a_full_queue(llm):
         # What can never fit is not told to come back.
         never = post(server, **(body | {"n": 6}))
         assert never.status_code == 400
-        assert "more than slots and queue hold, 5" in never.json()["error"]["message"]
+        assert "slots and queue together hold 5" in never.json()["error"]["message"]
 
 
 def test_when_to_come_back_follows_how_often_a_sequence_ends(llm, monkeypatch):
@@ -332,3 +333,39 @@ def test_health_tells_a_hanging_engine(server, monkeypatch):
 def test_wrong_settings(wrong):
     with pytest.raises(ConfigurationError, match="server:"):
         ServerSettings(**({"model_name": "a"} | wrong))
+
+
+def test_short_texts_do_not_wait_for_long_ones(llm, monkeypatch):
+    """Long ones are tokenized one at a time, so that memory and processor are not theirs alone."""
+    go, running_now, most = threading.Event(), [], []
+    with running(llm) as server:
+        encode = server.parts.reader._encode
+
+        def slow(text, *arguments):
+            if len(text) <= LONG_TEXT:
+                return encode(text, *arguments)
+            running_now.append(1)
+            most.append(len(running_now))
+            go.wait(20)
+            running_now.pop()
+            return encode(text, *arguments)
+
+        monkeypatch.setattr(server.parts.reader, "_encode", slow)
+        long = {"messages": [{"role": "user", "content": "w5 " * 30_000}]}
+        replies = []
+        paths = [("/v1/completions", {"prompt": "w5 " * 30_000}), ("/v1/chat/completions", long), ("/tokenize", long)]
+        threads = [
+            threading.Thread(target=lambda path=path, body=body: replies.append(post(server, path, **body).status_code))
+            for path, body in paths * 2
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: most)
+        assert post(server, prompt="w5", max_tokens=2).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 2}
+        assert post(server, "/v1/chat/completions", **chat).status_code == 200
+        go.set()
+        for thread in threads:
+            thread.join()
+        assert max(most) == 1
+        assert replies == [400] * 6  # they are too long anyway

@@ -414,8 +414,8 @@ def test_models_and_what_clients_send_along(create, server):
             "echo with logprobs would report 3990000 numbers; at most 1048576 in one request",
         ),
         ({"prompt": [5] * 1900, "n": 100, "echo": True, "logprobs": 20}, "would report 3990000 numbers"),
-        ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text is only continued at its end"),
-        ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; give n"),
+        ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text can only be continued at its end"),
+        ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; set n"),
         ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),
         ({"prompt": "w5", "extra_body": {"guided_json": {"type": "object"}}}, "the output is free text"),
         ({"prompt": "w5", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
@@ -423,7 +423,7 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": [1, 2, -3]}, "prompt[2]: Input should be greater than or equal to 0"),
         (
             {"prompt": "w5", "echo": True, "logprobs": 1, "extra_body": {"session_id": "a"}},
-            "echo with logprobs needs the whole prompt to be read; leave out session_id",
+            "echo with logprobs needs the whole prompt to be prefilled; leave out session_id",
         ),
         ({"messages": [], "kind": "chat"}, "messages"),
         (

@@ -50,9 +50,9 @@ def page(request, browser, server):
 
 def ask(page, text, tokens=None, temperature=None):
     if tokens is not None:
-        if not page.get_by_label("Most tokens").is_visible():
+        if not page.get_by_label("Max tokens").is_visible():
             page.get_by_text("Settings", exact=True).click()
-        page.get_by_label("Most tokens").fill(str(tokens))
+        page.get_by_label("Max tokens").fill(str(tokens))
     page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
 
@@ -90,7 +90,7 @@ def test_ask_about_the_example(page, server):
     answer(page, "broad vase.").wait_for()
     page.get_by_text("2,996 tokens of prompt, 4 generated").wait_for()
     page.get_by_text("4 slots free, ").click()
-    slot = page.locator(".slot", has=page.get_by_text("as it was left")).first
+    slot = page.locator(".slot", has=page.get_by_text("free (last use)")).first
     slot.get_by_role("img", name="512 of 512 entries in use: 4 sinks, 444 pinned, 64 in the ring").wait_for()
     slot.get_by_role("img", name="of the prompt, 17 % was kept").wait_for()
     slot.get_by_text("768 KiB of memory; a full cache would take 4.4 MiB by now").wait_for()
@@ -199,7 +199,7 @@ def test_a_session(page, server):
     answer(page, "broad vase.").wait_for()
     page.get_by_text("1 kept conversation takes").wait_for()
     ask(page, "Recall the note for swallow:")
-    page.get_by_text("went on from the cache, read only 5").wait_for()
+    page.get_by_text("continued from the cache, prefilled only 5").wait_for()
     assert page.locator(".message.assistant .body").last.inner_text() == "broad vase."
     assert metric(server, "snapstream_reused_tokens_total") > 2900
     page.get_by_role("button", name="New conversation").click()
@@ -262,7 +262,7 @@ def test_settings_that_the_server_would_refuse(page):
     sent = []
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
     page.get_by_label("Message").fill("The guard visited the flag.")
-    for label, value in (("Cache entries", "513"), ("Cache entries", "15"), ("Most tokens", "0"), ("Temperature", "3")):
+    for label, value in (("Cache entries", "513"), ("Cache entries", "15"), ("Max tokens", "0"), ("Temperature", "3")):
         if not page.get_by_label(label).is_visible():
             page.get_by_text("Settings", exact=True).click()
         before = page.get_by_label(label).input_value()
@@ -308,7 +308,7 @@ def test_slots_are_drawn_to_scale_and_unused_ones_in_a_line(browser):
         assert page.locator(".slot svg").count() == 0
         both = [post(server, prompt="The guard saw the flag. " * 99, max_tokens=2, kv_budget=n) for n in (512, 64)]
         assert [reply.status_code for reply in both] == [200, 200]  # one after the other, so in the same slot
-        page.get_by_text("8 slots free, 1 of them as they were left").wait_for()
+        page.get_by_text("8 slots free, 1 of them used before").wait_for()
         page.get_by_role("img", name="64 of 64 entries in use").wait_for()
         cache = page.locator(".slot svg:not(.strip)").bounding_box()["width"]
         whole = page.locator(".slot svg.strip").first.bounding_box()["width"]
@@ -349,7 +349,7 @@ def test_a_model_without_a_chat_template(browser, task_llm, monkeypatch):
             ask(page, f"The porter carried {turn}.", tokens=5)
             page.locator(".message.user", has_text=turn).wait_for()
             page.locator("#figures", has_text="generated").wait_for()
-        page.locator("#figures", has_text="went on from the cache").wait_for()
+        page.locator("#figures", has_text="continued from the cache").wait_for()
         page.close()
 
 
@@ -464,4 +464,4 @@ def test_what_cannot_be_compared_is_said(compared):
     assert httpx.delete(f"{page.server.url}/v1/contexts/{made}").status_code == 200
     page.get_by_role("textbox", name="Question").fill("Recall")
     page.get_by_role("button", name="Ask all three").click()
-    page.get_by_text("read the text again").wait_for()
+    page.get_by_text("it was deleted or evicted; create it again").wait_for()

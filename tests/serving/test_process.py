@@ -175,7 +175,7 @@ def test_a_port_that_is_taken(tmp_path):
         port = taken.getsockname()[1]
         run = subprocess.run([*COMMAND, "--port", str(port)], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
-    assert f"127.0.0.1:{port} cannot be listened on: Address already in use" in run.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in run.stderr
     assert "loading" not in run.stderr
 
 

@@ -49,7 +49,7 @@ def test_a_next_turn_reads_only_what_is_new(server):
         "kept": True,
         "reused_tokens": 0,
         "read_tokens": first["usage"]["prompt_tokens"],
-        "reason": "there is no such session: it is new, or was not used for too long",
+        "reason": "there is no such session: it is new, has expired, or was evicted",
     }
     turns = [say(LONG), answer(first), say("The guard visited the flag.")]
     second = chat(server, turns, session_id="a", telemetry=True)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_read_anew(server):
     def known():
         return server.parts.sessions._kept["", "b"][0].text
 
-    for text, reason in ((known, "nothing new"), (lambda: known() + "zz and", "inside of a token")):
+    for text, reason in ((known, "nothing new"), (lambda: known() + "zz and", "inside a token")):
         same = post(server, prompt=text(), session_id="b", **BODY).json()
         assert same["session"]["reused_tokens"] == 0
         assert same["session"]["read_tokens"] > 700
@@ -181,7 +181,7 @@ def test_a_session_is_one_prompt_and_one_answer(server, llm):
         for field in ({"session_id": "a"}, {"telemetry": True}):
             reply = post(server, **field, **body)
             assert reply.status_code == 400
-            assert "one prompt and one answer" in reply.json()["error"]["message"]
+            assert "needs a single prompt and a single answer" in reply.json()["error"]["message"]
     assert post(server, prompt="w5", session_id="a b").status_code == 400
     assert len(server.parts.sessions) == 0
 
@@ -228,9 +228,9 @@ def test_a_running_session_counts():
     [
         ("Paris.", ["Paris", ".", "\u0120So"], [0, 5, 7], [2]),  # the space is the token's, left out of its offsets
         ("Paris.", ["Paris", ".", "\u0120So"], [0, 5, 6], [2]),  # or not
-        ("Paris.", ["Paris", ". ", "So"], [0, 5, 7], "inside of a token"),  # the space is the token's before
+        ("Paris.", ["Paris", ". ", "So"], [0, 5, 7], "inside a token"),  # the space is the token's before
         ("Paris", ["Paris", ".", "\u0120So"], [0, 5, 7], [1, 2]),
-        ("Par", ["Paris", ".", "\u0120So"], [0, 5, 7], "inside of a token"),
+        ("Par", ["Paris", ".", "\u0120So"], [0, 5, 7], "inside a token"),
         ("Paris. So", ["Paris", ".", "\u0120So"], [0, 5, 7], "nothing new"),
         ("Rome.", ["Paris", ".", "\u0120So"], [0, 5, 7], "does not begin with"),
     ],
@@ -245,7 +245,7 @@ def test_lines_are_not_lost_between_turns():
     """A token of several line ends that began in the earlier text: nothing of it may go missing."""
     words = ["A", ".\u010a\u010a", "Q"]
     prompt = Prompt([0, 1, 2], "A.\n\nQ", [0, 1, 4], lambda token: words[token])
-    assert "inside of a token" in Session(None, "A.").rest_of(prompt)
+    assert "inside a token" in Session(None, "A.").rest_of(prompt)
     apart = Prompt([0, 1, 2, 3], "A.\n\nQ", [0, 1, 2, 4], lambda token: ["A", ".", "\u010a\u010a", "Q"][token])
     assert Session(None, "A.").rest_of(apart) == [2, 3]
 
@@ -365,7 +365,7 @@ def test_damaged_old_and_too_many_files_are_dropped(llm, tmp_path):
 def test_a_session_directory_that_cannot_work_is_refused(llm, tmp_path):
     (tmp_path / "file").write_text("")
     settings = ServerSettings(model_name="tiny", session_dir=tmp_path / "file" / "x")
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match="cannot be created"):
         create_app(llm, settings)
     none = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(sessions=0, slots=1)))
     with pytest.raises(ConfigurationError, match="needs sessions"):

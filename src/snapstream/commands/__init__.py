@@ -1,1 +1,1 @@
-"""The commands, one file each; :mod:`snapstream.cli` collects them."""
+"""The subcommands, one file each; :mod:`snapstream.cli` collects them."""

@@ -1,4 +1,4 @@
-"""``snapstream chat``."""
+"""``snapstream chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from snapstream.errors import RequestError
 if TYPE_CHECKING:
     from snapstream.engine import LLM, SlotUse
 
-HELP = "/file PATH puts a text before your next message, /new begins a new conversation, /quit or Ctrl-D ends."
+HELP = "/file PATH puts a file before your next message, /new starts a new conversation, /quit or Ctrl-D exits."
 
 
 def chat(
@@ -46,9 +46,11 @@ def chat(
     model_option: Model = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A text that begins the first message.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A text file to put before the first message.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
     max_model_len: MaxLength = None,
@@ -60,7 +62,7 @@ def chat(
     draft_model: DraftModel = None,
     compiled: Compiled = None,
 ) -> None:
-    """Talk to a model in the terminal; the line you type in says what the cache holds. Ctrl-C stops an answer."""
+    """Chat with a model in the terminal. The prompt line shows what the cache holds; Ctrl-C stops an answer."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     pending = [] if file is None else [read_text(file)]
@@ -82,9 +84,7 @@ def chat(
     with quiet(), messages.status("loading"):
         llm = LLM(name, budget=parsed, config=config, report_plan=lambda _: None)
     if not llm.has_chat_template:
-        raise RequestError(
-            "this model has no chat template, so there is no telling turns apart; use snapstream generate"
-        )
+        raise RequestError("this model has no chat template, which a conversation needs; use snapstream generate")
     messages.print(HELP, highlight=False, style="dim")
     begin = [] if system is None else [{"role": "system", "content": system}]
     history = list(begin)
@@ -100,7 +100,7 @@ def chat(
             except RequestError as error:
                 _complain(error)
         elif command.startswith("/") and command[1:].isalpha():
-            messages.print(f"There is no {line.strip()}. {HELP}", highlight=False)
+            messages.print(f"There is no command {line.strip()}. {HELP}", highlight=False)
         elif line.strip():
             history.append({"role": "user", "content": "\n".join([*pending, line])})
             answer = _answer(llm, history, params)
@@ -112,10 +112,10 @@ def chat(
 
 
 def _ask(use: SlotUse | None, has_text: bool) -> str | None:
-    """The next line; ``None`` at the end of input. Ctrl-C empties the line."""
+    """Read the next line; ``None`` at the end of input. Ctrl-C clears the line."""
     state = "" if use is None else _state(use)
     prompt = f"[{state}] > " if state else "> "
-    prompt = f"(with a text) {prompt}" if has_text else prompt
+    prompt = f"(with a file) {prompt}" if has_text else prompt
     while True:
         try:
             if is_terminal():
@@ -124,14 +124,14 @@ def _ask(use: SlotUse | None, has_text: bool) -> str | None:
             line = read_line()
             return None if line is None else line.rstrip("\n")
         except KeyboardInterrupt:
-            messages.print("\n/quit or Ctrl-D ends.", highlight=False, style="dim")
+            messages.print("\n/quit or Ctrl-D exits.", highlight=False, style="dim")
         except EOFError:
             print()
             return None
 
 
 def _state(use: SlotUse) -> str:
-    """What the cache holds after the last answer."""
+    """Describe what the cache holds after the last answer."""
     ring = max(use.held - use.sink - use.pinned, 0)
     return (
         f"{use.seen:,} tokens seen; {use.held:,} of {use.limit:,} entries: {use.sink} first, {use.pinned:,} chosen, "
@@ -140,7 +140,7 @@ def _state(use: SlotUse) -> str:
 
 
 def _answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> str | None:
-    """Print the answer as it comes; ``None`` if there is none."""
+    """Print the answer while it is generated and return it; ``None`` if it is empty or failed."""
     made: list[str] = []
     try:
         for output in llm.stream(llm.chat_prompt(history), params):

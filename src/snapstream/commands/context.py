@@ -1,4 +1,4 @@
-"""``snapstream read`` and ``snapstream ask``: a text is read once, and asked as often as one likes."""
+"""``snapstream read`` and ``snapstream ask``: prefill a text once, then ask about it any number of times."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ if TYPE_CHECKING:
 
 def read(
     file: Annotated[str, typer.Argument(help="A text file. '-' reads stdin.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to put what is left of it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the compressed cache.")],
     model: NamedModel = None,
     budget: Budget = None,
     policy: Annotated[
         str | None,
         typer.Option(
-            help="What the budget keeps, as for `snapstream generate`; local-keydiff by default: nobody has asked yet.",
+            help="Which tokens the budget keeps, as for `snapstream generate`. Default: local-keydiff, which needs no "
+            "question.",
             rich_help_panel=CACHE,
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message of the conversation about the text.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for the conversation about the text.")] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Read the text as it is, also if the model has a chat template.")
+        bool, typer.Option("--plain", help="Prefill the text unchanged, even if the model has a chat template.")
     ] = False,
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Read a text once and keep its compressed cache in a file, for `snapstream ask`."""
+    """Prefill a text once and save its compressed cache to a file, for `snapstream ask`."""
     text, name, length = read_prompt(None, file), chosen_model(None, model), max_length(max_model_len)
     parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name, length))
     if parsed is not None and policy is None and not is_json(budget):
@@ -80,24 +81,24 @@ def read(
         params = SamplingParams(max_tokens=0)
         done = show_reading(llm, llm.engine.add_request(tokens, params, keep=True))
         if done.saved is None:
-            raise RequestError(f"the text could not be read: {done.error}")
+            raise RequestError(f"the text could not be processed: {done.error}")
         context = llm.context_of(done.saved, opened, system)
         llm.save_context(context, output)
     from snapstream.engine.memory import gigabytes
 
     messages.print(
-        f"{context.tokens} tokens read, {context.entries} kept per head; {output} has "
-        f'{gigabytes(output.stat().st_size)}. Ask it: snapstream ask {output} "..."',
+        f"{context.tokens} tokens read, {context.entries} kept per head; the size of {output} is "
+        f'{gigabytes(output.stat().st_size)}. To ask about it: snapstream ask {output} "..."',
         highlight=False,
         markup=False,
     )
 
 
 def _check_output(output: Path, text: str, model: str) -> None:
-    """See whether a file may be written there, before anything takes time.
+    """Check that the output can be written, before anything that takes time.
 
     Raises:
-        ConfigurationError: No; the text and the model's own files are never replaced.
+        ConfigurationError: It cannot, or it would overwrite the text or one of the model's files.
     """
     needed = [text, model, *Path(model).glob("*")] if Path(model).is_dir() else [text, model]
     try:
@@ -107,13 +108,13 @@ def _check_output(output: Path, text: str, model: str) -> None:
 
 
 def ask(
-    file: Annotated[Path, typer.Argument(help="What `snapstream read` has written.")],
+    file: Annotated[Path, typer.Argument(help="A file written by `snapstream read`.")],
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="Questions, each by itself; without any, each line of stdin, or what you type, is one."),
+        typer.Argument(help="Questions, each asked separately. Default: one per line of stdin, or as you type them."),
     ] = None,
     model: NamedModel = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: MaxLength = None,
@@ -122,7 +123,7 @@ def ask(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Ask about a text that was read; every question begins from the same state."""
+    """Ask about a text that `snapstream read` processed; every question starts from the same state."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     described = _describe(file)
     name = chosen_model(None, model) if model is not None else described["made_by"]
@@ -151,7 +152,7 @@ def ask(
 
 
 def _answer(llm: LLM, context: Context, question: str, params: SamplingParams, *, as_json: bool) -> None:
-    """Print an answer as it comes, or, as JSON, when it is there."""
+    """Print an answer while it is generated; as JSON, when it is complete."""
     answer: list[str] = []
     for output in llm.stream(question if context.chat else f"\n\n{question}", params, context=context):
         answer.append(output.new_text)
@@ -170,10 +171,10 @@ def _load(name: str, budget: CacheBudget | None, config: EngineConfig) -> LLM:
 
 
 def _describe(file: Path) -> dict[str, Any]:
-    """Which model has read a file, and its budget.
+    """The model (``made_by``) and the budget that a file was written with.
 
     Raises:
-        CacheFileError: There is no such file, or it is none of these.
+        CacheFileError: The file does not exist, or `snapstream read` did not write it.
     """
     from snapstream.cache import CompressedSequence
 
@@ -182,12 +183,12 @@ def _describe(file: Path) -> dict[str, Any]:
         made_by = json.loads(described["note"])["model"]
         budget = CacheBudget.parse(described["budget"])
     except (LookupError, TypeError, ValueError, ConfigurationError) as error:
-        raise CacheFileError(f"{file} holds no text that `snapstream read` has read") from error
+        raise CacheFileError(f"{file} was not written by `snapstream read`") from error
     return {"made_by": str(made_by), "budget": budget}
 
 
 def _lines() -> Iterator[str]:
-    """Questions from standard input, up to its end or ``/quit``."""
+    """Yield questions from standard input, until its end or ``/quit``."""
     asks = is_terminal()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""``snapstream demo``."""
+"""``snapstream demo``: finding facts in a long text under three policies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def demo(
         str, typer.Option("--model", "-m", help=f"A shipped model: {', '.join(SHIPPED)}.")
     ] = TASK_MODEL.name,
     tokens: Annotated[int, typer.Option(min=128, max=12000, help="Length of the text, in tokens.")] = 8000,
-    facts: Annotated[int, typer.Option(min=1, max=64, help="Facts hidden in it.")] = 16,
-    questions: Annotated[int, typer.Option(min=1, max=64, help="How many of them to ask for.")] = 8,
+    facts: Annotated[int, typer.Option(min=1, max=64, help="Facts hidden in the text.")] = 16,
+    questions: Annotated[int, typer.Option(min=1, max=64, help="How many of the facts to ask for.")] = 8,
     budget: Annotated[
-        str, typer.Option("--budget", "-b", help="Entries of the small caches (512, 2k), or a share of the text.")
+        str, typer.Option("--budget", "-b", help="Entries of the smaller caches (512, 2k), or a share of the text.")
     ] = "1/4",
-    slots: Annotated[int, typer.Option(min=1, max=16, help="Sequences decoded at a time.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, max=16, help="Sequences decoded concurrently.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     compiled: Compiled = None,
     as_json: Json = False,
@@ -59,7 +59,7 @@ def demo(
     }
     if not as_json:
         messages.print(
-            f"A text of {tokens} tokens that hides {number} facts. It begins: "
+            f"A text of {tokens} tokens in which {number} facts are hidden. It begins: "
             f"[italic]{made.text[:150]}…[/italic]\nA fact in it: [italic]{_sentence_with(asked[0].parts[0], made.text)}"
             f"[/italic] Its question: [italic]…{asked[0].ask}[/italic]\n",
         )
@@ -104,8 +104,8 @@ def demo(
         summary.add_row(r.policy, right, f"{r.cache_entries}", gigabytes(r.bytes_per_sequence))
     console.print(summary)
     console.print(
-        "The first word of an answer comes from prefill, which every policy does in full; the second needs what the "
-        "cache kept. The model is too small for its caches to weigh anything in a step: docs/benchmarks.md has speeds."
+        "The first word of an answer comes from prefill, which is the same for every policy; the second depends on the "
+        "cache. This model is too small for its caches to affect speed: docs/benchmarks.md has speeds."
     )
 
 

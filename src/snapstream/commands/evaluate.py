@@ -1,4 +1,4 @@
-"""``snapstream eval``: runs the lab and writes its records and reports."""
+"""``snapstream eval``: runs the accuracy lab, and writes its records and reports."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from snapstream.evaluation.hosts import Host
     from snapstream.evaluation.records import RecordFile
 
-LAB, ENDPOINT = "What is asked", "Endpoint"
+LAB, ENDPOINT = "Tasks and caches", "Endpoint"
 WRITTEN = RECORDS, REPORT, PAGE = "results.jsonl", "report.md", "report.html"
-"""Files of a run, in its directory."""
+"""Files in the output directory of a run."""
 
 
 def evaluate(
@@ -56,14 +56,14 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoint directory or hub id; or the name an endpoint serves. Default: the small shipped model.",
+            help="Checkpoint directory or hub id; with --endpoint, its model's name. Default: the small shipped model.",
         ),
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as the argument.")] = None,
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks, separated by commas; all, for the shipped model; or prose, for models that know English: "
+            help="Tasks, separated by commas; all (for the shipped model); or prose (for models that know English): "
             f"{', '.join(TASKS)}.",
             rich_help_panel=LAB,
         ),
@@ -87,8 +87,8 @@ def evaluate(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Settings of snapstream, or else of mixed, to compare: window=8,32 or pooling=avg,max; may be given "
-            "again.",
+            help="Settings of snapstream, or else of mixed, to compare: window=8,32 or pooling=avg,max. Repeat for "
+            "several.",
             rich_help_panel=LAB,
         ),
     ] = None,
@@ -96,7 +96,13 @@ def evaluate(
         int, typer.Option(min=1, help="Questions per task, length and cache.", rich_help_panel=LAB)
     ] = 20,
     depths: Annotated[
-        int, typer.Option(min=0, max=100, help="Even steps of depth, in turn; 0 draws depths.", rich_help_panel=LAB)
+        int,
+        typer.Option(
+            min=0,
+            max=100,
+            help="Number of evenly spaced depths to alternate; 0 for random depths.",
+            rich_help_panel=LAB,
+        ),
     ] = 5,
     decode: Annotated[
         int,
@@ -108,13 +114,13 @@ def evaluate(
         typer.Option(
             "--output",
             "-o",
-            help="Directory for results.jsonl, report.md and report.html; a run that was stopped continues from there.",
+            help="Directory for results.jsonl, report.md and report.html. A run that was stopped continues from it.",
         ),
     ] = Path("eval-results"),
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: yes, if there is one.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at a time.", rich_help_panel=ENGINE)] = 16,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded concurrently.", rich_help_panel=ENGINE)] = 16,
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -128,26 +134,30 @@ def evaluate(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="Ask this OpenAI-compatible endpoint instead, such as http://localhost:8000/v1; "
-            "a key is read from OPENAI_API_KEY.",
+            help="Use this OpenAI-compatible endpoint instead, such as http://localhost:8000/v1. The API key is read "
+            "from OPENAI_API_KEY.",
             rich_help_panel=ENDPOINT,
         ),
     ] = None,
     served_as: Annotated[
         str | None,
         typer.Option(
-            help="What it runs, in a word, for the policy 'served': full, streaming-4k, ...", rich_help_panel=ENDPOINT
+            help="Label for what the endpoint runs, for the policy 'served': full, streaming-4k, ...",
+            rich_help_panel=ENDPOINT,
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Its tokenizer, if it does not say.", rich_help_panel=ENDPOINT)
+        str | None,
+        typer.Option(help="Its tokenizer, if it cannot be found automatically.", rich_help_panel=ENDPOINT),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait for an answer.", rich_help_panel=ENDPOINT)
     ] = 120.0,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.", rich_help_panel=ENDPOINT)] = 8,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=256, help="Concurrent requests.", rich_help_panel=ENDPOINT)
+    ] = 8,
 ) -> None:
-    """Measure what smaller caches cost, task by task: records, tables and an HTML report."""
+    """Measure how much accuracy smaller caches cost, task by task: records, tables and an HTML report."""
     from snapstream.evaluation.grid import Grid
 
     if model is not None or model_option is not None:
@@ -157,13 +167,13 @@ def evaluate(
     chosen = split_names(policies or default, "policies")
     if sweep and (endpoint or swept_of(chosen) is None):
         raise ConfigurationError(
-            "sweep: settings are swept on the engine, for the policy snapstream or mixed; an endpoint takes them when "
-            "it starts"
+            "sweep: settings can be swept with the built-in engine only, for the policy snapstream or mixed; an "
+            "endpoint's settings are fixed when it starts"
         )
     if "served" in chosen and not served_as:
         raise ConfigurationError(
-            "the policy served needs --served-as: what the endpoint runs, such as full or streaming-4k; it cannot be "
-            "seen from here, and results of different servers must not be mixed"
+            "the policy served needs --served-as, a label for what the endpoint runs, such as full or streaming-4k; it "
+            "cannot be detected, and results of different servers must not be mixed"
         )
     variants = make_variants(chosen, parse_sizes(budgets), parse_sweeps(sweep or []), allowed)
     grid = Grid(
@@ -210,7 +220,7 @@ def _engine(model: str, grid: Grid, config: EngineConfig, chat: bool | None, tel
     from snapstream.models.files import resolve_config
     from snapstream.models.weights import load_spec
 
-    notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything is loaded
+    notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything large is loaded
     host = EngineHost(model, grid, config=config, chat=chat, telemetry=telemetry)
     return host, notes
 
@@ -241,7 +251,7 @@ def _endpoint(
 
 
 def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
-    """Run what is missing, then report on all there is, also after an error."""
+    """Run the questions without a record, then report on all records, also after an error."""
     from snapstream import __version__
     from snapstream.evaluation.lab import run_grid
     from snapstream.evaluation.records import RecordFile
@@ -252,7 +262,7 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
         with RecordFile(path, header) as file:
             before = len(file.records)
             if before:
-                messages.print(f"{path}: going on after {before} answers", highlight=False)
+                messages.print(f"{path}: continuing after {before} answers", highlight=False)
             try:
                 with _progress() as progress:
                     bar = progress.add_task("")
@@ -294,7 +304,7 @@ def _progress() -> Progress:
 
 
 def _report(header: dict[str, Any], file: RecordFile, output: Path, notes: list[str]) -> str:
-    """Write the reports; returns the Markdown."""
+    """Write the reports and return the Markdown one."""
     from snapstream.evaluation.html import render_html
     from snapstream.evaluation.markdown import render_markdown
     from snapstream.evaluation.tables import Results

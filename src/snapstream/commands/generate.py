@@ -1,4 +1,4 @@
-"""``snapstream generate``."""
+"""``snapstream generate``: one answer to one prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; with --file, the question put after the text. '-' reads stdin.")
+        str | None, typer.Argument(help="The prompt; with --file, the question after the text. '-' reads stdin.")
     ] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as the argument.")] = None,
     file: Annotated[
@@ -51,13 +51,13 @@ def generate(
     model: NamedModel = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 is all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0 means all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be given again.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Lay the prompt out with the model's chat template.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output. Repeat for several.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
@@ -68,7 +68,7 @@ def generate(
     compiled: Compiled = None,
     as_json: Json = False,
 ) -> None:
-    """Generate text: the answer streams to stdout; progress and what was kept and saved go to stderr."""
+    """Generate text. The answer streams to stdout; progress and cache statistics go to stderr."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
@@ -76,7 +76,7 @@ def generate(
         raise RequestError("two prompts were given, as an argument and with --prompt; leave one out")
     text = read_prompt(prompt if prompt_option is None else prompt_option, file)
     name, length = chosen_model(None, model), max_length(max_model_len)
-    # Everything a user can get wrong is looked at before the model is loaded.
+    # Check everything that a user can get wrong before the model is loaded.
     parsed = parse_budget(budget, policy, lambda: tokens_of(text, name, length))
     config = EngineConfig(
         max_model_len=length,
@@ -119,11 +119,11 @@ def generate(
     print()
     messages.print(_what_was_kept(use, full=parsed is None), highlight=False)
     if output.drafted:
-        messages.print(f"{output.accepted} of {output.drafted} guessed tokens were right", highlight=False)
+        messages.print(f"{output.accepted} of {output.drafted} draft tokens were accepted", highlight=False)
 
 
 def show_reading(llm: LLM, request: str) -> RequestOutput:
-    """Run an engine's only request until its prompt has been read, with a bar; returns its first output."""
+    """Run an engine's only request until prefill has ended, with a progress bar; returns its first output."""
     output = None
     progress = Progress(
         TextColumn("reading the prompt"),
@@ -144,13 +144,13 @@ def show_reading(llm: LLM, request: str) -> RequestOutput:
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt that was asked for: a file, an argument, standard input, or a file and then one of the others.
+    """Read the prompt: a file, an argument, standard input, or a file followed by one of the other two.
 
     Raises:
-        RequestError: Nothing was given, or what was given cannot be read or is empty.
+        RequestError: There is no prompt, it cannot be read, or it is empty.
     """
     if prompt == "-" and file == "-":
-        raise RequestError("standard input can be read once: give '-' for the prompt or for --file, not for both")
+        raise RequestError("standard input can be read once only: give '-' for the prompt or for --file, not for both")
     parts = []
     if file is not None:
         parts.append(read_standard_input() if file == "-" else read_text(Path(file)))
@@ -167,10 +167,10 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """Read a text file.
 
     Raises:
-        RequestError: It cannot be read, or is no text.
+        RequestError: It cannot be read, or is not UTF-8 text.
     """
     try:
         return decoded(path.read_bytes(), str(path))
@@ -179,10 +179,10 @@ def read_text(path: Path) -> str:
 
 
 def tokens_of(text: str, model: str, max_model_len: int | None) -> int:
-    """How many tokens a text has for a model.
+    """Count a text's tokens for a model.
 
     Raises:
-        ContextLengthError: More than fit.
+        ContextLengthError: The text does not fit.
     """
     from snapstream.engine.settings import load_tokenizer
     from snapstream.engine.tokenizing import PromptTokenizer
@@ -198,7 +198,7 @@ def _what_was_kept(use: CacheUse, *, full: bool) -> str:
 
     if full:
         return f"prompt of {use.prompt_tokens} tokens: all kept in a full cache, {gigabytes(use.bytes_full)} by now"
-    held = f"cache of {use.limit} entries takes {gigabytes(use.bytes_held)}"
+    held = f"the cache of {use.limit} entries takes {gigabytes(use.bytes_held)}"
     if not use.dropped:
         return f"prompt of {use.prompt_tokens} tokens: all kept; {held}"
     return (

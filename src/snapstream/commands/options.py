@@ -1,4 +1,4 @@
-"""Command-line options that several commands share."""
+"""Command-line options shared by several commands."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
 messages = Console(stderr=True)
-"""Everything that is not the result of a command."""
+"""Console for everything except the result of a command."""
 
 MODEL_HELP = (
     f"Checkpoint directory, .gguf file, hub id, or a model by name ({', '.join([*SHIPPED, *PACKAGED])}). Default: the "
     "first."
 )
-# Panels in which --help shows the shared options; commands have more of their own.
+# Panels of the shared options in --help; commands have further ones.
 MODEL, CACHE, ENGINE = "Model", "Cache", "Engine"
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help="The same as the argument.", rich_help_panel=MODEL)]
@@ -32,16 +32,16 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         "-b",
-        help="Cache of a sequence: entries (512, 4k); a share (1/4, 25%) of the prompt's text, or of the longest "
-        "sequence where there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
+        help="Cache size per sequence: entries (512, 4k); a share (1/4, 25%) of the prompt's text, or of "
+        "--max-model-len if there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
         rich_help_panel=CACHE,
     ),
 ]
 Policy = Annotated[
     str,
     typer.Option(
-        help="What the budget keeps: mixed, snapstream (the paper's rule), local-keydiff, keydiff, sage-kv, streaming, "
-        "random, full, or one that was installed.",
+        help="Which tokens the budget keeps: mixed, snapstream (the paper's rule), local-keydiff, keydiff, sage-kv, "
+        "streaming, random, full, or the policy of an installed package.",
         rich_help_panel=CACHE,
     ),
 ]
@@ -49,7 +49,7 @@ MaxLength = Annotated[
     str | None,
     typer.Option(
         "--max-model-len",
-        help="Longest prompt plus output, such as 4096 or 4k. Default: what the model allows.",
+        help="Maximum length of prompt plus output, such as 4096 or 4k. Default: what the model allows.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -63,49 +63,52 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_hel
 Speculative = Annotated[
     str,
     typer.Option(
-        help="Guess tokens and verify several at a time, for the same output sooner where guesses are right: off, "
-        "lookup (finds them in the prompt and the output so far), mtp (the checkpoint's own module), or draft-model.",
+        help="Speculative decoding: draft tokens and verify several per step, for the same output sooner. off, lookup "
+        "(drafts from the prompt and the output so far), mtp (the checkpoint's own module), or draft-model.",
         rich_help_panel=ENGINE,
     ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(help="A small model of the same tokenizer, for --speculative draft-model.", rich_help_panel=ENGINE),
+    typer.Option(help="A small model with the same tokenizer, for --speculative draft-model.", rich_help_panel=ENGINE),
 ]
-SpeculativeTokens = Annotated[int, typer.Option(help="Most guesses per sequence and step.", rich_help_panel=ENGINE)]
+SpeculativeTokens = Annotated[
+    int, typer.Option(help="Maximum number of draft tokens per sequence and step.", rich_help_panel=ENGINE)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Compiled = Annotated[
     bool | None,
     typer.Option(
         "--compile/--eager",
-        help="On CUDA, capture decode steps as graphs, or start sooner and decode slower. Default: capture.",
+        help="On CUDA, capture decode steps as graphs (--compile), or start sooner but decode slower (--eager). "
+        "Default: --compile.",
         show_default=False,
         rich_help_panel=ENGINE,
     ),
 ]
 
 MOVED = {
-    "--max-num-seqs": "--slots says how many sequences are decoded at a time",
-    "--max-num-batched-tokens": "--prefill-chunk says how many prompt tokens are read at a time",
-    "--gpu-memory-utilization": "--memory-fraction of serve says how much of the free memory may be used; what is held "
-    "follows from --budget, --slots and --max-model-len, see `snapstream plan`",
+    "--max-num-seqs": "--slots is the number of sequences that are decoded concurrently",
+    "--max-num-batched-tokens": "--prefill-chunk is the number of prompt tokens per prefill launch",
+    "--gpu-memory-utilization": "--memory-fraction of serve is the share of the free memory that may be used; how much "
+    "is used follows from --budget, --slots and --max-model-len, see `snapstream plan`",
     "--tensor-parallel-size": "the built-in engine uses one device; the vLLM plugin uses several (docs/vllm.md)",
-    "--enforce-eager": "--eager captures no graphs on CUDA (on a CPU there are none anyway)",
+    "--enforce-eager": "--eager does not capture graphs on CUDA (a CPU uses no graphs)",
     "--kv-cache-dtype": "--dtype is the dtype of weights and caches",
-    "--kv-budget": "--budget is the cache of a sequence",
-    "--ctx-size": "--max-model-len is the longest prompt plus output",
-    "--context-length": "--max-model-len is the longest prompt plus output",
-    "--max-new-tokens": "--max-tokens is the most tokens to generate",
+    "--kv-budget": "--budget is the cache size per sequence",
+    "--ctx-size": "--max-model-len is the maximum length of prompt plus output",
+    "--context-length": "--max-model-len is the maximum length of prompt plus output",
+    "--max-new-tokens": "--max-tokens is the maximum number of tokens to generate",
     "--trust-remote-code": "code of a checkpoint is never run",
 }
-"""Options of other tools that people try, with what does the same here."""
+"""Options of other tools that people try, with their equivalents."""
 
 
 def chosen_model(argument: str | None, option: str | None = None) -> str:
-    """The model that was asked for as an argument or as an option.
+    """The model that was given as an argument or as an option.
 
     Raises:
-        ConfigurationError: As both, and they differ.
+        ConfigurationError: Both were given, and they differ.
     """
     if argument is not None and option is not None and argument != option:
         raise ConfigurationError(f"two models were given, {argument!r} and --model {option!r}; leave one out")
@@ -113,7 +116,7 @@ def chosen_model(argument: str | None, option: str | None = None) -> str:
 
 
 def eager(compiled: bool | None, device: str) -> bool:
-    """Whether no graphs are to be captured, of what ``--compile`` or ``--eager`` says, if one was given.
+    """Whether graphs are not captured, from ``--compile`` and ``--eager``; ``None`` if neither was given.
 
     Raises:
         ConfigurationError: There is no such device.
@@ -126,25 +129,25 @@ def eager(compiled: bool | None, device: str) -> bool:
 
 
 def max_length(text: str | None) -> int | None:
-    """What ``--max-model-len`` says."""
+    """Parse ``--max-model-len``."""
     return None if text is None else parse_tokens(text, "max-model-len")
 
 
 def is_json(budget: str | None) -> bool:
-    """Whether this ``--budget`` is a JSON object, or meant to be one."""
+    """Whether this ``--budget`` is JSON, or meant to be."""
     return budget is not None and budget.lstrip().startswith(("{", "[", '"'))
 
 
 def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> CacheBudget | None:
-    """The budget that ``--budget`` and ``--policy`` ask for; ``None`` for a full cache.
+    """Build the budget from ``--budget`` and ``--policy``; ``None`` for a full cache.
 
     Args:
-        budget: What was given.
-        policy: Name of a preset.
-        whole: What a share is taken of, in tokens; called only for a share.
+        budget: Value of ``--budget``.
+        policy: Name of a policy.
+        whole: Returns the number of tokens that a share refers to; called only for a share.
 
     Raises:
-        ConfigurationError: They do not fit together.
+        ConfigurationError: One of them is invalid, or they do not fit together.
     """
     if policy not in policy_names():
         raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(policy_names())}")
@@ -170,7 +173,7 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
 
 
 def longest_of(model: str, wanted: int | None) -> Callable[[], int]:
-    """Longest sequence of an engine, read from the model's configuration when it is needed."""
+    """Return a function that determines the engine's ``max_model_len`` from the model's configuration."""
 
     def read() -> int:
         from snapstream.engine.settings import choose_max_model_len
@@ -184,11 +187,11 @@ def longest_of(model: str, wanted: int | None) -> Callable[[], int]:
 
 
 def say_what_a_shipped_model_is(model: str) -> None:
-    """A shipped model's answers must not pass for what the method does to a real one."""
+    """Warn about a shipped model, whose answers must not be mistaken for the method's effect on a real one."""
     if is_shipped(model):
         messages.print(
             "This is a small model that ships with SnapStream. It answers questions about notes in generated texts, as "
-            "in `snapstream demo`, and nothing else; --model takes a real one.",
+            "in `snapstream demo`, and nothing else; use --model for a real one.",
             highlight=False,
             style="yellow",
         )
@@ -196,7 +199,7 @@ def say_what_a_shipped_model_is(model: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' own notes and progress bars off the terminal."""
+    """Suppress the messages and progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()

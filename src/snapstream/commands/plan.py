@@ -1,4 +1,4 @@
-"""``snapstream plan``."""
+"""``snapstream plan``: computes memory without loading anything."""
 
 from __future__ import annotations
 
@@ -40,36 +40,39 @@ def plan(
     model_option: Model = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
-    slots: Annotated[int, typer.Option(help="Sequences decoded at a time.")] = 4,
-    sessions: Annotated[int, typer.Option(help="Conversations that may keep their cache between turns.")] = 0,
+    slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.")] = 4,
+    sessions: Annotated[int, typer.Option(help="Conversations that can keep their cache between turns.")] = 0,
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = 512,
     dtype: Dtype = "auto",
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N; need not be there. Graphs on CUDA hold what they work with.")
+        str,
+        typer.Option(
+            help="auto, cpu, cuda or cuda:N; need not be present. CUDA graphs keep their workspace allocated."
+        ),
     ] = "auto",
     speculative: Speculative = "off",
     speculative_tokens: SpeculativeTokens = 7,
     draft_model: DraftModel = None,
     memory: Annotated[
-        float | None, typer.Option(help="GiB to fit into; also prints how many slots fit. Default: no limit.")
+        float | None, typer.Option(help="Memory limit in GiB; also prints how many slots fit. Default: no limit.")
     ] = None,
     cache_memory: Annotated[
         float | None,
-        typer.Option(help="GiB for caches alone, such as all devices have left; prints how many slots fit."),
+        typer.Option(help="GiB for caches alone, on all devices together; also prints how many slots fit."),
     ] = None,
     devices: Annotated[
         int | None,
         typer.Option(
-            help="Spread the model over so many devices, and print what each holds, reads and sends in a step."
+            help="Split the model over this many devices, and print what each holds, reads and sends per step."
         ),
     ] = None,
     attention: Annotated[
-        str, typer.Option(help="With --devices: data-parallel (sequences are divided) or tensor-parallel (heads are).")
+        str, typer.Option(help="With --devices: data-parallel (splits sequences) or tensor-parallel (splits heads).")
     ] = "data-parallel",
     as_json: Json = False,
 ) -> None:
-    """Memory for a model, a budget and a number of slots, computed from config.json alone; nothing is loaded."""
+    """Compute the memory for a model, a budget and a number of slots from config.json alone; nothing is loaded."""
     from snapstream.engine.memory import gigabytes, plan_engine
     from snapstream.engine.settings import set_up
 
@@ -128,11 +131,11 @@ def _check_memory(memory: float | None, cache_memory: float | None, devices: int
         if given is not None and not 0 < given < 2**40:
             raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
     if memory is not None and devices is not None:
-        raise ConfigurationError("memory is that of one device; with devices, give cache-memory, of all together")
+        raise ConfigurationError("memory is for one device; with devices, give cache-memory, of all together")
 
 
 def _table(setup: Setup, what: str) -> Table:
-    """Numbers with the caches that were asked for, and with full ones beside them."""
+    """A table that compares the requested caches with full caches."""
     table = Table(title=f"{setup.spec.architecture}, {what}", title_justify="left")
     for column in ("", f"cache of {setup.budget.capacity}", f"full cache of {setup.max_model_len}", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
@@ -140,7 +143,7 @@ def _table(setup: Setup, what: str) -> Table:
 
 
 def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float | None, *, as_json: bool) -> None:
-    """Print what each of several devices has to do, with the caches that were asked for and with full ones."""
+    """Print what each of several devices holds, reads and sends, with the requested caches and with full ones."""
     from snapstream.engine.devices import Devices
     from snapstream.engine.memory import gigabytes
 
@@ -155,14 +158,14 @@ def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float 
         print(json.dumps({"ours": asdict(ours), "full": asdict(full)}))
         return
     where = f"up to {setup.max_model_len} tokens, {devices.types} on {count} devices, {attention} attention"
-    table = _table(setup, f"{where}; of each device")
+    table = _table(setup, f"{where}; per device")
     many = f"{ours.sequences / full.sequences:.2f}x as many" if full.sequences else ""
-    table.add_row("sequences on all", str(ours.sequences), str(full.sequences), many)
+    table.add_row("sequences in total", str(ours.sequences), str(full.sequences), many)
     for row, label in _DEVICE_ROWS.items():
         mine, theirs = getattr(ours, row), getattr(full, row)
         table.add_row(label, gigabytes(mine), gigabytes(theirs), "" if mine == theirs else _ratio(mine, theirs))
     each = [plan.read * count // plan.sequences if plan.sequences else 0 for plan in plans]
-    table.add_row("all read for a token", *map(gigabytes, each), _ratio(*each) if all(each) else "")
+    table.add_row("all read per token", *map(gigabytes, each), _ratio(*each) if all(each) else "")
     Console().print(table)
 
 
@@ -180,11 +183,11 @@ _DEVICE_ROWS = {
 _ROWS = {
     "weights": "weights",
     "slots": "caches of all slots",
-    "staging": "staging of a prompt",
+    "staging": "staging cache (prefill)",
     "sessions": "sessions",
     "contexts": "contexts",
-    "prefixes": "beginnings of prompts",
-    "drafter": "small model that drafts",
+    "prefixes": "prefix cache",
+    "drafter": "draft model",
     "metadata": "metadata",
     "steady": "= steady state",
     "workspace": "workspace (prefill)",

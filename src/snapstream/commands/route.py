@@ -1,4 +1,4 @@
-"""``snapstream route``."""
+"""``snapstream route``: the proxy in front of vLLM instances for prefill and decode."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from snapstream.routing.settings import RouterSettings, parse_urls
 
 
 def route(
-    decode: Annotated[list[str], typer.Option(help="URLs of instances that decode, by commas; may be given again.")],
+    decode: Annotated[list[str], typer.Option(help="URLs of decode instances, separated by commas; can be repeated.")],
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="URLs of instances that read prompts. Without any, decode instances do everything."),
+        typer.Option(help="URLs of prefill instances. Without any, decode instances do everything."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
     attempts: Annotated[
-        int, typer.Option(min=1, help="Instances that are tried before the first byte of an answer is sent.")
+        int, typer.Option(min=1, help="Instances to try before the first byte of an answer is sent.")
     ] = 3,
-    check_seconds: Annotated[float, typer.Option(help="Between two looks at an instance's health.")] = 2.0,
+    check_seconds: Annotated[float, typer.Option(help="Seconds between health checks of an instance.")] = 2.0,
     keep_alive_seconds: Annotated[
-        float, typer.Option(help="Seconds of silence after which a stream gets a comment; 0: never.")
+        float, typer.Option(help="Seconds of silence after which a stream sends a comment; 0 turns this off.")
     ] = 5.0,
 ) -> None:
-    """One address for vLLM instances that read prompts and others that decode them. Needs the extra "serve"."""
+    """Serve separate vLLM instances for prefill and decode under one address. Needs the extra "serve"."""
     settings = RouterSettings(
         prefill=parse_urls(prefill or []),
         decode=parse_urls(decode),
@@ -40,7 +40,7 @@ def route(
 
         from snapstream.routing.app import create_app
     except ImportError as error:
-        raise missing_extra("the router needs FastAPI and others", "serve") from error
+        raise missing_extra("the router needs FastAPI and other packages", "serve") from error
     logging.getLogger("snapstream").setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(create_app(settings), host=host, port=port, http="h11", access_log=False, server_header=False)

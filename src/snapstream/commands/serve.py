@@ -1,4 +1,4 @@
-"""``snapstream serve``."""
+"""``snapstream serve``: the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(
     model_option: Model = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="A Jinja chat template, for a model that has none or another one.", rich_help_panel=MODEL),
+        typer.Option(help="A file with a Jinja chat template. Default: the model's own.", rich_help_panel=MODEL),
     ] = None,
     max_model_len: MaxLength = None,
     dtype: Dtype = "auto",
@@ -63,9 +63,9 @@ def serve(
     draft_model: DraftModel = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
-    slots: Annotated[int, typer.Option(help="Sequences decoded at a time.", rich_help_panel=CACHE)] = 8,
+    slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.", rich_help_panel=CACHE)] = 8,
     sessions: Annotated[
-        int, typer.Option(help="Conversations that may keep their cache between turns.", rich_help_panel=CACHE)
+        int, typer.Option(help="Conversations that can keep their cache between turns.", rich_help_panel=CACHE)
     ] = 8,
     session_ttl: Annotated[
         float, typer.Option(help="Seconds a session is kept after its last turn.", rich_help_panel=CACHE)
@@ -73,46 +73,49 @@ def serve(
     session_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for sessions that have no room in memory, and for all of them when the server stops: the "
-            "next one goes on with them. It holds the text of conversations.",
+            help="Directory for sessions that do not fit in memory, and for all sessions when the server stops; the "
+            "next server continues them. It contains the text of conversations.",
             rich_help_panel=CACHE,
         ),
     ] = None,
     session_disk: Annotated[
-        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this directory.", rich_help_panel=CACHE)
+        float, typer.Option(min=0.001, max=2**20, help="Maximum size of this directory in GiB.", rich_help_panel=CACHE)
     ] = 4,
     contexts: Annotated[
         float,
         typer.Option(
             min=0,
             max=2**20,
-            help="Most GiB of texts that are read once and asked many times (/v1/contexts).",
+            help="GiB of memory for contexts, texts that are prefilled once and asked many times (/v1/contexts).",
             rich_help_panel=CACHE,
         ),
     ] = 0.25,
     context_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for these texts, so that they outlive the server, and those that have no room in memory "
-            "are read back. It holds their tokens.",
+            help="Directory for contexts. They outlive the server, and those that do not fit in memory are read back. "
+            "It contains the tokens of the texts.",
             rich_help_panel=CACHE,
         ),
     ] = None,
     context_disk: Annotated[
-        float, typer.Option(min=0.001, max=2**20, help="Most GiB of this model's files there.", rich_help_panel=CACHE)
+        float,
+        typer.Option(
+            min=0.001, max=2**20, help="Maximum size of this model's files there, in GiB.", rich_help_panel=CACHE
+        ),
     ] = 4,
     prefix_contexts: Annotated[
         int,
         typer.Option(
-            help="Beginnings that prompts have in common which are kept as full caches in host memory, and not read "
-            "again. Answers are the same.",
+            help="Prefixes kept in the prefix cache: what prompts have in common at their beginning is prefilled once. "
+            "Answers are the same.",
             rich_help_panel=CACHE,
         ),
     ] = 0,
     prefill_chunk: Chunk = 512,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
-        float, typer.Option(help="Share of the device's free memory to plan with.", rich_help_panel=ENGINE)
+        float, typer.Option(help="Share of the device's free memory that may be used.", rich_help_panel=ENGINE)
     ] = 0.9,
     compiled: Compiled = None,
     host: Annotated[
@@ -133,42 +136,42 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that clients must send; may be given again. Or SNAPSTREAM_API_KEY: keys by commas.",
+            help="A key that clients must send; can be repeated. Or SNAPSTREAM_API_KEY: keys separated by commas.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Web origin that browsers may call from; may be given again.", rich_help_panel=NETWORK),
+        typer.Option(help="Origin whose pages may call the server; can be repeated.", rich_help_panel=NETWORK),
     ] = None,
     log_format: Annotated[
         str, typer.Option(help="text, or json: one object per line.", rich_help_panel=NETWORK)
     ] = "text",
     max_queue: Annotated[
-        int, typer.Option(help="Sequences that may wait; more are answered 429.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Sequences that may wait; further requests get a 429.", rich_help_panel=LIMITS)
     ] = 256,
     max_choices: Annotated[
-        int, typer.Option(help="Most sequences of one request: prompts times n.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Maximum number of sequences of one request: prompts times n.", rich_help_panel=LIMITS)
     ] = 128,
     max_body: Annotated[
-        float, typer.Option(min=0.001, max=4096, help="Longest request body, in MiB.", rich_help_panel=LIMITS)
+        float, typer.Option(min=0.001, max=4096, help="Maximum size of a request body in MiB.", rich_help_panel=LIMITS)
     ] = 16,
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds a request may take, waiting included.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds a request may take, including time in the queue.", rich_help_panel=LIMITS)
     ] = 600,
     keep_alive_seconds: Annotated[
         float,
         typer.Option(
-            help="Seconds of silence after which a stream says how much of the prompt has been read, in a comment that "
-            "clients ignore and that keeps proxies from cutting it; 0: never.",
+            help="Seconds of silence after which a stream sends a comment about its progress, which clients ignore and "
+            "which keeps proxies from cutting the connection; 0 turns this off.",
             rich_help_panel=LIMITS,
         ),
     ] = 5,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, a page at /, metrics. Needs the extra "serve"."""
+    """Serve a model over HTTP: OpenAI's API, a web page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     settings = ServerSettings(
@@ -216,9 +219,9 @@ def serve(
         from snapstream.engine.settings import choose_device
 
         has_to_build = choose_device(device).type == "cuda"
-        logger.info("loading %s%s", name, "; the first time on a GPU, kernels are built" if has_to_build else "")
+        logger.info("loading %s%s", name, "; the first start on a GPU builds kernels" if has_to_build else "")
         if not settings.api_keys:
-            logger.info("no API key is needed to use this server")
+            logger.info("this server requires no API key")
         with quiet():
             llm = LLM(name, budget=parsed, config=config, report_plan=lambda plan: logger.info("%s", plan.summary()))
         if template is not None:
@@ -228,7 +231,7 @@ def serve(
 
 
 def _example(model: str) -> Example | None:
-    """What the page offers to try with a model that is known to answer it."""
+    """The example that the web page offers, for models that are known to answer it."""
     if is_shipped(model):
         return Example(**json.loads(EXAMPLE.read_text()))
     if model not in PACKAGED:
@@ -239,12 +242,12 @@ def _example(model: str) -> Example | None:
     return Example(
         "\n".join(novel),
         "What is the phone number of Maria?",
-        "This is a very small model: it finds facts in a few thousand words, and gets much else wrong.",
+        "This is a very small model. It finds facts in a few thousand words, but gets many other things wrong.",
     )
 
 
 def _keys_of_environment() -> list[str]:
-    """Keys by commas; a variable that is there but empty is refused, as it would open the server."""
+    """API keys from the environment. An empty variable is refused later, because it would open the server to anyone."""
     value = os.environ.get("SNAPSTREAM_API_KEY")
     return [] if value is None else [key.strip() for key in value.split(",")]
 
@@ -267,12 +270,12 @@ def _read_template(path: Path | None) -> str | None:
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Take the address before the model is loaded: whether it is free is known at once."""
+    """Bind the address before the model is loaded, so that an address in use is reported immediately."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise ConfigurationError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         yield listener

@@ -1,4 +1,4 @@
-"""Standard input and output, which may be closed, full, not text, or of another encoding."""
+"""Standard input and output, which may be closed, full, binary, or in another encoding."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from snapstream.errors import RequestError
 
 
 def is_terminal() -> bool:
-    """Whether somebody types at standard input."""
+    """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
 def read_standard_input() -> str:
-    """All of standard input.
+    """Read all of standard input.
 
     Raises:
-        RequestError: It is closed, cannot be read, or is not text.
+        RequestError: It is closed, cannot be read, or is not UTF-8 text.
     """
     try:
         return decoded(_input().read(), "standard input")
@@ -27,10 +27,10 @@ def read_standard_input() -> str:
 
 
 def read_line() -> str | None:
-    """One line of standard input, with its end; ``None`` if there are no more.
+    """Read one line of standard input, including its line end; ``None`` at the end of input.
 
     Raises:
-        RequestError: It is closed, cannot be read, or is not text.
+        RequestError: It is closed, cannot be read, or is not UTF-8 text.
     """
     try:
         line = _input().readline()
@@ -40,10 +40,10 @@ def read_line() -> str | None:
 
 
 def decoded(data: bytes, source: str) -> str:
-    """Bytes as UTF-8 text.
+    """Decode UTF-8 text.
 
     Raises:
-        RequestError: They are none.
+        RequestError: The bytes are not UTF-8 text.
     """
     try:
         return data.decode("utf-8")
@@ -52,13 +52,13 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def prepare_output(*, needed: bool) -> None:
-    """Let standard output write characters that its encoding lacks, as escapes.
+    """Make standard output write characters that its encoding lacks as escapes.
 
     Args:
-        needed: Whether the result goes there.
+        needed: Whether the command writes its result there.
 
     Raises:
-        RequestError: It is closed.
+        RequestError: It is needed, but closed.
     """
     if sys.stdout is None and needed:
         raise RequestError("standard output is closed; there is nowhere to write to")
@@ -68,7 +68,7 @@ def prepare_output(*, needed: bool) -> None:
 
 
 def flush_output() -> None:
-    """Write what is still buffered, so that an error shows while it can be reported.
+    """Write what is still buffered, while an error can still be reported.
 
     Raises:
         OSError: It cannot be written.
@@ -78,12 +78,12 @@ def flush_output() -> None:
 
 
 def drop_output() -> None:
-    """Let what could not be written go, so that the interpreter does not try again at its end."""
+    """Discard what could not be written, so that the interpreter does not try again at exit."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-    except (OSError, ValueError, AttributeError):  # not a file of the system
+    except (OSError, ValueError, AttributeError):  # standard output is not an operating system file
         pass
 
 

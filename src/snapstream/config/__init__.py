@@ -1,4 +1,4 @@
-"""What a user can set: the cache of a sequence, the sampling of a request, the engine."""
+"""User settings: the cache budget of a sequence, the sampling parameters of a request, and the engine's settings."""
 
 from snapstream.config.budget import MIN_CAPACITY, CacheBudget, Ring
 from snapstream.config.engine import EngineConfig

@@ -1,4 +1,4 @@
-"""How many entries of the KV cache one sequence may hold, and how they are chosen."""
+"""The cache budget: how many KV cache entries one sequence may hold, and how they are selected."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Ring = Literal["elastic", "paper", "resnap"]
 
 MIN_CAPACITY = 16
 LEAST_RENEWED = 6
-"""Recent tokens that ``ring="resnap"`` needs: a cache of 16 entries has as many, and half of them can be taken back."""
+"""Minimum ``recent`` for ``ring="resnap"``. A cache of 16 entries has as many, and half of them can be taken back."""
 _SIZES = ("sink", "recent", "top_k")
 _SELECTIONS = ("votes", "random")
 
 
 @dataclass(frozen=True, init=False)
 class CacheBudget:
-    """How many KV entries one sequence may hold, and how they are chosen.
+    """How many KV cache entries one sequence may hold, and how they are selected.
 
-    A cache has ``sink + recent + top_k`` entries per layer and KV head. Most users want
-    :meth:`of`, which derives every field from one number.
+    A cache has ``sink + recent + top_k`` entries per layer and KV head. Most users want :meth:`of`, which derives every
+    field from one number.
 
     Attributes:
-        sink: First tokens of the prompt, always kept (``S``).
-        recent: Last tokens of the prompt that are kept, apart from those that are chosen, and the least length of the
-            ring of recent tokens (``R``); at least the window of a policy that has one.
-        top_k: Prompt tokens that are chosen by the policy (``K``), between sinks and recent ones or, if it
-            :attr:`~Policy.pins_recent`, among all behind the sinks.
-        ring: ``elastic``: entries that top-K does not need make the ring longer, nothing is lost before the cache is
-            full; ``paper``: the ring always has ``recent`` entries; ``resnap``: as ``elastic``, and about once per turn
-            of the ring its entries compete for a quarter of the pinned places (the built-in engine only).
-        policy: How the ``top_k`` are chosen, with settings of its own (:mod:`snapstream.compression.policies`).
+        sink: First tokens of the prompt, which are always kept (``S``).
+        recent: Last tokens of the prompt that are kept in addition to the selected ones, and the minimum length of the
+            ring of recent tokens (``R``). At least as large as the policy's window, if it has one.
+        top_k: Prompt tokens that the policy selects (``K``): between sinks and recent tokens or, if it
+            :attr:`~Policy.pins_recent`, among all tokens after the sinks.
+        ring: ``elastic``: entries that top-K does not need extend the ring, so nothing is dropped before the cache is
+            full. ``paper``: the ring always has ``recent`` entries. ``resnap``: like ``elastic``, and about once per
+            turn of the ring, its entries compete for a quarter of the pinned places (built-in engine only).
+        policy: Selects the ``top_k`` tokens; has settings of its own (:mod:`snapstream.compression.policies`).
     """
 
     sink: int
@@ -77,19 +77,22 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Of the policies ``mixed``, the default, and ``snapstream``.
-            pooling: Of these and ``sage-kv``; see :class:`~snapstream.compression.policies.attention.AttentionVotes`.
-            kernel: The same; ``keydiff`` and ``local-keydiff`` average their differences over so many.
-            normalize: As ``pooling``.
+            window: Setting of the policies ``mixed`` (the default) and ``snapstream``.
+            pooling: Setting of ``mixed``, ``snapstream`` and ``sage-kv``; see
+                :class:`~snapstream.compression.policies.attention.AttentionVotes`.
+            kernel: Setting of the same policies, and of ``keydiff`` and ``local-keydiff``, which average key
+                differences over so many tokens.
+            normalize: Setting of the same policies as ``pooling``.
             ring: See the class.
-            selection: ``votes``, or ``random`` for the policy of this name in place of any that chooses.
-            seed: Of the policy ``random``.
-            key_kernel: Of the policy ``mixed``.
-            near: The same, and of ``local-keydiff``.
-            policy: A policy, or its name; single settings above are set in it.
+            selection: ``random`` replaces any policy that selects tokens by ``random``; ``votes`` replaces ``random``
+                by the default policy.
+            seed: Setting of the policy ``random``.
+            key_kernel: Setting of the policy ``mixed``.
+            near: Setting of the policies ``mixed`` and ``local-keydiff``.
+            policy: A policy or its name. The settings above override its own.
 
         Raises:
-            ConfigurationError: A field, or a combination, that cannot work; the message says what to change.
+            ConfigurationError: A field or a combination of fields is invalid; the message says what to change.
         """
         given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
         given |= {"key_kernel": key_kernel, "near": near, "seed": seed}
@@ -129,25 +132,26 @@ class CacheBudget:
             )
 
     def require_fixed_places(self, host: str) -> None:
-        """See that pinned places are given once, for a host whose entries cannot change places later.
+        """Check that pinned places are assigned once, for a host that cannot move entries later.
 
         Raises:
-            ConfigurationError: They are given anew.
+            ConfigurationError: The ring is ``resnap``, which assigns them again.
         """
         if self.ring == "resnap":
             raise ConfigurationError(f"cache budget: ring='resnap' works in the built-in engine, not in {host}")
 
     @property
     def fixed(self) -> int:
-        """Entries of a compressed prompt that stay for good: sinks and pinned ones (``S + K``).
+        """Entries of a compressed prompt that are never overwritten: sinks and pinned entries (``S + K``).
 
-        With ``ring="resnap"`` a quarter of the pinned places is given anew, time after time, to what has come since.
+        With ``ring="resnap"``, only three quarters of the pinned places count. The rest is reassigned again and again
+        during decoding.
         """
         return self.sink + self.top_k - (self.top_k // 4 if self.ring == "resnap" else 0)
 
     @property
     def window(self) -> int:
-        """Last tokens of a prompt that take part in the choice and are recent in any case; at least the last one."""
+        """Last tokens of a prompt whose queries vote; they always count as recent. At least 1."""
         return max(1, self.policy.queries)
 
     @property
@@ -157,27 +161,28 @@ class CacheBudget:
 
     @classmethod
     def of(cls, capacity: int) -> CacheBudget:
-        """The policy and the settings that were found best for a cache of ``capacity`` entries.
+        """Derive a budget of ``capacity`` entries with the default policy ``mixed``, whose settings did best in tests.
 
-        Four sinks, an eighth of the cache for recent tokens, the rest for chosen ones, by the policy ``mixed``; an
-        elastic ring. In a cache of less than 256 entries 32 are for recent tokens, at most three eighths of it.
-        docs/experiments.md has what that rests on. The rule of the paper is the preset ``snapstream``.
+        The cache has four sinks and an elastic ring. An eighth of it is for recent tokens, the rest for selected ones.
+        A cache of fewer than 256 entries has 32 recent tokens, but at most three eighths of its entries.
+        docs/experiments.md describes the measurements. The paper's rule is the preset ``snapstream``.
         """
         return cls.preset(DEFAULT_POLICY, capacity)
 
     @classmethod
     def preset(cls, name: str, capacity: int) -> CacheBudget:
-        """A named policy with ``capacity`` entries and the settings that suit them.
+        """Derive a budget of ``capacity`` entries for a named policy, with suitable settings.
 
         Args:
-            name: ``mixed`` (the default), ``snapstream`` (the paper's: a window votes), ``sage-kv`` (only the last
-                token votes), ``keydiff`` (keys unlike the others), ``local-keydiff`` (unlike their neighbours),
-                ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is dropped while the
-                sequence fits ``capacity``), ``random`` (a random choice), or what another package calls its own.
+            name: ``mixed`` (the default), ``snapstream`` (the paper's rule: a window votes), ``sage-kv`` (only the last
+                token votes), ``keydiff`` (keys that differ from all others), ``local-keydiff`` (keys that differ from
+                their neighbors), ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is
+                dropped while the sequence fits into ``capacity``), ``random`` (random selection), or the name of a
+                policy from another package.
             capacity: Entries per layer and KV head.
 
         Raises:
-            ConfigurationError: An unknown name or too small a capacity.
+            ConfigurationError: The name is unknown, or the capacity is too small.
         """
         kind = policy_class(name)
         require_integer("cache budget", capacity)
@@ -189,17 +194,17 @@ class CacheBudget:
 
     @classmethod
     def parse(cls, value: CacheBudget | int | str | Mapping[str, Any]) -> CacheBudget:
-        """Read a budget from a number, a JSON object (text or mapping), or a budget.
+        """Read a budget from a number, a JSON object (as text or mapping), or a budget, which is returned unchanged.
 
         Raises:
-            ConfigurationError: Not one of these, or unknown fields, which are named.
+            ConfigurationError: It is none of these, or has unknown fields; the message names them.
         """
         if isinstance(value, CacheBudget):
             return value
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, thousands of brackets
+            except (ValueError, RecursionError):  # not JSON, or thousands of digits, or thousands of nested brackets
                 raise ConfigurationError(
                     f"cache budget: {value!r:.100} is neither a number of entries nor a JSON object"
                 ) from None
@@ -229,7 +234,10 @@ class CacheBudget:
 
     @classmethod
     def _with_capacity(cls, name: str, capacity: int, given: dict[str, Any], settings: dict[str, Any]) -> CacheBudget:
-        """A preset with some fields set by hand; what they leave of the capacity goes to the part not given."""
+        """Override some fields of a preset. The rest of the capacity goes to ``top_k``, if that is not given.
+
+        If the preset selects no tokens, the rest goes to ``recent`` instead.
+        """
         preset = cls.preset(name, capacity)
         sizes = {part: given.get(part, getattr(preset, part)) for part in _SIZES}
         spare = "recent" if preset.top_k == 0 and "recent" not in given else "top_k"
@@ -247,7 +255,7 @@ class CacheBudget:
         return budget
 
     def resized(self, capacity: int) -> CacheBudget:
-        """The same policy with ``capacity`` entries: the ring keeps its share, and at least the window.
+        """Scale the budget to ``capacity`` entries. The ring keeps its share, and at least the window.
 
         Raises:
             ConfigurationError: The capacity cannot hold the sinks and the window.
@@ -267,22 +275,24 @@ class CacheBudget:
 
     @property
     def queries(self) -> int:
-        """Last queries of a prompt that a host with this budget keeps: those of its policy, and any request's.
+        """How many of a prompt's last queries a host with this budget keeps.
 
-        :data:`~snapstream.config.policy.ALL` for all of them.
+        These are the queries that its policy needs, and at least ``WINDOW`` for the policies of requests.
+        :data:`~snapstream.config.policy.ALL` means all of them.
         """
         return most_queries(self.policy.queries if self.top_k else 0, WINDOW)
 
     def for_request(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
-        """The cache of a request, where this is the host's.
+        """Derive the budget of a request, where this is the host's budget.
 
         Args:
-            asked: ``None`` is the host's own cache. A number is :meth:`of` that number, whatever the host's policy is,
-                so that it means the same cache everywhere.
-            kept_queries: Queries the host keeps besides those that this budget asks for.
+            asked: The request's own budget; ``None`` means the host's. A number means :meth:`of` that number, whatever
+                the host's policy, so the same number means the same cache on every host.
+            kept_queries: Minimum number of queries that the host keeps, if this is more than the budget needs.
 
         Raises:
-            RequestError: No cache, one with more entries than the host's, or more voters than queries are kept.
+            RequestError: The request's budget is invalid, has more entries than the host's, or needs more queries than
+                the host keeps.
         """
         if asked is None:
             return self
@@ -300,38 +310,38 @@ class CacheBudget:
         needed = asked.policy.queries
         kept = most_queries(self.queries, kept_queries)
         if asked.top_k and not enough_queries(needed, kept):
-            wants = "its policy looks at all queries" if needed == ALL else f"its window is {needed}"
+            wants = "its policy needs all queries" if needed == ALL else f"its window is {needed}"
             raise RequestError(
-                f"kv_budget: {wants}, but {kept} queries are kept here; give at most that, or make the engine with "
+                f"kv_budget: {wants}, but {kept} queries are kept here; give at most that, or create the engine with "
                 "more kept_queries"
             )
         return asked
 
     def for_context(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
-        """The cache of a text that is stored before anybody knows a question, where this is the host's.
+        """Derive the budget of a context: a text that is stored before any question is known.
 
-        Like :meth:`for_request`, with what the policy has in its place :attr:`for contexts <Policy.for_contexts>`. A
-        whole budget is taken as it is.
+        Like :meth:`for_request`, but with the policy's variant :attr:`for contexts <Policy.for_contexts>`. If ``asked``
+        is a :class:`CacheBudget`, its policy is used unchanged.
 
         Raises:
-            RequestError: As :meth:`for_request`.
+            RequestError: As for :meth:`for_request`.
         """
         budget = self.for_request(asked, kept_queries)
         return budget if isinstance(asked, CacheBudget) else replace(budget, policy=budget.policy.for_contexts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields as plain values, for JSON; :meth:`parse` reads them."""
+        """The fields as plain values, for JSON; :meth:`parse` reads them."""
         sizes = {name: getattr(self, name) for name in (*_SIZES, "ring")}
         return sizes | {"policy": self.policy.name} | self.policy.settings()
 
 
 _SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near")
-"""Settings of built-in policies that may be given to a budget itself. A policy without one of them ignores it: a sweep
-over ``window`` may have a row for random choice."""
+"""Settings of built-in policies that a budget itself accepts. A policy that lacks one of them ignores it, so a sweep
+over ``window`` can include random selection."""
 
 
 def _policy_with(policy: Policy | str | None, selection: str | None, settings: dict[str, Any]) -> Policy:
-    """A policy with some settings changed; ``selection`` may ask for ``random`` in place of any choice."""
+    """Build a policy with some settings changed; ``selection`` may replace it, see :class:`CacheBudget`."""
     if policy is None:
         policy = DEFAULT_POLICY
     kind = policy_class(policy) if isinstance(policy, str) else policy

@@ -1,4 +1,4 @@
-"""What settings are checked with."""
+"""Checks of setting values."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from snapstream.errors import ConfigurationError
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number, and no boolean."""
+    """Whether a value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_count_or_none(value: object) -> bool:
-    """Whether it is a whole number of 0 or more, or nothing."""
+    """Whether a value is an integer of 0 or more, or ``None``."""
     return value is None or (is_integer(value) and value >= 0)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number, and no boolean."""
+    """Whether a value is a number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_integer(what: str, value: object) -> None:
-    """Refuse anything but a whole number.
+    """Check that a value is an integer.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is not; the message begins with ``what``.
     """
     if not is_integer(value):
         raise ConfigurationError(f"{what} is {value!r}; it must be a whole number")

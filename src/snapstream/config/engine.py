@@ -1,4 +1,4 @@
-"""How the built-in engine runs."""
+"""Settings of the built-in engine."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from snapstream.config.policy import ALL, WINDOW
 from snapstream.errors import ConfigurationError
 
 SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
-"""Who may guess tokens."""
+"""Kinds of drafters."""
 MOST_GUESSES = 15
-"""Guesses that a step may verify."""
+"""Maximum number of draft tokens that one step can verify."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the built-in engine runs.
+    """Settings of the built-in engine.
 
     Attributes:
-        max_model_len: Longest prompt plus output of one request, in tokens; the staging cache of prefill has this
-            length. ``None`` means what the model was trained for.
-        slots: Sequences decoded at a time.
-        prefill_chunk: Prompt tokens per prefill launch; decoding waits for one such chunk at most.
-        decode_steps: Tokens decoded per launch; more means fewer host round trips and later stops.
-        speculative: Who guesses tokens that the model then verifies several at a time: ``off``; ``lookup``, which finds
-            them in the prompt and the output so far; ``mtp``, the checkpoint's own module for multi-token prediction
-            (DeepSeek-V3 and R1); or ``draft-model``, a small model of the same tokenizer. The output is the same; see
-            docs/speculation.md.
+        max_model_len: Maximum length of prompt plus output of one request, in tokens; also the length of prefill's
+            staging cache. ``None`` means what the model was trained for.
+        slots: Sequences that are decoded concurrently.
+        prefill_chunk: Prompt tokens per prefill launch; decoding waits for at most one such chunk.
+        decode_steps: Tokens decoded per launch. More means fewer host round trips, and later stops.
+        speculative: Source of the draft tokens that the model verifies, several in one step: ``off``; ``lookup``, which
+            searches the prompt and the output so far; ``mtp``, the checkpoint's module for multi-token prediction
+            (DeepSeek-V3 and R1); or ``draft-model``, a small model with the same tokenizer. The output does not change;
+            see docs/speculation.md.
         draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
-        speculative_tokens: Most guesses per sequence and step.
+        speculative_tokens: Maximum number of draft tokens per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        attention: ``auto``, or a backend by name (see :mod:`snapstream.attention`).
-        enforce_eager: On CUDA, do not capture decode steps as graphs: slower, but ready sooner, and kernels are built
-            when they are first needed. On a CPU there are no graphs anyway.
-        sessions: Conversations whose compressed cache may be kept between turns, see
-            :meth:`snapstream.engine.engine.Engine.add_request`; memory is planned for so many.
-        context_bytes: Memory that is planned for texts which are read once and asked many times, see
+        attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
+        enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are
+            built when they are first needed. A CPU uses no graphs either way.
+        sessions: Number of conversations that can keep their compressed cache between turns; memory is planned for
+            them. See :meth:`snapstream.engine.engine.Engine.add_request`.
+        context_bytes: Memory planned for contexts, texts that are prefilled once and asked many times, in bytes. See
             :meth:`snapstream.engine.llm.LLM.read`.
-        prefix_contexts: Beginnings that prompts have in common which are kept in the host's memory, as full caches, so
-            that they are not read again; see :mod:`snapstream.engine.prefixes`.
-        kept_queries: Last queries of a prompt that are kept at least, for requests whose own policy looks at more of
-            them than the engine's; -1 for all.
-        max_logprobs: Most alternatives a request may ask for with ``logprobs``; a fixed shape of the sampling graph.
-        memory_fraction: Share of the device's free memory the engine may plan with.
+        prefix_contexts: Number of prefixes in the prefix cache, which keeps the full caches of prefixes that prompts
+            share in host memory. See :mod:`snapstream.engine.prefixes`.
+        kept_queries: Minimum number of a prompt's last queries that are kept, for requests whose own policy needs more
+            of them than the engine's; -1 for all.
+        max_logprobs: Maximum ``logprobs`` of a request; fixes a shape of the sampling graph.
+        memory_fraction: Share of the device's free memory that the engine may plan with.
     """
 
     max_model_len: int | None = None
@@ -68,19 +68,19 @@ class EngineConfig:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a prompt may begin with a cache that was kept."""
+        """Whether a prompt may continue from a stored cache."""
         return self.sessions > 0 or self.context_bytes > 0
 
     @property
     def guesses(self) -> int:
-        """Most guesses per sequence and step."""
+        """Maximum number of draft tokens per sequence and step."""
         return 0 if self.speculative == "off" else self.speculative_tokens
 
     def __post_init__(self) -> None:
-        """Check every field that needs no model.
+        """Check every field that can be checked without a model.
 
         Raises:
-            ConfigurationError: A value that is not allowed.
+            ConfigurationError: A value is not allowed.
         """
         for name in ("slots", "prefill_chunk", "decode_steps", "speculative_tokens", "max_logprobs"):
             require_integer(f"engine: {name}", getattr(self, name))
@@ -114,13 +114,13 @@ class EngineConfig:
             raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
         if self.speculative == "mtp" and self.prefix_contexts:
             raise ConfigurationError(
-                f"engine: prefix_contexts is {self.prefix_contexts} and speculative is 'mtp', whose module looks at "
-                "the token after each; leave one of them out"
+                f"engine: prefix_contexts is {self.prefix_contexts} and speculative is 'mtp', which the prefix cache "
+                "does not support; leave one of them out"
             )
         if (self.speculative == "draft-model") != (self.draft_model is not None):
             raise ConfigurationError(
                 f"engine: speculative is {self.speculative!r} and draft_model is {self.draft_model!r}; give a "
-                "draft_model with speculative='draft-model', and nowhere else"
+                "draft_model with speculative='draft-model', and only then"
             )
         if self.speculative_tokens > MOST_GUESSES:
             raise ConfigurationError(

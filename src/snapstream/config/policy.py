@@ -1,4 +1,4 @@
-"""What a method of choosing tokens is, and the methods there are, by name."""
+"""The interface of policies, which select the tokens that compression keeps, and the registry of policies by name."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Pooling = Literal["avg", "max"]
 Normalize = Literal["all", "candidates"]
 
 ENTRY_POINTS = "snapstream.policies"
-"""Group of entry points in which other packages register policies of their own, by name."""
+"""Entry-point group in which other packages register their policies by name."""
 WINDOW = 32
-"""Voters of the paper's rule with 128 entries or more. Every host keeps at least so many queries, whatever its own
-policy needs, so that a request may ask for any cache that is no larger than the host's."""
+"""Window of the paper's rule in caches of 128 entries or more. Every host keeps at least this many queries, whatever
+its own policy needs, so that requests can use other policies."""
 DEFAULT_POLICY = "mixed"
-"""What a number of entries means by itself; chosen in docs/experiments.md."""
+"""The policy of a budget that is given as a number; docs/experiments.md says why it was chosen."""
 ALL = -1
-"""As :attr:`Policy.queries`: every query of the prompt."""
+"""Value of :attr:`Policy.queries` that means every query of the prompt."""
 
 
 @dataclass(frozen=True)
 class LayerPrompt:
-    """One layer of a prompt that has been read, as a policy is shown it.
+    """One layer of a prefilled prompt, as a policy sees it.
 
     Attributes:
         queries: Rotated queries of the last ``Q`` tokens, ``[B, H, Q, D]``; the last row belongs to token
-            ``length - 1``. Rows of tokens before ``layout.first_voter`` mean nothing.
-        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; those at ``length`` and beyond mean nothing.
+            ``length - 1``. Rows of tokens before ``layout.first_voter`` are undefined.
+        keys: Rotated keys of the padded prompt, ``[B, N, L, D]``; undefined at ``length`` and beyond.
         values: ``[B, N, L, D_v]``; ``None`` unless the policy :attr:`~Policy.needs_values`.
         layout: Length, candidates and parts of each sequence's cache.
         sink: Sinks (``S``); candidates are the tokens ``[S, layout.candidate_end)``.
-        scale: Factor on attention's logits, usually ``D ** -0.5``.
-        layer: Which layer.
-        top_k: Most candidates that are kept; known to :meth:`Policy.smooth`.
+        scale: Factor on attention logits, usually ``D ** -0.5``.
+        layer: Index of the layer.
+        top_k: Maximum number of candidates that are kept; set for :meth:`Policy.smooth`.
     """
 
     queries: Tensor
@@ -57,14 +57,14 @@ class LayerPrompt:
 
 
 class Policy(ABC):
-    """How a method chooses which tokens of a prompt are kept. Subclasses are frozen dataclasses of its settings.
+    """Selects the tokens of a prompt that are kept. Subclasses are frozen dataclasses of their settings.
 
     Attributes:
-        name: What users call it.
-        needs_values: Whether :meth:`votes` looks at values.
-        pins: Whether tokens between sinks and recent ones are kept at all.
-        pins_recent: Whether recent tokens may be chosen, too, and so outlive the ring's turns; the ring then holds the
-            last of all other tokens.
+        name: Name by which users select the policy.
+        needs_values: Whether :meth:`votes` needs values.
+        pins: Whether tokens between sinks and recent tokens are kept at all.
+        pins_recent: Whether recent tokens are candidates too. Selected ones survive when the ring wraps around; the
+            ring then holds the last of all other tokens.
     """
 
     name: ClassVar[str]
@@ -74,52 +74,54 @@ class Policy(ABC):
 
     @classmethod
     def sized(cls, capacity: int) -> Policy:
-        """The method with settings that suit a cache of ``capacity`` entries."""
+        """The policy with suitable settings for a cache of ``capacity`` entries."""
         return cls()
 
     @classmethod
     def parts(cls, capacity: int) -> tuple[int, int, int]:
-        """Sinks, recent and voted tokens that suit a cache of ``capacity`` entries."""
+        """Suitable numbers of sinks, recent tokens and selected tokens for a cache of ``capacity`` entries."""
         sink = 4
         if not cls.pins:
             return sink, capacity - sink, 0
-        # Where recent tokens that matter are pinned, fewer are needed. In a small cache a question needs more of it.
+        # If important recent tokens are pinned, fewer recent ones are needed. A question takes more of a small cache.
         recent = max(capacity // (8 if cls.pins_recent else 4), min(32, capacity * 3 // 8))
         return sink, recent, capacity - sink - recent
 
     @property
     @abstractmethod
     def queries(self) -> int:
-        """Last queries of the prompt that it looks at: 0 for none, :data:`ALL` for all."""
+        """How many of the prompt's last queries it needs: 0 for none, :data:`ALL` for all."""
 
     @property
     def for_contexts(self) -> Policy:
-        """What takes its place for a text that is stored before anybody knows a question; by default itself."""
+        """The policy to use instead for a context, which is stored before any question is known; by default itself."""
         return self
 
     @abstractmethod
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """How much each token deserves to be kept; a pure function whose shapes do not depend on data.
+        """Rate how important it is to keep each token. A pure function whose shapes do not depend on data.
 
         Returns:
-            float32 ``[B, N, L]``, 0 or more; what is no candidate does not matter. Several kinds of votes, which
-            :meth:`smooth` makes one of, may come as ``[V, B, N, L]``.
+            float32 ``[B, N, L]``, 0 or more; votes for tokens that are not candidates are ignored. ``[V, B, N, L]`` for
+            several kinds of votes, which :meth:`smooth` combines.
         """
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        """Make scores of votes. A host that spreads the query heads of a KV head over devices joins votes before.
+        """Turn votes into scores.
+
+        A host that splits the query heads of one KV head across devices combines their votes first.
 
         Args:
-            votes: As :meth:`votes` returns them; 0 for what is no candidate.
+            votes: As :meth:`votes` returns them, but 0 for tokens that are not candidates.
             prompt: The layer.
 
         Returns:
-            float32 ``[B, N, L]``, 0 or more; equal ones go to the earlier token.
+            float32 ``[B, N, L]``, 0 or more. Ties go to the earlier token.
         """
         return votes
 
     def settings(self) -> dict[str, Any]:
-        """The method's fields as plain values."""
+        """The policy's fields as plain values."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
 
@@ -136,16 +138,16 @@ _BUILT_IN = {
 
 
 def policy_names() -> list[str]:
-    """Names of all policies, those of other packages included."""
+    """Names of all policies, including those of other packages."""
     others = sorted(point.name for point in entry_points(group=ENTRY_POINTS))
     return list(dict.fromkeys([*_BUILT_IN, *others]))
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy called ``name``.
+    """The class of the policy called ``name``.
 
     Raises:
-        ConfigurationError: There is none, or what another package registered is none.
+        ConfigurationError: There is no such policy, or another package registered something else under this name.
     """
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
@@ -155,7 +157,7 @@ def policy_class(name: str) -> type[Policy]:
         if point.name == name:
             try:
                 loaded = point.load()
-            except Exception as error:  # somebody else's code
+            except Exception as error:  # code of another package may raise anything
                 raise ConfigurationError(f"policy {name!r} ({point.value}) could not be loaded: {error}") from error
             if not (isinstance(loaded, type) and issubclass(loaded, Policy)):
                 raise ConfigurationError(f"policy {name!r} ({point.value}) is no subclass of snapstream.config.Policy")
@@ -164,10 +166,10 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, settings: dict[str, Any]) -> Policy:
-    """A policy by name.
+    """Create a policy by name.
 
     Raises:
-        ConfigurationError: Unknown, or settings that it does not have.
+        ConfigurationError: The policy is unknown, or it does not have one of the settings.
     """
     kind = policy_class(name)
     known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
@@ -180,15 +182,15 @@ def make_policy(name: str, settings: dict[str, Any]) -> Policy:
 
 
 def rows_of_queries(needed: int, length: int) -> int:
-    """How many last queries of a prompt of ``length`` tokens are kept where ``needed`` are, which may be ALL."""
+    """How many of a prompt's last queries are kept if ``needed`` are needed, which may be :data:`ALL`."""
     return length if needed == ALL else min(needed, length)
 
 
 def most_queries(*needed: int) -> int:
-    """The largest of several numbers of queries, where ALL is more than any."""
+    """The largest of several numbers of queries; :data:`ALL` is the largest of all."""
     return ALL if ALL in needed else max(needed, default=0)
 
 
 def enough_queries(needed: int, kept: int) -> bool:
-    """Whether a policy that needs so many queries can run where ``kept`` are kept."""
+    """Whether ``kept`` queries suffice for a policy that needs ``needed``; both may be :data:`ALL`."""
     return (math.inf if needed == ALL else needed) <= (math.inf if kept == ALL else kept)

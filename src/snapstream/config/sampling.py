@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when to stop."""
+"""Sampling parameters: how the tokens of one request are selected, and when to stop."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ _FRACTIONS = (
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when to stop.
+    """How the tokens of one request are selected, and when to stop.
 
     Attributes:
-        max_tokens: Most tokens to generate; 0 reads the prompt and generates nothing.
-        min_tokens: Tokens to generate before an end token, a stop token or a stop string may end the output.
+        max_tokens: Maximum number of tokens to generate; 0 only prefills the prompt.
+        min_tokens: Number of tokens to generate before an end token, a stop token or a stop string may end the output.
         temperature: 0 is greedy: always the most likely token.
         top_k: Sample among the ``top_k`` most likely tokens; 0 means all.
-        top_p: Sample among the fewest tokens whose probabilities reach ``top_p``.
-        min_p: Drop tokens less likely than ``min_p`` times the most likely one.
+        top_p: Sample among the fewest tokens whose probabilities add up to ``top_p``.
+        min_p: Drop tokens that are less likely than ``min_p`` times the most likely one.
         seed: Makes sampling repeatable, whatever else is in the batch; ``None`` draws a seed.
-        presence_penalty: Subtracted from the logit of every token generated before.
+        presence_penalty: Subtracted from the logit of every token that was generated before.
         frequency_penalty: Subtracted once per earlier occurrence among the generated tokens.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
         logit_bias: Added to the logits of these tokens, by token id; between -100 and 100.
-        logprobs: Report the log-probability of each chosen token and of this many most likely ones; ``None`` is off.
-        prompt_logprobs: The same of the prompt's tokens. They come from prefill, which sees the whole prompt, so they
+        logprobs: Report the log-probabilities of each selected token and of this many most likely ones; ``None`` is
+            off.
+        prompt_logprobs: The same for the prompt's tokens. They come from prefill, which sees the whole prompt, so they
             do not depend on the cache budget.
-        stop: Strings that end the output; they are not part of it.
-        stop_token_ids: Tokens that end the output, besides the model's own.
-        ignore_eos: Go on past the model's end-of-sequence token.
-        skip_special_tokens: Leave tokens that are no text, such as those of a chat template, out of the output's text.
-        kv_budget: The cache of this request, at most as large as the engine's: a number of entries, which is
-            :meth:`CacheBudget.of` that number, or a :class:`CacheBudget`; ``None`` means the engine's.
-        forced: Tokens the output begins with, whatever the model would say. They are decoded like generated ones, so
-            they find the prompt compressed; they count as output, and nothing in them ends it.
-        telemetry: Report which prompt tokens were kept and how much attention they had; costs a second scoring.
+        stop: Strings that end the output and are not included in it.
+        stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
+        ignore_eos: Continue past the model's end tokens.
+        skip_special_tokens: Leave special tokens, such as those of a chat template, out of the output's text.
+        kv_budget: Cache budget of this request, at most as large as the engine's. A number of entries means
+            :meth:`CacheBudget.of` that number; ``None`` means the engine's budget.
+        forced: Tokens that the output begins with, whatever the model predicts. They are decoded like generated tokens,
+            after the prompt was compressed. They count as output, and none of them ends it.
+        telemetry: Report which prompt tokens were kept and how much attention they had. Costs a second scoring pass.
     """
 
     max_tokens: int = 128
@@ -74,7 +75,7 @@ class SamplingParams:
         """Check every field.
 
         Raises:
-            RequestError: A value that is not allowed.
+            RequestError: A value is not allowed.
         """
         for name in ("stop", "stop_token_ids", "forced"):
             value = getattr(self, name)
@@ -134,7 +135,7 @@ class SamplingParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the next token is just the largest logit: nothing to draw, forbid, penalise or report."""
+        """Whether the next token is simply the largest logit: no draw, mask, penalty or log-probabilities."""
         no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
         any_token = not self.logit_bias and not self.min_tokens
         return self.temperature == 0 and no_penalty and any_token and self.logprobs is None

@@ -1,4 +1,4 @@
-"""What may come in: prompts and parameters are checked here, before anything of the engine is touched."""
+"""Admission of requests: checks prompts and parameters before the engine's state changes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Prompt = str | Sequence[int]
 
 
 class Admission:
-    """Makes requests of what a caller asks for, or says why it cannot be served.
+    """Creates requests from the caller's arguments, or explains why they cannot be served.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         spec: The model.
-        budget: The engine's cache.
+        budget: The engine's cache budget.
         config: The engine's settings.
-        max_model_len: Longest prompt plus output.
+        max_model_len: Maximum length of prompt plus output.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Admission:
     def admit(
         self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: CompressedSequence | None, keep: bool
     ) -> Request:
-        """Check a request; see :meth:`snapstream.engine.engine.Engine.add_request`.
+        """Check a request and create it; see :meth:`snapstream.engine.engine.Engine.add_request`.
 
         Raises:
             RequestError: It cannot be served.
@@ -56,7 +56,7 @@ class Admission:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r}; give SamplingParams(max_tokens=..., temperature=..., ...)")
         if (past is not None or keep) and not self.config.goes_on:
-            raise RequestError("this engine keeps no caches between turns; make it with sessions=1 or more")
+            raise RequestError("this engine keeps no caches between turns; create it with sessions=1 or more")
         tokens = self.tokenize(prompt)
         if past is not None:
             self._check_past(past, tokens, params)
@@ -66,7 +66,7 @@ class Admission:
             if wanted > self.max_logprobs:
                 raise RequestError(f"{field} is {wanted}; at most {self.max_logprobs} (max_logprobs)")
         if params.prompt_logprobs is not None and past is not None:
-            raise RequestError("prompt_logprobs are of a whole prompt; they cannot be had of a turn after others")
+            raise RequestError("prompt_logprobs need the whole prompt; they are not available after earlier turns")
         self._check_tokens(params.forced)
         self._check_tokens(list(params.logit_bias))
         if len(params.forced) > room:
@@ -75,8 +75,8 @@ class Admission:
                 f"max_model_len={self.max_model_len}"
             )
         budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
-        if past is not None and not tokens:  # decoded as it is
-            budget = past.budget or replace(self.budget, ring="elastic")  # of whose layout nothing is known
+        if past is not None and not tokens:  # decoded unchanged
+            budget = past.budget or replace(self.budget, ring="elastic")  # a cache without a budget cannot be renewed
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = {*params.stop_token_ids, *stop_tokens(params.stop, self._special)}
         stop_ids |= set() if params.ignore_eos else self.end_tokens
@@ -100,29 +100,29 @@ class Admission:
         )
 
     def _check_past(self, past: CompressedSequence, tokens: list[int], params: SamplingParams) -> None:
-        """See whether a cache can be gone on with: by reading ``tokens`` over it, or without any, as it is."""
+        """Check that a cache can be continued: by prefilling ``tokens`` on top of it or, without tokens, unchanged."""
         if not past.positions:
-            raise RequestError("this cache does not say where its entries come from; make it with keep=True")
+            raise RequestError("this cache has no positions of its entries; create it with keep=True")
         if tokens:
             return
         if past.logits is None:
             raise RequestError(
-                "the prompt has no tokens, and this cache ends with an answer or a text to ask about, which something "
-                "has to follow; give at least one token"
+                "the prompt has no tokens, but this cache ends with an answer or a context, which needs a next prompt; "
+                "give at least one token"
             )
         if past.layout.limit > self.budget.capacity:
             raise RequestError(
-                f"this cache holds up to {past.layout.limit} entries, one of this engine {self.budget.capacity}; make "
-                "the engine with a budget of at least that"
+                f"this cache holds up to {past.layout.limit} entries, but this engine's slots hold "
+                f"{self.budget.capacity}; create the engine with a larger budget"
             )
         if params.kv_budget is not None or params.telemetry:
-            raise RequestError("a cache that is decoded as it is keeps its budget; leave kv_budget and telemetry out")
+            raise RequestError("a cache that is decoded unchanged keeps its budget; leave kv_budget and telemetry out")
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Tokens of a prompt as the engine reads it.
+        """Tokenize a prompt as the engine does.
 
         Raises:
-            RequestError: Not text, tokens that the model does not have, or far too many.
+            RequestError: The prompt is not valid text, has tokens that are not in the vocabulary, or is far too long.
         """
         if isinstance(prompt, str):
             tokens = self.texts.encode(prompt).tokens
@@ -135,7 +135,7 @@ class Admission:
         return tokens
 
     def _room(self, tokens: int, before: int) -> int:
-        """Tokens that an output may have after a prompt of ``tokens`` and earlier turns of ``before``."""
+        """Maximum output length after a prompt of ``tokens`` tokens and earlier turns of ``before`` tokens."""
         if not tokens + before:
             raise RequestError("the prompt has no tokens; give at least one")
         room = self.max_model_len - before - tokens

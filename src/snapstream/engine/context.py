@@ -1,4 +1,4 @@
-"""A text that is read once and asked many times: its compressed cache, and how questions are put behind it."""
+"""Contexts: texts that are prefilled once and asked many times."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from snapstream.cache import CompressedSequence
 from snapstream.errors import CacheFileError, RequestError
 
 PLACE = "\ue000text\ue001"
-"""Stands for the text while a chat template lays out what is around it; private characters, so it is no text itself."""
+"""Placeholder for the text in a chat template; it uses private characters, so real text does not contain it."""
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Lays a conversation out with the model's chat template."""
+"""Applies the model's chat template to a conversation."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is left of a text when it has been read and compressed. It never changes, so any number may ask it at once.
+    """The compressed cache of a text. It never changes, so any number of requests can use it concurrently.
 
     Attributes:
         sequence: The compressed cache; its last token is the text's.
-        opening: What the model's chat template puts before the text, which begins the first message of a conversation;
-            ``None``: there is no conversation, and a question is put behind the text as it is.
-        system: The system message of that conversation; ``None``: what the template does without one.
-        model: What the model was called when the text was read.
+        opening: What the model's chat template puts before the text, which begins the first message of a conversation.
+            ``None`` for plain text, which prompts continue directly.
+        system: The system message of that conversation; ``None`` for the template's default.
+        model: Name or path of the model at the time the text was prefilled.
     """
 
     sequence: CompressedSequence
@@ -41,76 +41,76 @@ class Context:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text, with what a chat template puts before it."""
+        """Number of tokens of the text, including what a chat template puts before it."""
         return len(self.sequence.tokens)
 
     @property
     def entries(self) -> int:
-        """Tokens that are left, per layer and KV head."""
+        """Number of cache entries per layer and KV head."""
         return self.sequence.entries
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of its cache."""
         return self.sequence.nbytes
 
     def note(self, **more: Any) -> str:
-        """All but the sequence, and more, for a file."""
+        """Everything except the sequence, plus additional fields, as JSON for a file."""
         return json.dumps(more | {"opening": self.opening, "system": self.system, "model": self.model})
 
     @classmethod
     def of(cls, sequence: CompressedSequence) -> Context:
-        """The context that was written to a file with its :meth:`note`.
+        """Restore a context from a sequence that was saved with its :meth:`note`.
 
         Raises:
-            CacheFileError: The file holds something else.
+            CacheFileError: The sequence is not a context.
         """
         try:
             said = json.loads(sequence.note)
             opened, system, model = said["opening"], said["system"], str(said["model"])
             if not all(one is None or isinstance(one, str) for one in (opened, system)):
-                raise TypeError("neither text nor nothing")
+                raise TypeError("neither text nor null")
         except (ValueError, LookupError, TypeError) as error:
-            raise CacheFileError("this file holds a conversation, not a text that was read to be asked") from error
+            raise CacheFileError("this file holds a conversation, not a context") from error
         return cls(sequence, opened, system, model)
 
 
 def opening(system: str | None, render: Render) -> str:
-    """What the chat template puts before the text that begins a conversation.
+    """What the chat template puts before a text that begins a conversation.
 
     Raises:
-        RequestError: The template has no place for it, or more than one.
+        RequestError: The template does not output the text exactly once.
     """
     return _around([*_system(system), {"role": "user", "content": PLACE}], render)[0]
 
 
 def continuation(context: Context, messages: Sequence[Mapping[str, Any]], render: Render) -> str:
-    """What comes after a text, up to where the answer begins.
+    """What follows the text of a context, up to where the answer begins.
 
     Args:
-        context: The text.
-        messages: What is asked, from the first message on, which the text belongs to.
-        render: The chat template.
+        context: The context.
+        messages: The conversation, without the text; its first message is the one that the text begins.
+        render: Applies the chat template.
 
     Raises:
-        RequestError: They do not go on after this text.
+        RequestError: The messages cannot continue this context.
     """
     if context.opening is None:
-        raise RequestError("this context was read as plain text; give a prompt, not messages")
+        raise RequestError("this context is plain text; give a prompt, not messages")
     first, *others = messages or [{}]
     own = _system(context.system)
     if first.get("role") in ("system", "developer"):
         if [first] != own:
-            raise RequestError("this context was read with another system message; leave it out here")
+            raise RequestError("this context was created with another system message; leave it out here")
         first, *others = others or [{}]
     if first.get("role") != "user" or not isinstance(first.get("content"), str):
-        raise RequestError("the first message has to be the user's: the text of the context belongs to it")
+        raise RequestError("the first message must be the user's, because the text of the context begins it")
     asked = dict(first) | {"content": f"{PLACE}\n\n{first['content']}"}
     before, after = _around([*own, asked, *others], render)
     if before != context.opening:
         raise RequestError(
-            "the chat template now begins this conversation in another way than when the text was read; leave its "
-            "variables out, or read the text again"
+            "the chat template now begins this conversation differently than when the context was created; leave its "
+            "variables out, or create the context again"
         )
     return after
 
@@ -123,6 +123,6 @@ def _around(messages: Sequence[Mapping[str, Any]], render: Render) -> tuple[str,
     before, *after = render(messages).split(PLACE)
     if len(after) != 1:
         raise RequestError(
-            "this model's chat template does not lay a message out in one piece; read the text as plain text instead"
+            "this model's chat template does not output each message text exactly once; use plain text instead"
         )
     return before, after[0]

@@ -1,4 +1,4 @@
-"""The engine with a plain interface: a list of prompts in, their outputs back."""
+"""A simple interface to the engine: takes a list of prompts and returns their outputs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LLM:
         >>> llm.generate("A very long text ...")[0].text  # doctest: +SKIP
 
     Attributes:
-        engine: What does the work; a server drives its ``add_request``, ``step`` and ``abort`` by itself.
-        tokenizer: The model's.
-        chat_template: Used instead of the tokenizer's own, if not ``None``.
+        engine: The engine. A server calls its ``add_request``, ``step`` and ``abort`` directly.
+        tokenizer: The model's tokenizer.
+        chat_template: Chat template to use instead of the tokenizer's own; ``None`` for the tokenizer's.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class LLM:
         report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,
     ) -> None:
-        """Make the engine; see :class:`~snapstream.engine.engine.Engine` for arguments and errors."""
+        """Create the engine; see :class:`~snapstream.engine.engine.Engine` for arguments and errors."""
         self.engine = Engine(model, budget=budget, config=config, report_plan=report_plan, **settings)
         self.tokenizer = self.engine.tokenizer
-        # The shipped models have none of their own.
+        # The shipped models have no chat template of their own.
         self.chat_template = PLAIN_CHAT.read_text() if is_shipped(model) else None
 
     def generate(
@@ -55,19 +55,19 @@ class LLM:
         *,
         context: Context | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, batched as slots come free.
+        """Generate for one or several prompts, which are batched as slots become free.
 
         Args:
-            prompts: Text, or token ids, or a list of either.
-            params: One for all, or one per prompt; greedy with 128 tokens by default.
-            context: A text of :meth:`read` that each prompt is asked about, by itself. Of a context in the model's chat
-                template, a prompt that is text is the user's question.
+            prompts: Text, token ids, or a list of either.
+            params: Sampling parameters, for all prompts or one per prompt; greedy with 128 tokens by default.
+            context: A context from :meth:`read` that every prompt continues independently. If it uses the model's chat
+                template, a text prompt is the user's question.
 
         Returns:
             The final output of each prompt, in order.
 
         Raises:
-            RequestError: A prompt or parameter that cannot be served; nothing of this call is run then.
+            RequestError: A prompt or parameter cannot be served; none of the prompts is run.
         """
         many = [self._after(context, prompt) for prompt in _as_list(prompts)]
         past = None if context is None else context.sequence
@@ -77,7 +77,9 @@ class LLM:
         names: list[str] = []
         try:
             for prompt, one in zip(many, each, strict=True):
-                names.append(self.engine.new_name())  # known before it is in use: an interrupt could leave it behind
+                names.append(
+                    self.engine.new_name()
+                )  # recorded before it is used, so that an interrupt does not leave the request running
                 self.engine.add_request(prompt, one, names[-1], past=past)
             finished: dict[str, RequestOutput] = {}
             while len(finished) < len(names):
@@ -110,24 +112,24 @@ class LLM:
         system: str | None = None,
         budget: CacheBudget | int | None = None,
     ) -> Context:
-        """Read a text once, to ask about it as often as one likes; the engine needs ``sessions=1`` or more.
+        """Prefill a text once, to ask any number of questions about it; the engine needs ``sessions=1`` or more.
 
-        The text is compressed at its end, before any question is known. What it was compressed to is the beginning of
-        every question's prompt, and is not changed by any of them.
+        The text is compressed when prefill ends, before any question is known. Every question continues from this
+        compressed cache, and none of them changes it.
 
         Args:
-            text: The text. Token ids are taken as they are.
-            chat: Let it begin the first message of a conversation in the model's chat template. By default if the model
-                has one, and ``text`` is text.
+            text: The text. Token ids are used unchanged.
+            chat: Whether the text begins the first message of a conversation in the model's chat template. Default: if
+                the model has a template and ``text`` is not token ids.
             system: The system message of this conversation.
-            budget: Cache entries, as :attr:`SamplingParams.kv_budget`; by default the engine's. Unless it is a whole
-                budget, the policy is what the engine's has for contexts: that of ``mixed`` is ``local-keydiff``.
+            budget: Cache entries, as for :attr:`SamplingParams.kv_budget`; by default the engine's. Unless this is a
+                :class:`CacheBudget`, the policy's variant for contexts is used: ``local-keydiff`` for ``mixed``.
 
         Returns:
-            What is left of it, for ``generate(..., context=...)`` and :meth:`save_context`.
+            The context, for ``generate(..., context=...)`` and :meth:`save_context`.
 
         Raises:
-            RequestError: It cannot be read, such as because it is too long.
+            RequestError: The text cannot be processed, for example because it is too long.
         """
         plain = SamplingParams(max_tokens=0, kv_budget=self.engine.context_budget(budget))
         prompt, opened = self.context_tokens(text, chat=chat, system=system)
@@ -140,38 +142,44 @@ class LLM:
             self.engine.discard([name])
         saved = outputs[0].saved
         if saved is None:
-            raise RequestError(f"the text could not be read: {outputs[0].error or outputs[0].finish_reason}")
+            raise RequestError(f"the text could not be processed: {outputs[0].error or outputs[0].finish_reason}")
         return self.context_of(saved, opened, system)
 
     def context_tokens(
         self, text: Prompt, *, chat: bool | None, system: str | None, render: Render | None = None
     ) -> tuple[list[int], str | None]:
-        """Tokens of a text as :meth:`read` reads it, and how the conversation opens that they begin, if they do.
+        """Tokenize a text for :meth:`read`.
 
         Args:
             text: See :meth:`read`.
-            chat: The same.
-            system: The same.
-            render: Lays out conversations, if it is not to be :meth:`chat_text`.
+            chat: See :meth:`read`.
+            system: See :meth:`read`.
+            render: Applies the chat template; :meth:`chat_text` by default.
+
+        Returns:
+            The tokens, and the :attr:`Context.opening` of the conversation; ``None`` for plain text.
+
+        Raises:
+            RequestError: The text is empty or invalid, or the arguments do not fit together.
         """
         if not isinstance(text, str):
             if chat or system is not None:
-                raise RequestError("token ids are read as they are; leave chat and system out, or give text")
+                raise RequestError("token ids are used unchanged; leave chat and system out, or give text")
             return self.engine.tokenize(text), None
         if not text.strip():
             raise RequestError("the text is empty; give at least one word")
         if not (self.has_chat_template if chat is None else chat):
             if system is not None:
-                raise RequestError("a system message needs the model's chat template, and this is read as plain text")
+                raise RequestError("a system message needs the model's chat template, but this text is plain text")
             return self.engine.tokenize(text.rstrip()), None
         opened = opening(system, render or self.chat_text)
         return self.engine.texts.encode(opened + text.rstrip(), special=False).tokens, opened
 
     def context_of(self, saved: CompressedSequence, opened: str | None, system: str | None) -> Context:
-        """The context of a text that was read with ``max_tokens=0``, after :meth:`context_tokens`."""
+        """Build the context of a text whose :meth:`context_tokens` were prefilled with ``max_tokens=0``."""
         model = self.engine.model
         known = str(Path(model).resolve()) if Path(model).exists() else model
-        # What a next token would be drawn from is of no use: something is asked first.
+        # Logits for the next token are not needed, because a question follows first.
         return Context(replace(saved, logits=None), opened, system, known)
 
     def context_prompt(
@@ -180,23 +188,23 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         render: Render | None = None,
     ) -> list[int]:
-        """Tokens of what comes after a text: the rest of the first message, and all others.
+        """Tokenize what follows a context: the rest of the first message, and all further ones.
 
         Args:
-            context: The text.
-            messages: The conversation, with what is asked first as its first message.
-            render: Lays out conversations, if it is not to be :meth:`chat_text`.
+            context: The context.
+            messages: The conversation, without the text of the context; its first message is the first question.
+            render: Applies the chat template; :meth:`chat_text` by default.
 
         Raises:
-            RequestError: They do not go on after this text.
+            RequestError: The messages cannot continue this context.
         """
         return self.engine.texts.after(continuation(context, messages, render or self.chat_text))
 
     def save_context(self, context: Context, path: str | Path) -> None:
-        """Write a context to a file, for this model on any machine; what was there is replaced in one step.
+        """Write a context to a file, for this model on any machine. An existing file is replaced atomically.
 
         Raises:
-            CacheFileError: It could not be written.
+            CacheFileError: The file could not be written.
         """
         self.engine.files.save(context.sequence, path, note=context.note())
 
@@ -204,7 +212,8 @@ class LLM:
         """Read a context that :meth:`save_context` wrote.
 
         Raises:
-            CacheFileError: No such file, a damaged one, one of another model, or with a larger cache than a slot has.
+            CacheFileError: The file does not exist, is corrupt, belongs to another model, or its cache is larger than a
+                slot's.
         """
         return Context.of(self.engine.files.load(path))
 
@@ -214,11 +223,11 @@ class LLM:
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        """Generate the next turn of a conversation, laid out by the model's chat template.
+        """Generate the next turn of a conversation, using the model's chat template.
 
         Args:
-            messages: Each with ``role`` and ``content``.
-            params: How to sample; greedy with 128 tokens by default.
+            messages: Messages with ``role`` and ``content``.
+            params: Sampling parameters; greedy with 128 tokens by default.
             chat_template_kwargs: See :meth:`chat_text`.
 
         Raises:
@@ -229,10 +238,10 @@ class LLM:
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Lay a conversation out with the model's chat template; returns tokens.
+        """Apply the model's chat template to a conversation, and tokenize the result.
 
-        Tokens rather than text: templates write the special tokens themselves, and encoding their text as a prompt
-        would add another beginning-of-sequence.
+        Templates write special tokens themselves. Tokenizing their text as a prompt would add a second
+        beginning-of-sequence token, so this returns tokens rather than text.
 
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
@@ -242,20 +251,20 @@ class LLM:
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> str:
-        """The text of a conversation as the model's chat template lays it out, up to where the answer begins.
+        """Apply the model's chat template to a conversation, up to where the answer begins.
 
         Args:
-            messages: Each with ``role`` and ``content``.
-            chat_template_kwargs: Variables of the template, such as ``{"enable_thinking": False}`` of Qwen3.
+            messages: Messages with ``role`` and ``content``.
+            chat_template_kwargs: Variables of the template, such as ``{"enable_thinking": False}`` for Qwen3.
 
         Raises:
-            RequestError: The model has no chat template, it rejects the messages, or a variable is not the caller's
-                to set.
+            RequestError: The model has no chat template, it rejects the messages, or a variable cannot be set by the
+                caller.
         """
         if not self.has_chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead")
         variables = dict(chat_template_kwargs or {})
-        # What the function takes for itself is not the template's.
+        # Parameters of the function itself are not variables of the template.
         own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         taken = sorted(set(variables) & own)
         if taken:
@@ -275,7 +284,7 @@ class LLM:
         return str(text)
 
     def _after(self, context: Context | None, prompt: Prompt) -> Prompt:
-        """A prompt, or, with a context, the tokens that come after it."""
+        """The prompt, or, with a context, the tokens that continue it."""
         if context is None or not isinstance(prompt, str):
             return prompt
         if context.chat:
@@ -284,17 +293,17 @@ class LLM:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether :meth:`chat` can lay out messages."""
+        """Whether there is a chat template, as :meth:`chat` needs."""
         return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
 
     @property
     def template_source(self) -> str:
-        """The chat template, as it is written; of several the text of all. Empty if there is none."""
+        """Source of the chat template, or of all templates if there are several; empty if there is none."""
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None) or ""
         return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
     def __repr__(self) -> str:
-        """What it is, in one line."""
+        """The model, slots, lengths, dtype and device in one line."""
         engine = self.engine
         return (
             f"LLM({engine.model!r}: {engine.spec.architecture}, {engine.config.slots} slots with caches of "

@@ -1,4 +1,4 @@
-"""What the engine will hold, computed before anything is loaded."""
+"""Plans the engine's memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import parameter_bytes
 
 SAMPLING_BYTES = 56
-"""Of each token of the vocabulary and each slot, while a token is drawn: sorted logits, their order, and noise."""
+"""Bytes per vocabulary token and slot while a token is sampled: sorted logits, their order, and noise."""
 CHOICE_BYTES = 80
-"""Per token and KV head, while a layer is compressed: three kinds of votes, copies of them, and their orders."""
+"""Bytes per token and KV head while a layer is compressed: three kinds of votes, copies of them, and their orders."""
 LIBRARY_WORKSPACE = 64 * 2**20
-"""What cuBLAS keeps on a CUDA device."""
+"""Bytes that cuBLAS keeps on a CUDA device."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. All but ``workspace`` and ``tokenizing`` is allocated at the start and kept.
+    """Bytes by purpose. All except ``workspace`` and ``tokenizing`` are allocated at the start and kept.
 
     Attributes:
         weights: Model parameters.
         slots: Compressed caches of all slots.
-        staging: Of the one prompt that is being read: the cache of one layer, its values in the order attention
-            multiplies them, the hidden states of all tokens, and the queries of the last ones.
-        workspace: Largest temporaries: of a prefill chunk, of one layer's votes, or of sampling.
-        sessions: Caches of conversations kept between turns, when there are as many as allowed.
-        contexts: Texts that were read once and are asked many times, when they take all they may.
-        prefixes: Full caches of what prompts begin with, and of the one that is being kept; 0 on CUDA, as they are in
-            the host's memory.
-        drafter: All of the small model that guesses tokens.
-        tokenizing: Of the tokenizer, while a long text becomes tokens; 0 on CUDA, as it is in the host's memory.
-        metadata: Per-slot state, sampling parameters, token counts, and what decoding holds of each head meanwhile.
-        slot_count: Slots.
+        staging: Memory for the one prompt that is being prefilled: the cache of one layer, its values in multiplication
+            order, the hidden states of all tokens, and the queries of the last tokens.
+        workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
+        sessions: Caches of conversations between turns, for the maximum number of sessions.
+        contexts: Maximum size of all contexts.
+        prefixes: Full caches of the prefix cache, including the one that is being stored; 0 on CUDA, because they are
+            in host memory.
+        drafter: Everything of the draft model.
+        tokenizing: Memory of the tokenizer for a long text; 0 on CUDA, because it is in host memory.
+        metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps.
+        slot_count: Number of slots.
         cache_entries: Entries per slot.
-        max_model_len: Longest sequence.
-        padded_len: Tokens of the staging cache: ``max_model_len`` in whole chunks.
-        bytes_per_token: Keys and values of one token over all layers.
-        keeps_workspace: On CUDA, captured graphs and torch's allocator keep what they have worked with, so it belongs
-            to the steady state.
+        max_model_len: Maximum sequence length.
+        padded_len: Tokens of the staging cache: ``max_model_len`` rounded up to whole chunks.
+        bytes_per_token: Bytes of keys and values of one token over all layers.
+        keeps_workspace: Whether the workspace stays allocated. On CUDA, captured graphs and torch's allocator keep it,
+            so it is part of the steady state.
     """
 
     weights: int
@@ -74,31 +74,31 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Peak, while a prompt is read."""
+        """Peak memory, during prefill."""
         kept = self.weights + self.slots + self.staging + self.sessions + self.contexts + self.prefixes
         return kept + self.drafter + self.metadata + self.workspace + self.tokenizing
 
     @property
     def steady(self) -> int:
-        """What is held while no prompt is being read."""
+        """Memory while no prompt is being prefilled."""
         return self.total if self.keeps_workspace else self.total - self.workspace - self.tokenizing
 
     def slots_in(self, cache_memory: int) -> int:
-        """Most slots whose caches alone fit so many bytes."""
+        """Maximum number of slots whose caches alone fit into ``cache_memory`` bytes."""
         return cache_memory // (self.cache_entries * self.bytes_per_token)
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine will hold, and the same engine with full caches beside it.
+    """The memory plan of an engine, next to that of the same engine with full caches.
 
     Attributes:
-        ours: With the caches it was asked for.
-        full: With full caches of ``max_model_len`` entries.
-        available: Bytes it may use; ``None`` if unknown.
-        slots_that_fit: Most slots that fit ``available``; ``None`` if it is unknown.
+        ours: Plan with the requested caches.
+        full: Plan with full caches of ``max_model_len`` entries.
+        available: Bytes that the engine may use; ``None`` if unknown.
+        slots_that_fit: Maximum number of slots that fit into ``available``; ``None`` if that is unknown.
         slots_that_fit_full: The same with full caches.
-        advice: What would fit, if this does not.
+        advice: Which settings would fit, if these do not.
     """
 
     ours: MemoryPlan
@@ -109,7 +109,7 @@ class EnginePlan:
     advice: str
 
     def summary(self) -> str:
-        """One line for people, with full caches beside."""
+        """A summary in one line, compared with full caches."""
         plan, full = self.ours, self.full
         compared = plan.cache_entries < plan.max_model_len
         caches = "1 cache" if plan.slot_count == 1 else f"{plan.slot_count} caches"
@@ -120,17 +120,17 @@ class EnginePlan:
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
             + (f"contexts {gigabytes(plan.contexts)}, " if plan.contexts else "")
-            + (f"beginnings of prompts {gigabytes(plan.prefixes)}, " if plan.prefixes else "")
+            + (f"prefix cache {gigabytes(plan.prefixes)}, " if plan.prefixes else "")
             + (f"drafter {gigabytes(plan.drafter)}, " if plan.drafter else "")
             + f"metadata {gigabytes(plan.metadata)}; peak {gigabytes(plan.total)}"
             + (f" (full: {gigabytes(full.total)})" if compared else "")
         )
 
     def check(self) -> None:
-        """Refuse what does not fit.
+        """Check that the engine fits into the available memory.
 
         Raises:
-            MemoryPlanError: Says by how much, and which setting would fit.
+            MemoryPlanError: It does not; the message says what it needs, and which setting would fit.
         """
         plan = self.ours
         if self.available is None or plan.total <= self.available:
@@ -138,23 +138,23 @@ class EnginePlan:
         parts = {"weights": plan.weights, f"{plan.slot_count} slots": plan.slots, "staging": plan.staging}
         parts |= {"workspace": plan.workspace, "metadata": plan.metadata, "tokenizing": plan.tokenizing}
         parts |= {"sessions": plan.sessions}
-        parts |= {"contexts": plan.contexts, "beginnings of prompts": plan.prefixes, "drafter": plan.drafter}
+        parts |= {"contexts": plan.contexts, "prefix cache": plan.prefixes, "drafter": plan.drafter}
         listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size)
         kept = plan.sessions + plan.contexts + plan.prefixes
         advice = self.advice
         if kept and plan.total - kept <= self.available:
-            advice = f"without kept sessions, contexts and beginnings of prompts it would fit; or {advice}"
+            advice = f"it would fit without sessions, contexts and prefix cache; or {advice}"
         raise MemoryPlanError(
             f"the engine needs {gigabytes(plan.total)} ({listed}), {gigabytes(self.available)} are available; {advice}"
         )
 
 
 def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
-    """Compute what an engine holds; nothing is allocated.
+    """Plan the memory of an engine; nothing is allocated.
 
     Args:
         setup: The engine.
-        available: Bytes it may use.
+        available: Bytes that it may use; ``None`` if unknown.
     """
     weights = parameter_bytes(setup.spec, setup.dtype)
     slots, length, chunk = setup.config.slots, setup.max_model_len, setup.config.prefill_chunk
@@ -178,7 +178,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         if weights > available:
             smaller = setup.dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
             advice = "the weights alone do not fit; " + (
-                "in bfloat16 they do (dtype)" if smaller else "vLLM spreads a model over several devices (docs/vllm.md)"
+                "in bfloat16 they would (dtype)" if smaller else "vLLM splits a model across devices (docs/vllm.md)"
             )
         elif found:
             advice = f"it would fit with {found}"
@@ -197,7 +197,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
 def _plan(
     setup: Setup, weights: int, *, slots: int | None = None, entries: int | None = None, length: int | None = None
 ) -> MemoryPlan:
-    """The plan of an engine, with another number of slots, entries or tokens than it was asked for."""
+    """The plan of an engine, optionally with other numbers of slots, entries or tokens than its settings."""
     spec, config, item = setup.spec, setup.config, setup.dtype.itemsize
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
@@ -207,16 +207,16 @@ def _plan(
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
-    numbers = max(row_numbers(spec, item), 6 * spec.hidden_size * spec.reads_ahead)  # or what the module joins
-    chunk_temporaries = chunk * (numbers * item + 4 * 8)  # and its tokens and positions
+    numbers = max(row_numbers(spec, item), 6 * spec.hidden_size * spec.reads_ahead)  # or the next-token module's input
+    chunk_temporaries = chunk * (numbers * item + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
-    if setup.device.type == "cpu":  # the library packs a weight before it multiplies
+    if setup.device.type == "cpu":  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = WINDOW if queries == ALL else queries
-    # Logits or directions of a chunk of keys; votes of three kinds, their copies, and what orders them.
+    # Logits or directions of a chunk of keys; then three kinds of votes, copies of them, and their orders.
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
-    # What is kept of one layer is gathered before it is put into its slot.
+    # The kept entries of one layer are gathered before they are copied to the slot.
     leaving = entries * spec.entry.nbytes(setup.dtype)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
@@ -228,7 +228,7 @@ def _plan(
         + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
-        # Captured graphs keep what they have sampled with, apart from what prompts are read with.
+        # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
         sessions=config.sessions * entries * spec.saved_bytes_per_entry(setup.dtype),
@@ -236,8 +236,8 @@ def _plan(
         prefixes=_prefixes(setup, length) * per_token,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
-        # Token counts, a bias, logits and two flags per token of the vocabulary; then the buffers of a step, which are
-        # there all the time: those of attention and those of what follows it.
+        # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a step, those
+        # of attention and those of everything after it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
         + slots * 2 * row_numbers(spec, item) * item
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
@@ -252,39 +252,39 @@ def _plan(
 
 
 def _prefixes(setup: Setup, length: int) -> int:
-    """Entries of full caches that what prompts begin with may take on the device."""
+    """Maximum number of entries of the prefix cache on the device."""
     kept = setup.config.prefix_contexts
     return (kept + 1) * length if kept and setup.device.type == "cpu" else 0
 
 
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:
-    """What the small model takes, beside as many slots of as many entries."""
+    """Bytes of the draft model, for as many slots and entries as the model has."""
     length = min(length, setup.max_model_len)
     weights = parameter_bytes(setup.spec, setup.dtype)
     plan = _plan(setup, weights, slots=slots, entries=min(entries, length), length=length)
-    return plan.total - plan.tokenizing  # it gets tokens
+    return plan.total - plan.tokenizing  # it receives tokens, so it does not tokenize
 
 
 def _verifying(setup: Setup, slots: int, entries: int) -> int:
-    """What steps that verify guesses hold: pending entries, logits, and buffers, for each kind of step there is."""
+    """Bytes of verification steps: pending entries, logits and buffers, for each size of step."""
     spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
     buffers = 2 * row_numbers(spec, item) * item
     attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
     held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + buffers) + attending
-    if spec.reads_ahead:  # the next-token module's step, and the states that it works with
+    if spec.reads_ahead:  # the next-token module's step, and its hidden states
         held += rows * (buffers + 5 * spec.hidden_size * item) + attending
     return held
 
 
 def row_numbers(spec: ModelSpec, item: int) -> int:
-    """Most numbers that exist of one token at a time while it passes a layer.
+    """Maximum number of elements that exist at the same time for one token while a layer processes it.
 
-    Queries stay until the layer is done, and what attention has made of them until it is added up.
+    Queries exist until the layer is finished, and attention's result until it is added to the residual stream.
 
     Args:
         spec: The model.
-        item: Bytes of a number; some sums are float32 whatever it is.
+        item: Bytes of an element; some sums are float32 in any case.
     """
     hidden, heads, wide = spec.hidden_size, spec.heads, -(-4 // item)
     angles = 4 * spec.head_dim * wide
@@ -309,7 +309,7 @@ def row_numbers(spec: ModelSpec, item: int) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Largest number that fits, where every smaller one does too; 0 if none does."""
+    """The largest number that fits, if every smaller one fits too; 0 if none does."""
     low, high = 0, 1
     while fits(high) and high < 2**40:
         low, high = high, 2 * high
@@ -320,7 +320,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
 
 
 def available_memory(device: torch.device, fraction: float) -> int | None:
-    """Bytes the engine may plan with on a device: ``fraction`` of what is free now; ``None`` if it cannot be told."""
+    """Bytes that the engine may use: ``fraction`` of the device's free memory; ``None`` if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * fraction)
     free = _free_host_memory()
@@ -328,17 +328,17 @@ def available_memory(device: torch.device, fraction: float) -> int | None:
 
 
 def gigabytes(size: int) -> str:
-    """A size for people: ``96.0 KiB``, ``812.0 MiB``, ``1.95 GiB``."""
+    """Format a number of bytes, such as ``96.0 KiB``, ``812.0 MiB`` or ``1.95 GiB``."""
     if size < 2**20:
         return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 
 def _free_address_space() -> list[int]:
-    """Bytes that the process may still take, if it has a limit of its own (``ulimit -v``)."""
+    """Bytes that the process may still allocate, if it has a limit (``ulimit -v``)."""
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # Unix only
         return []
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     status = Path("/proc/self/statm")
@@ -356,7 +356,7 @@ def _free_host_memory() -> int | None:
                 limits.append(int(line.split()[1]) * 1024)
     maximum, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if maximum.exists() and used.exists() and maximum.read_text().strip() != "max":
-        # Cached file pages count as used but are given up when memory is asked for.
+        # Cached file pages count as used, but are freed when memory is needed.
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         limits.append(int(maximum.read_text()) - int(used.read_text()) + int(stat.get("inactive_file", 0)))
     limits += _free_address_space()

@@ -1,4 +1,4 @@
-"""What a user asked for, turned into what the engine runs with."""
+"""Resolves the user's settings into the engine's setup."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine before anything of it exists.
+    """All settings of an engine, resolved before anything is loaded.
 
     Attributes:
         spec: The model.
-        config: What the user set.
-        device: Where it runs.
-        dtype: Of weights and caches.
-        max_model_len: Longest sequence.
-        budget: Cache of one slot.
-        backend: Attention.
-        drafter: The small model that guesses tokens, if there is one.
-        eager: Decode steps are not captured as graphs, and nothing is rehearsed; always so on a CPU, where prompts
-            are large products and decoding is a native loop.
+        config: The user's settings.
+        device: Device of the engine.
+        dtype: Dtype of weights and caches.
+        max_model_len: Maximum sequence length.
+        budget: Cache budget of one slot.
+        backend: Attention backend.
+        drafter: Setup of the draft model, if there is one.
+        eager: Whether decode steps are neither captured as graphs nor warmed up. Always true on a CPU, where prefill is
+            large matrix products and decoding is a native loop.
     """
 
     spec: ModelSpec
@@ -51,34 +51,34 @@ class Setup:
 
     @property
     def queries(self) -> int:
-        """Last queries of a prompt that are kept; ALL for all of them."""
+        """How many of a prompt's last queries are kept; ``ALL`` for all of them."""
         return most_queries(self.budget.queries, self.config.kept_queries)
 
     @property
     def captured(self) -> bool:
-        """Whether graphs are captured, with their temporaries."""
+        """Whether graphs are captured, which keep their temporaries."""
         return self.device.type == "cuda" and not self.eager
 
 
 def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *, must_exist: bool = True) -> Setup:
-    """Choose everything that a user left open.
+    """Choose every setting that the user left open.
 
     Args:
         model: Checkpoint directory, hub id or shipped model; only its ``config.json`` is read.
-        budget: Cache of one slot; ``None`` is a full one.
-        config: What the user set.
-        must_exist: Whether the device has to be there; not to plan for another machine.
+        budget: Cache budget of one slot; ``None`` for a full cache.
+        config: The user's settings.
+        must_exist: Whether the device must be present; not needed to plan for another machine.
 
     Raises:
-        ConfigurationError: Settings that cannot work together, or not here.
-        CheckpointError: A checkpoint that is missing, corrupt or unsupported.
+        ConfigurationError: Settings do not work together, or not on this machine.
+        CheckpointError: The checkpoint is missing, corrupt or unsupported.
     """
     spec = load_spec(resolve_config(model))
     if config.speculative == "mtp":
         if not spec.extra_layers:
             raise ConfigurationError(
                 f"speculative is 'mtp', but {model} has no module for multi-token prediction (num_nextn_predict_layers "
-                "is 0 or missing in config.json); take 'lookup' or 'draft-model'"
+                "is 0 or missing in config.json); use 'lookup' or 'draft-model'"
             )
         spec = replace(spec, reads_ahead=True)
     device = choose_device(config.device, must_exist=must_exist)
@@ -99,11 +99,11 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
 
 
 def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: int, *, must_exist: bool) -> Setup | None:
-    """The small model's setup: as many slots of as many entries, and sequences as long as it can take."""
+    """The draft model's setup: the same slots and cache budget, and sequences as long as it supports."""
     if config.draft_model is None:
         return None
     longest = min(max_model_len, load_spec(resolve_config(config.draft_model)).max_position)
-    # Something other than off, as it reads as many tokens in a step; and it is asked for likeliest tokens alone.
+    # Not "off", because its steps take several tokens too. Only its likeliest tokens are needed.
     own = replace(
         config,
         draft_model=None,
@@ -114,31 +114,31 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
         prefix_contexts=0,
     )
     own = replace(own, decode_steps=1, max_logprobs=1)
-    # Nobody gives its places anew.
+    # The pinned places of a draft model are never renewed.
     ring = "elastic" if budget.ring == "resnap" else budget.ring
     return set_up(config.draft_model, replace(budget, ring=ring), own, must_exist=must_exist)
 
 
 def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:
-    """Whether a step of the model can be a graph: torch multiplies experts without the host on some devices only."""
+    """Whether a step can be captured: torch's product of experts runs without the host on some devices only."""
     if spec.experts is None or device.type != "cuda" or not torch.cuda.is_available():
         return True
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) or capability[0] == 10:
         return True
     logger.warning(
-        "Steps are not captured as graphs: on a device of compute capability %d.%d torch multiplies experts with the "
-        "host's help (9.0 and 10.x do without).",
+        "Decode steps are not captured as graphs: with compute capability %d.%d, torch's product of experts needs the "
+        "host (9.0 and 10.x do not).",
         *capability,
     )
     return False
 
 
 def choose_device(name: str, *, must_exist: bool = True) -> torch.device:
-    """The device called ``name``; ``auto`` is CUDA where there is one.
+    """The device called ``name``; ``auto`` is CUDA if available.
 
     Raises:
-        ConfigurationError: Not a device, or, if it must exist, not of this machine.
+        ConfigurationError: There is no such kind of device or, if it must exist, no such device on this machine.
     """
     name = str(name)
     if name == "auto":
@@ -147,14 +147,15 @@ def choose_device(name: str, *, must_exist: bool = True) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigurationError(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     if kind == "cuda" and must_exist and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+        raise ConfigurationError(f"device is {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here")
     return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device(kind)
 
 
 def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type of weights and caches: ``auto`` is the checkpoint's own.
+    """The dtype of weights and caches; ``auto`` is the checkpoint's own.
 
-    On a CPU it is bfloat16 in place of float16, whose products take three times as long there, without our kernels.
+    On a CPU, ``auto`` replaces float16 by bfloat16, because the CPU kernels do not support float16 and its matrix
+    products take three times as long.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
@@ -168,10 +169,10 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
 
 
 def choose_max_model_len(wanted: int | None, trained: int) -> int:
-    """Longest sequence of the engine.
+    """The engine's maximum sequence length.
 
     Raises:
-        ConfigurationError: Longer than the model was made for.
+        ConfigurationError: It is longer than the model supports.
     """
     if wanted is not None and wanted > trained:
         raise ConfigurationError(
@@ -181,9 +182,9 @@ def choose_max_model_len(wanted: int | None, trained: int) -> int:
 
 
 def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
-    """Cache of one slot; never more entries than a sequence can have tokens.
+    """The cache budget of one slot, which never has more entries than a sequence can have tokens.
 
-    ``None`` has room for everything, so nothing is dropped; a request that asks for less gets SnapStream.
+    ``None`` means a cache for ``max_model_len`` tokens, so nothing is dropped. Requests can still ask for less.
     """
     if budget is None:
         return CacheBudget.of(max_model_len)
@@ -191,7 +192,7 @@ def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> Cache
     if parsed.capacity <= max_model_len:
         return parsed
     logger.warning(
-        "The budget of %d entries is more than max_model_len=%d tokens: every cache is a full one, nothing is dropped.",
+        "The budget of %d entries is more than max_model_len=%d tokens: caches are full caches, nothing is dropped.",
         parsed.capacity,
         max_model_len,
     )
@@ -202,10 +203,10 @@ def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> Cache
 
 
 def load_tokenizer(checkpoint: str) -> Any:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
-        CheckpointError: None, or one that has no fast implementation.
+        CheckpointError: There is no tokenizer, or it has no fast implementation.
     """
     from transformers import AutoTokenizer
 
@@ -220,15 +221,15 @@ def load_tokenizer(checkpoint: str) -> Any:
         raise CheckpointError(f"{checkpoint}: the tokenizer could not be loaded: {first_line(error)}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
-    # A prompt may be longer than what the tokenizer's own configuration expects; the engine checks lengths itself.
+    # A prompt may be longer than the tokenizer's configuration allows; the engine checks lengths itself.
     tokenizer.model_max_length = int(1e30)
     return tokenizer
 
 
 def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
-    """What the model's makers propose in ``generation_config.json``, by field of :class:`SamplingParams`.
+    """The recommended sampling parameters in ``generation_config.json``, by field of :class:`SamplingParams`.
 
-    The engine does not apply it by itself; a server does where a request says nothing.
+    The engine itself does not apply them. The server does, for parameters that a request leaves out.
     """
     from transformers import GenerationConfig
 

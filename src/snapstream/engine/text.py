@@ -1,4 +1,4 @@
-"""The output of one request: tokens become text, and text is handed out once nothing can change it any more."""
+"""The output text of one request: tokens become text, and text is returned once it can no longer change."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from snapstream.engine.output import Produced, TokenLogprobs
 
 
 class OutputText:
-    """What a request has generated.
+    """The tokens and text that a request has generated.
 
-    Text passes through three stages: what the detokenizer holds back is no text yet, the tail may still be cut by a
-    stop string, and the pieces of :attr:`produced` have been handed out. Nothing here grows with the length of the
-    output but lists that are added to.
+    Text passes through three stages. The detokenizer holds back incomplete text; the tail is complete, but may still be
+    truncated at a stop string; the pieces of :attr:`produced` have been returned. Nothing grows with the output except
+    lists that are appended to.
 
     Attributes:
-        produced: Tokens, log-probabilities, and text that has been handed out.
+        produced: Tokens, log-probabilities, and text that has been returned.
     """
 
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int], detokenizer: Detokenizer) -> None:
@@ -23,7 +23,7 @@ class OutputText:
         self.produced = Produced()
         self._tail = ""
         self._handed_out = 0
-        # Per token, the length of the text once it is whole; -1 where it is not.
+        # Per token, the length of the text after it; -1 if the detokenizer still holds some of it back.
         self._ends: list[int] = []
         self._early = 0
 
@@ -34,19 +34,19 @@ class OutputText:
 
     @property
     def length(self) -> int:
-        """Characters, without what the detokenizer holds back."""
+        """Number of characters, without those that the detokenizer holds back."""
         return self._handed_out + len(self._tail)
 
     def append(self, token: int, logprobs: TokenLogprobs | None, *, last: bool) -> bool:
-        """Take one generated token.
+        """Add a generated token.
 
         Args:
-            token: Which.
-            logprobs: What is reported of it, if anything.
-            last: There will be no more.
+            token: The token.
+            logprobs: Its log-probabilities, if they are reported.
+            last: Whether no more tokens follow.
 
         Returns:
-            Whether it ends the output: a stop token, or the end of a stop string.
+            Whether it ends the output, as a stop token or the end of a stop string.
         """
         self.tokens.append(token)
         if logprobs is not None:
@@ -63,7 +63,7 @@ class OutputText:
         return self._cut_at_stop_string() or at_stop
 
     def take_new(self, *, finished: bool) -> str:
-        """Text that is final and was not returned before."""
+        """Return the text that is final and was not returned before."""
         end = len(self._tail)
         if not finished and self.params.stop:
             end -= _held_back(self._tail, tuple(self.params.stop))
@@ -74,19 +74,20 @@ class OutputText:
         return new
 
     def whole_tokens(self) -> int:
-        """Tokens whose text the output has in full, and after which a next turn may go on; not the last one.
+        """Number of leading tokens whose text is in the output in full, so that a next turn can continue after them.
 
-        The last token has not been read, an end token is no text, and a stop string cuts text inside of tokens.
+        The last token never counts, because its cache entry is not stored yet. End tokens have no text, and a stop
+        string may truncate the text of a token.
         """
         fitting = (n for n in range(len(self.tokens) - 1, 0, -1) if 0 <= self._ends[n - 1] <= self.length)
         return next(fitting, 0)
 
     def of(self, tokens: int) -> str:
-        """Text of the first ``tokens`` tokens, which are whole."""
+        """Text of the first ``tokens`` tokens, a number that :meth:`whole_tokens` returned."""
         return "".join(self.produced.pieces)[: self._ends[tokens - 1]] if tokens else ""
 
     def _cut_at_stop_string(self) -> bool:
-        """Nothing of the tokens that may not end the output is part of a stop string."""
+        """Truncate at the first stop string, searched after the tokens that may not end the output; return if found."""
         start = max(self._early - self._handed_out, 0)
         found = [at for at in (self._tail.find(stop, start) for stop in self.params.stop) if at >= 0]
         if found:
@@ -95,7 +96,7 @@ class OutputText:
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of ``text`` that a stop string may begin with."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of a stop string."""
     longest = 0
     for stop in stops:
         for length in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,11 +1,11 @@
-"""Texts to tokens, without tokenizing a text to its end that is too long anyway.
+"""Tokenizes prompts, but stops early if a text is too long.
 
-A tokenizer takes several hundred bytes of memory per token, and seconds per ten megabytes. So what one text costs is
-bounded by the longest sequence of the engine:
+A tokenizer takes several hundred bytes of memory per token, and seconds per ten megabytes. The cost of one text is
+therefore bounded by the engine's maximum sequence length:
 
-1. A text of so many bytes that even the longest tokens of the vocabulary could not cover them is refused at once.
-2. Another one that may be too long is counted piece by piece, and refused as soon as the pieces are too many.
-3. What is left is tokenized as a whole.
+1. If a text has so many bytes that even the longest tokens of the vocabulary could not cover them, it is refused.
+2. If a text may still be too long, its tokens are counted piece by piece. It is refused as soon as there are too many.
+3. All other texts are tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any
 from snapstream.errors import ContextLengthError, RequestError
 
 BYTES_PER_TOKEN = 450
-"""Of the tokenizer's own memory, while a text is tokenized; measured with byte-level BPE."""
+"""Bytes of the tokenizer's own memory per token while a text is tokenized; measured with byte-level BPE."""
 PIECE = 2
-"""Characters of a piece, as a multiple of the longest sequence: most texts have four characters or more per token."""
+"""Length of a piece in characters, as a multiple of ``max_model_len``; most texts have at least four per token."""
 _CUT = 64
-"""Tokens that cutting a text in two may add."""
+"""Maximum number of tokens that cutting a text in two can add."""
 _LARGE = 2**20
-"""Characters of a text after which memory is given back to the system."""
+"""Texts longer than this many characters return unused memory to the system afterwards."""
 _LOSSLESS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "ByteLevel", "Split", "Digits"}
 _LOSSLESS |= {"Metaspace", "Regex", "String"}
-"""Steps before tokenization, as the tokenizers library calls them, that drop nothing of a text."""
+"""Normalizers and pre-tokenizers of the tokenizers library that drop no part of a text."""
 _NORMALIZED = 4
-"""Most bytes that become one when characters are normalized."""
+"""Maximum number of bytes that normalization turns into one."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A text as tokens.
+    """A tokenized text.
 
     Attributes:
         tokens: Token ids.
-        offsets: The character that each begins at; empty if they were not asked for.
+        offsets: Index of the character that each token begins at; empty if not requested.
     """
 
     tokens: list[int]
@@ -49,16 +49,16 @@ class Encoded:
 
 
 def tokenizing_bytes(max_model_len: int) -> int:
-    """Memory that one text takes at most while it is tokenized, if it has a token per character or fewer."""
+    """Maximum memory for tokenizing one text, if it has at most one token per character."""
     return PIECE * max_model_len * BYTES_PER_TOKEN
 
 
 class PromptTokenizer:
-    """Tokenizes prompts that may fit.
+    """Tokenizes prompts, and refuses those that cannot fit.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        max_model_len: Longest sequence; at least one token of it is generated.
+        max_model_len: Maximum sequence length, of which at least one token is generated.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
@@ -69,8 +69,8 @@ class PromptTokenizer:
 
         Args:
             text: The text.
-            special: Add the tokens that begin a sequence, as the tokenizer has it.
-            offsets: Say where each token begins.
+            special: Whether to add the tokenizer's special tokens, such as the beginning of a sequence.
+            offsets: Whether to return where each token begins.
 
         Raises:
             RequestError: It is not valid text.
@@ -94,13 +94,13 @@ class PromptTokenizer:
         return Encoded(list(encoded["input_ids"]), starts)
 
     def after(self, text: str) -> list[int]:
-        """Tokenize a text that continues another one, without what tokenizers put before a beginning.
+        """Tokenize a text that continues another one, without what tokenizers put at the beginning of a text.
 
         Raises:
             RequestError: It is not valid text.
             ContextLengthError: It is too long.
         """
-        if not text[:1].isalnum():  # or it would continue a word
+        if not text[:1].isalnum():  # otherwise it would extend the word "a"
             before = self.encode("a", special=False).tokens
             whole = self.encode(f"a{text}", special=False).tokens
             if whole[: len(before)] == before:
@@ -108,7 +108,7 @@ class PromptTokenizer:
         return self.encode(text, special=False).tokens
 
     def _check_length(self, text: str) -> None:
-        """Steps 1 and 2.
+        """Steps 1 and 2 of the module's docstring.
 
         Raises:
             ContextLengthError: It is too long.
@@ -132,9 +132,9 @@ class PromptTokenizer:
 
     @functools.cached_property
     def _most_bytes(self) -> int | None:
-        """Most bytes of a text that one token can stand for; ``None`` if that has no limit.
+        """Maximum number of bytes of a text that one token can cover; ``None`` if there is no limit.
 
-        There is none if anything of a text is dropped before it is tokenized, or if unknown words become one token.
+        There is no limit if parts of a text are dropped before tokenization, or if unknown words become one token.
         """
         backend = self.tokenizer.backend_tokenizer
         steps = f"{backend.normalizer!r} {backend.pre_tokenizer!r}"
@@ -148,6 +148,6 @@ class PromptTokenizer:
 
 
 def give_memory_back() -> None:
-    """Let the C library return what it holds for later to the system, where it can."""
+    """Make the C library return unused memory to the system, if it supports this."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Models: a Hugging Face checkpoint in, logits out. They know neither caches nor requests."""
+"""Models: from a checkpoint to the operations that compute logits. They know nothing about requests."""
 
 from snapstream.models.decoder import Attend, DecoderModel
 from snapstream.models.files import resolve_checkpoint

@@ -1,4 +1,4 @@
-"""One decoder layer: attention and feed-forward, each behind a norm and beside what goes past it."""
+"""One decoder layer: attention and feed-forward, each after a norm and with a residual connection."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Block(nn.Module):
             self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What goes into attention.
+        """Compute the inputs of attention.
 
         Args:
             x: ``[T, hidden]``.
-            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
-            sine: The same.
+            cosine: Cosines of the tokens' positions, see :meth:`DecoderModel.rope`.
+            sine: Sines of the tokens' positions.
 
         Returns:
             Query ``[T, H, D]``, key and value ``[T, N, D]``; query and key are rotated.
@@ -47,12 +47,12 @@ class Block(nn.Module):
         return projected
 
     def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
-        """:meth:`project` for the next tokens of one sequence, with their keys and values in its cache.
+        """Like :meth:`project`, but write the keys and values to the cache of one sequence.
 
         Args:
-            x: ``[T, hidden]``.
-            cosine: Of the tokens' positions, see :meth:`DecoderModel.rope`.
-            sine: The same.
+            x: The sequence's next tokens, ``[T, hidden]``.
+            cosine: Cosines of the tokens' positions, see :meth:`DecoderModel.rope`.
+            sine: Sines of the tokens' positions.
             cache: ``[1, N, C, D]``.
             start: Entry of the first token, int64 scalar.
 
@@ -67,13 +67,13 @@ class Block(nn.Module):
         return query
 
     def complete(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output ``[T, hidden]``, from its input ``[T, hidden]`` and attention's result ``[T, H, D]``."""
+        """Compute the layer's output ``[T, hidden]`` from its input ``[T, hidden]`` and attention's ``[T, H, D]``."""
         x = self.attention.complete(attended).add_(x)
         result: Tensor = self.feed_forward(self.feed_forward_norm(x)).add_(x)
         return result
 
     def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
-        """The layer in a decode step: what it makes is added to ``x``."""
+        """The layer as operations of a decode step; its results are added to ``x``."""
         normed = Part("normed", x.size)
         yield self.attention_norm.operation(x, normed)
         yield from self.attention.operations(layer, normed, x, angles)

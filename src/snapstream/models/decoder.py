@@ -1,10 +1,11 @@
-"""The decoder that all supported models are: blocks of attention and feed-forward between embedding and logits.
+"""The decoder architecture of all supported models: blocks of attention and feed-forward between embedding and logits.
 
-Tokens come as one flat row ``[T]``: a chunk of one prompt, or one token of each of ``T`` sequences. What attention
-attends to is the caller's business, and so is the order: a block says what goes into attention
-(:meth:`Block.project`) and what follows from its result (:meth:`Block.complete`). Prefill takes all tokens through one
-layer after the other; decoding takes one token of each slot through all. :meth:`DecoderModel.forward` is the plain loop
-over the layers, for whoever needs no more.
+Tokens come as a flat tensor ``[T]``: a chunk of one prompt, or one token of each of ``T`` sequences. The caller owns
+the caches and computes attention. A block computes attention's inputs (:meth:`Block.project`) and processes its result
+(:meth:`Block.complete`).
+
+The caller also chooses the order. Prefill takes all tokens of a prompt through one layer before the next; decoding
+takes one token of each slot through all layers. :meth:`DecoderModel.forward` is a plain loop over the layers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class DecoderModel(nn.Module):
-    """The whole decoder. Build it on the ``meta`` device and fill it with :func:`~snapstream.models.load_model`."""
+    """The whole decoder. :func:`~snapstream.models.load_model` creates it and reads its weights."""
 
     frequencies: Tensor
 
@@ -51,7 +52,7 @@ class DecoderModel(nn.Module):
         return cast(Sequence[Block], self.blocks)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine ``[T, 1, D]`` of true positions, int64 ``[T]``; not of rows of a cache."""
+        """Cosine and sine ``[T, 1, D]`` of true positions, int64 ``[T]``, which differ from entry indices."""
         return rope_table(positions, self.frequencies, self.rope_scaling, self.embedding.weight.dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -60,7 +61,7 @@ class DecoderModel(nn.Module):
         Args:
             tokens: int64 ``[T]``.
             positions: True positions, int64 ``[T]``.
-            attend: Attention over the caller's cache.
+            attend: Computes attention over the caller's cache.
 
         Returns:
             Hidden states of the last layer, ``[T, hidden]``.
@@ -78,7 +79,7 @@ class DecoderModel(nn.Module):
         return result
 
     def operations(self) -> Iterator[Operation]:
-        """A decode step: tokens of slots in, their logits out, in the buffer ``logits`` (float32)."""
+        """A decode step: maps one token per slot to logits, in the buffer ``logits`` (float32)."""
         x, normed = Part("x", self.spec.hidden_size), Part("normed", self.spec.hidden_size)
         yield Embed(self.embedding.weight, x)
         yield (angles := self._angles())
@@ -91,8 +92,8 @@ class DecoderModel(nn.Module):
     def operations_ahead(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.
 
-        In go tokens and, in the buffer ``hidden``, what came of the tokens before each; out come, in the buffer
-        ``normed``, states whose logits (by :attr:`head`) are those of the tokens after.
+        Inputs are tokens and, in the buffer ``hidden``, the hidden state of the token before each. Outputs are hidden
+        states in the buffer ``normed``, which :attr:`head` maps to the logits of the next tokens.
         """
         assert self.ahead is not None
         x = Part("x", self.spec.hidden_size)

@@ -1,10 +1,11 @@
 """DeepSeek-V2, V3 and R1: multi-head latent attention (MLA) and mixtures of experts.
 
-MLA caches one vector per token for all heads, the *latent*: a compressed form of all keys and values (``rank`` numbers)
-and one rotated key (``rope`` numbers). Keys of a head are a linear map of the compressed part, so instead of expanding
-keys the map is applied to the query (*absorbed*), and heads attend to latents directly: one KV head whose keys are the
-latents and whose values are their first ``rank`` numbers. To the rest of the package this is grouped attention with one
-group (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+MLA caches one vector per token for all heads, the *latent*: a compressed form of all keys and values (``rank``
+elements) and one rotated key (``rope`` elements). The keys of a head are a linear map of the compressed part. This map
+is applied to the query (*absorbed*) instead of expanding the keys, so heads attend to latents directly.
+
+This is one KV head whose keys are the latents and whose values are their first ``rank`` elements. To the rest of the
+package it is grouped attention with one group (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from snapstream.models.spec import ExpertShape, ModelSpec
 
 
 class LatentAttention(nn.Module):
-    """What comes before and after attention itself in MLA, with absorbed projections."""
+    """The projections before and after attention in MLA, in absorbed form."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -53,12 +54,12 @@ class LatentAttention(nn.Module):
         self.query = Linear(shape.query_rank or spec.hidden_size, queries, bias=False)
         self.latent = Linear(spec.hidden_size, shape.rank + shape.rope, bias=spec.qkv_bias)
         self.latent_norm = RMSNorm(shape.rank, shape.norm_epsilon)
-        # What would expand a latent: per head, to `nope` numbers of its key and `value` numbers of its value.
+        # Would expand a latent: per head, to `nope` elements of its key and `value` elements of its value.
         self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
         self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
 
     def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, the latter as key and as value."""
+        """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, which is both key and value."""
         rank, pairs = self.shape.rank, self.shape.rope_in_pairs
         compressed, key = self.latent(x).split((rank, self.shape.rope), -1)
         key = rotate(key[:, None], cosine, sine, pairs=pairs)
@@ -66,7 +67,10 @@ class LatentAttention(nn.Module):
         return self._query(x, cosine, sine), latent, latent
 
     def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
-        """:meth:`project`, with latents in a cache; see :meth:`snapstream.models.decoder.Block.store`."""
+        """Compute queries ``[T, H, D]`` and write latents to a cache.
+
+        See :meth:`snapstream.models.block.Block.store`.
+        """
         norm = (self.latent_norm.weight, self.latent_norm.epsilon)
         store_latent(self.latent(x), cosine, sine, cache, start, norm, pairs=self.shape.rope_in_pairs)
         return self._query(x, cosine, sine)
@@ -82,14 +86,14 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed, rotate(rope, cosine, sine, pairs=shape.rope_in_pairs)), -1)
 
     def complete(self, attended: Tensor) -> Tensor:
-        """Map ``[T, H, D]`` to ``[T, hidden]``; of attended latents, the compressed part is the value."""
+        """Map ``[T, H, D]`` to ``[T, hidden]``; the compressed part of an attended latent is the value."""
         mixed, to_value = attended[..., : self.shape.rank], self.expand[:, self.shape.nope :]
         value = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
         result: Tensor = self.output(value.reshape(attended.shape[0], -1))
         return result
 
     def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
-        """Attention in a decode step; the result is added to ``target``."""
+        """Attention as operations of a decode step; the result is added to ``target``."""
         H, shape = self.heads, self.shape
         width, entry = shape.nope + shape.rope, shape.rank + shape.rope
         low = source
@@ -114,10 +118,11 @@ class LatentAttention(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts for each token, and their weights; in float32.
+    """Selects the experts of each token and their weights, in float32.
 
-    V2: a softmax over all experts; the best, or the best of the groups whose best is best. V3: a sigmoid each; a
-    learned correction takes part in the choice but not in the weights, and a group is as good as its two best together.
+    V2 takes a softmax over all experts, and selects the best ones overall or within the best groups; a group is rated
+    by its best expert. V3 takes a sigmoid per expert. A learned correction affects the selection but not the weights,
+    and a group is rated by the sum of its two best experts.
     """
 
     def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
@@ -147,7 +152,7 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A few routed experts of many for each token, beside shared ones that every token passes."""
+    """A mixture of experts: a few routed experts per token, plus shared experts that process every token."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
         super().__init__()
@@ -160,8 +165,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, hidden]`` to ``[T, hidden]``.
 
-        Rows are sorted by expert, so each chosen expert's weights are read once however many tokens chose it; there are
-        always ``T * chosen`` rows, so no shape depends on the choice.
+        Rows are sorted by expert, so the weights of each selected expert are read once, however many tokens use it.
+        There are always ``T * chosen`` rows, so no shape depends on the selection.
         """
         weights, experts = self.router(x)
         flat = experts.flatten()
@@ -176,7 +181,7 @@ class MixtureOfExperts(nn.Module):
         return routed
 
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The same in a decode step; the result is added to ``target``."""
+        """The mixture as operations of a decode step; the result is added to ``target``."""
         shape, wide = self.router.shape, torch.float32
         logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
         weights = Part("expert_weights", self.chosen, dtype=wide)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and which files it has; of a hub repository only those that are needed are fetched."""
+"""Locates a checkpoint and its files; downloads only the needed files of a hub repository."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ SINGLE = "model.safetensors"
 
 
 def resolve_config(model: str) -> Path:
-    """Like :func:`resolve_checkpoint`, but of a hub id only the configuration is downloaded."""
+    """Like :func:`resolve_checkpoint`, but for a hub id, only the configuration is downloaded."""
     return _local(model) or _fetch(model, _CONFIGURATION)
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """Directory or GGUF file of a checkpoint: ``model`` itself, one by name, or a hub id's, downloaded if need be.
+    """The directory or GGUF file of a checkpoint.
+
+    Args:
+        model: A path, the name of a shipped or packaged model, or a hub id, which is downloaded if it is not cached.
 
     Raises:
-        CheckpointError: Neither a directory with a ``config.json``, nor a file, nor a name or a hub id within reach.
+        CheckpointError: It is neither a directory with a ``config.json``, nor a GGUF file, nor a known name, nor a hub
+            id that can be downloaded.
     """
     path = _local(model)
     if path is not None:
         return path
     fetched = _fetch(model, (*_CONFIGURATION, *_TOKENIZER, INDEX))
-    # A repository may have the same weights in other formats as well.
+    # A repository may also have the same weights in other formats, which are not downloaded.
     index = fetched / INDEX
     return _fetch(model, _shards(index) if index.is_file() else (SINGLE,))
 
 
 def _local(model: str) -> Path | None:
-    """A checkpoint on this machine; ``None`` for a hub id.
+    """The path of a local checkpoint; ``None`` for a hub id.
 
     Raises:
         CheckpointError: It is neither.
@@ -72,7 +76,7 @@ def _local(model: str) -> Path | None:
         return PACKAGED[model].find()
     if path.exists():
         raise CheckpointError(f"{path} is neither a directory nor a GGUF file: it does not begin with the bytes 'GGUF'")
-    # A hub id looks like a path, but has no file's suffix, and its owner is no directory here.
+    # A hub id looks like a relative path, but has no file suffix, and its owner is not a local directory.
     is_path = model.startswith((".", "/", "~")) or path.suffix.lower() in (".gguf", ".safetensors")
     if is_path or model.count("/") != 1 or path.parent.is_dir():
         raise CheckpointError(_not_found(model, path))
@@ -89,7 +93,7 @@ def _not_found(model: str, path: Path) -> str:
         names = [str(path.with_name(name)) for name in near] + get_close_matches(model, by_name, 1)
         hints += [f"did you mean {' or '.join(names)}?"] if names else []
     if model.count("/") == 1 and model[0] not in "./~":
-        hints.append(f"for a model of the hub, give {_HUB}{model}")
+        hints.append(f"for a model on the hub, give {_HUB}{model}")
     return (
         f"model {model!r} is neither a directory, nor a .gguf file, nor a hub id of the form owner/name, nor a model "
         f"by name ({', '.join(by_name)}){': ' if hints else ''}{'; '.join(hints)}"
@@ -97,10 +101,10 @@ def _not_found(model: str, path: Path) -> str:
 
 
 def _fetch(model: str, patterns: Iterable[str]) -> Path:
-    """Some files of a hub repository, from the cache or the network.
+    """Fetch some files of a hub repository, from the local cache or the network.
 
     Raises:
-        CheckpointError: Out of reach, or not a repository of a Transformers checkpoint.
+        CheckpointError: The hub cannot be reached, or the repository is not a Transformers checkpoint.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -110,22 +114,21 @@ def _fetch(model: str, patterns: Iterable[str]) -> Path:
         path = Path(snapshot_download(repository, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model {model!r} is neither a file nor a directory here, nor could it be fetched from the hub: "
+            f"model {model!r} is neither a local file nor a local directory, and could not be fetched from the hub: "
             f"{first_line(error)}"
         ) from error
     if not (path / "config.json").is_file():
         raise CheckpointError(
-            f"the hub repository {repository} has no config.json; of a repository of GGUF files, download one and give "
-            "its path"
+            f"the hub repository {repository} has no config.json; if it has GGUF files, download one and give its path"
         )
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The file cannot be read, or does not contain a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -137,10 +140,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(checkpoint: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: the shards that its index names, or the only one.
+    """The safetensors files of a checkpoint: the shards in its index, or its single file.
 
     Raises:
-        CheckpointError: Some are missing, and named; or there are none.
+        CheckpointError: There are no such files, or some are missing; the message names them.
     """
     index, single = checkpoint / INDEX, checkpoint / SINGLE
     if index.is_file():
@@ -153,7 +156,7 @@ def weight_files(checkpoint: Path) -> list[Path]:
         return [single]
     raise CheckpointError(
         f"{checkpoint} has neither {SINGLE} nor {INDEX}; weights load from safetensors only, "
-        "convert others with transformers' save_pretrained"
+        "convert other formats with transformers' save_pretrained"
     )
 
 
@@ -165,7 +168,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def listing(names: Iterable[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and say how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more

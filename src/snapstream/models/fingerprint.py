@@ -1,4 +1,4 @@
-"""Which model it is: a number that tells checkpoints apart."""
+"""A fingerprint that identifies a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from snapstream.models.gguf import part_names
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """SHA-256 that tells checkpoints apart without reading all of them.
+    """A SHA-256 that distinguishes checkpoints without reading them completely.
 
-    It covers configuration, tokenizer and chat template in full, and of weight files names, sizes and samples: the
-    first mebibyte, which names the tensors, and 64 blocks of 64 KiB at even distances. Of a ``.gguf`` file the first 32
-    mebibytes count, which hold all but the weights; of a split model, those of all parts.
+    It covers the configuration, tokenizer and chat template in full. For weight files it covers names, sizes and
+    samples: the first MiB, which names the tensors, and 64 evenly spaced blocks of 64 KiB. For a ``.gguf`` file the
+    first 32 MiB are read instead of one, because they hold everything except the weights; a split model is sampled in
+    all its parts.
     """
     digest = hashlib.sha256()
     if checkpoint.is_file():
         for part in part_names(checkpoint):
-            if part.is_file():  # a file may have been renamed like a part
+            if part.is_file():  # a whole model may have the name of a part
                 _sample(digest, part, 1 << 25)
         return digest.hexdigest()
     for path in sorted(path for pattern in ("*.json", "*.jinja", "*.model") for path in checkpoint.glob(pattern)):

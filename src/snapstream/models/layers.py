@@ -1,4 +1,4 @@
-"""What the layers of all models are made of."""
+"""Building blocks of the layers of all models."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from snapstream.kernels.rows import gate, norm
 
 
 class Linear(nn.Linear):
-    """A linear layer, by whatever kernel is fastest (:mod:`snapstream.kernels.products`)."""
+    """A linear layer that uses the fastest kernel (:mod:`snapstream.kernels.products`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[T, K]`` to ``[T, out]``."""
         return linear(x, self.weight, self.bias)
 
     def operation(self, source: Part, target: Part, *, add: bool = False, rounded: bool = False) -> Operation:
-        """The same in a decode step."""
+        """The layer as an operation of a decode step."""
         return Product(source, target, self.weight, self.bias, add=add, rounded=rounded)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, in float32."""
+    """Root-mean-square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -34,16 +34,16 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise; shape and dtype stay."""
+        """Normalize; shape and dtype do not change."""
         return norm(x, self.weight, self.epsilon)
 
     def operation(self, source: Part, target: Part) -> Operation:
-        """The same in a decode step."""
+        """The norm as an operation of a decode step."""
         return Norm(source, target, self.weight, self.epsilon)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU with gate and up projection in one product."""
+    """SwiGLU with the gate and up projections in one matrix product."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
         return result
 
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The same in a decode step; the result is added to ``target``."""
+        """The layer as operations of a decode step; the result is added to ``target``."""
         inner = Part("inner", self.down.in_features)
         yield GatedProduct(source, inner, self.gate_up.weight, self.gate_up.bias)
         yield self.down.operation(inner, target, add=True)

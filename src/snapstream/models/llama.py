@@ -1,4 +1,4 @@
-"""Attention of the Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3."""
+"""Attention in the Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snapstream.models.spec import ModelSpec
 
 
 class GroupedAttention(nn.Module):
-    """Heads that share keys and values in groups: what comes before and after attention itself."""
+    """The projections before and after grouped-query attention, in which groups of query heads share a KV head."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -34,7 +34,10 @@ class GroupedAttention(nn.Module):
         return rotate(query, cosine, sine, pairs=False), rotate(key, cosine, sine, pairs=False), value
 
     def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
-        """:meth:`project`, with keys and values in a cache; see :meth:`snapstream.models.decoder.Block.store`."""
+        """Compute queries ``[T, H, D]`` and write keys and values to a cache.
+
+        See :meth:`snapstream.models.block.Block.store`.
+        """
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm.weight, self.key_norm.weight, self.query_norm.epsilon)
@@ -46,7 +49,7 @@ class GroupedAttention(nn.Module):
         return result
 
     def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
-        """Attention in a decode step; the result is added to ``target``."""
+        """Attention as operations of a decode step; the result is added to ``target``."""
         H, N, D = self.heads, self.kv_heads, self.head_dim
         query, key = Part("qkv", D, H), Part("qkv", D, N, offset=H * D)
         value, rotated = Part("qkv", D, N, offset=(H + N) * D), Part("qkv", D, H + N)

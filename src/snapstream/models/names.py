@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint goes where in our modules."""
+"""Maps the tensors of a Hugging Face checkpoint to the parameters of this package's modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint goes: rows ``start ..`` of a parameter, or of one expert's part of it."""
+    """The destination of one tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -22,14 +22,14 @@ class Place:
     expert: int | None = None
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part of the parameter that the tensor fills, in the tensor's shape."""
+        """The view of the parameter that the tensor fills, in the tensor's shape."""
         whole = parameter if self.expert is None else parameter[self.expert]
         whole = whole.flatten(0, -2) if whole.dim() > 2 else whole
         return whole[self.start : self.start + self.shape[0]]
 
 
 def tensor_places(spec: ModelSpec) -> dict[str, Place]:
-    """Every tensor a checkpoint of this model must have, by name."""
+    """The destination of every tensor that a checkpoint of this model must have, by name."""
     places = {
         "model.embed_tokens.weight": Place("embedding.weight", (spec.vocab_size, spec.hidden_size)),
         "model.norm.weight": Place("norm.weight", (spec.hidden_size,)),
@@ -44,13 +44,13 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
 
 
 def scale_of(name: str) -> str:
-    """Name of the scales of a float8 weight."""
+    """Name of the tensor with the scales of a float8 weight."""
     return f"{name}_scale_inv"
 
 
 def may_be_ignored(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that has no place may be in a checkpoint all the same."""
-    if name.endswith("rotary_emb.inv_freq"):  # old checkpoints carry RoPE frequencies
+    """Whether a checkpoint may contain a tensor that has no destination."""
+    if name.endswith("rotary_emb.inv_freq"):  # old checkpoints contain RoPE frequencies
         return True
     if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
         return True
@@ -74,7 +74,10 @@ def _layer(target: str, spec: ModelSpec, layer: int) -> dict[str, Place]:
 
 
 def _next_token(target: str, spec: ModelSpec, layer: int) -> dict[str, Place]:
-    """The module's own; embedding and output projection, which checkpoints may have here again, are the model's."""
+    """The next-token module's own tensors.
+
+    Its embedding and output projection are the model's; checkpoints may contain second copies of them here.
+    """
     source, hidden = f"model.layers.{layer}", spec.hidden_size
     places = _norms(source, target, spec, enorm="embedding_norm", hnorm="hidden_norm")
     places[f"{source}.shared_head.norm.weight"] = Place(f"{target}.norm.weight", (hidden,))

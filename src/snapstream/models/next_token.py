@@ -1,8 +1,8 @@
 """The next-token module of DeepSeek-V3 and R1: multi-token prediction (arXiv 2412.19437, section 2.2).
 
-Where the model has read token ``i``, the module takes the model's state ``h[i]`` and token ``i + 1``, and says what
-token ``i + 2`` may be. ``h[i]`` is behind the model's last norm. To go on, the module takes its own state in the place
-of the model's. Embedding and output projection are the model's.
+After the model has processed token ``i``, the module takes the model's hidden state ``h[i]`` and token ``i + 1``, and
+predicts token ``i + 2``. ``h[i]`` is taken after the model's last norm. To predict further tokens, the module uses its
+own hidden state in place of the model's. It shares the model's embedding and output projection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snapstream.models.spec import ModelSpec
 
 
 class NextTokenModule(nn.Module):
-    """One decoder layer more, on a state and the token after it."""
+    """One more decoder layer, whose input is a hidden state and the token after it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class NextTokenModule(nn.Module):
         self.norm = RMSNorm(size, epsilon)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What goes into the layer, ``[T, hidden]``, from embedded tokens and states before them, each the same."""
+        """Compute the layer's input from embedded tokens and the hidden states before them; all are ``[T, hidden]``."""
         joined: Tensor = self.join(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1))
         return joined
 
     def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
-        """A step: from embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
+        """A step: maps embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
         size = x.size
         yield self.embedding_norm.operation(x, Part("joined", size))
         yield self.hidden_norm.operation(Part("hidden", size), Part("joined", size, offset=size))

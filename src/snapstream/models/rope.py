@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rope_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine for a configuration."""
+    """The inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine of a configuration."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
@@ -18,16 +18,17 @@ def rope_frequencies(config: Any) -> tuple[Tensor, float]:
         if kind != "default":
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
             return frequencies.float(), float(scaling)
-        # transformers has this one in its models only, and these take 40 MB to import.
+        # In transformers, this case exists only in model files, which take 40 MB to import.
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of the longest sequence that a model's rotation was scaled for, by the rules of vLLM.
+    """Maximum sequence length in tokens after RoPE scaling, by the same rules as vLLM.
 
-    ``max_position_embeddings`` is the length before scaling where ``linear`` scaling is added to a model, so the factor
-    lengthens it; ``yarn`` names the length before scaling itself. Llama 3's is mostly the length after scaling.
+    With ``linear`` scaling, ``max_position_embeddings`` is the length before scaling, so it is multiplied by the
+    factor. ``yarn`` states the length before scaling separately. With ``llama3``, ``max_position_embeddings`` is
+    usually the length after scaling.
     """
     parameters = config.rope_parameters
     longest: int = config.max_position_embeddings
@@ -43,14 +44,14 @@ def longest_sequence(config: Any) -> int:
 def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine for each position.
 
-    Computed from the true position each time, in float32: a table up to the longest position would be one more thing
-    to size.
+    They are computed from the true positions each time, in float32. This avoids a table, whose size would have to be
+    chosen in advance.
 
     Args:
         positions: int64 ``[T]``.
         frequencies: ``[D / 2]``.
         scaling: Factor on both.
-        dtype: Type of the result.
+        dtype: Dtype of the result.
 
     Returns:
         Two tensors ``[T, 1, D]``; the axis of size 1 is for heads.

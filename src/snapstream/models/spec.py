@@ -1,4 +1,4 @@
-"""The numbers of a model, read from its ``transformers`` configuration."""
+"""The shape and other properties of a model, read from its ``transformers`` configuration."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class LatentShape:
 
     Attributes:
         query_rank: Width of the low-rank form of queries; ``None`` if they are projected directly.
-        rank: Numbers of a token's compressed keys and values.
-        nope: Numbers of a query or key head that are not rotated.
-        rope: Numbers of a query head that are rotated, and of the one rotated key of a token.
-        value: Numbers of a value head.
-        rope_in_pairs: Neighbours are rotated together, not halves.
-        norm_epsilon: Of the norms of the low-rank forms.
+        rank: Elements of a token's compressed keys and values.
+        nope: Elements of a query or key head that are not rotated.
+        rope: Elements of a query head that are rotated, and elements of a token's single rotated key.
+        value: Elements of a value head.
+        rope_in_pairs: Whether neighboring elements are rotated together, instead of elements of the two halves.
+        norm_epsilon: Epsilon of the norms of the low-rank forms.
     """
 
     query_rank: int | None
@@ -51,16 +51,16 @@ class ExpertShape:
     """Shape of a mixture of experts.
 
     Attributes:
-        count: Routed experts.
-        chosen: How many of them a token passes.
-        inner: Width inside each.
-        shared: Experts that every token passes.
-        first_layer: Layers before it are dense.
-        groups: Groups of experts.
-        chosen_groups: Groups that a token's experts come from.
-        corrected: V3's routing: a sigmoid each, a learned correction takes part in the choice, and a group counts by
-            its two best. V2's, otherwise, is a softmax over all experts.
-        normalize: Weights of the chosen experts add up to 1 before they are scaled.
+        count: Number of routed experts.
+        chosen: Number of routed experts per token.
+        inner: Width inside each expert.
+        shared: Number of experts that process every token.
+        first_layer: First layer with experts; the layers before it are dense.
+        groups: Number of groups of experts.
+        chosen_groups: Number of groups that a token's experts come from.
+        corrected: Whether routing works as in V3: a sigmoid per expert, a learned correction in the selection, and
+            groups rated by their two best experts. Otherwise, as in V2, it is a softmax over all experts.
+        normalize: Whether the weights of the selected experts are normalized to a sum of 1 before they are scaled.
         scale: Factor on the weights.
     """
 
@@ -88,23 +88,23 @@ class ModelSpec:
         layers: Decoder layers.
         heads: Query heads (``H``).
         kv_heads: KV heads in the cache (``N``); 1 with latent attention.
-        head_dim: Numbers of a cache entry's key (``D``); with latent attention of the whole latent.
+        head_dim: Elements of a cache entry's key (``D``); with latent attention, of the whole latent.
         scale: Factor on attention logits.
         norm_epsilon: Added to the variance in RMS norms.
-        max_position: Longest sequence the model was made for, with the scaling of its rotation.
+        max_position: Maximum sequence length that the model was trained for, including RoPE scaling.
         tied_embeddings: Whether the output projection is the embedding.
         qkv_bias: Bias on the query, key and value projections (Qwen2).
         output_bias: Bias on attention's output projection.
         mlp_bias: Bias in the feed-forward block.
         qk_norm: RMS norm on each query and key head (Qwen3).
-        dtype: Type the checkpoint was saved in.
+        dtype: Dtype that the checkpoint was saved in.
         eos_token_ids: Tokens that end a sequence.
         source: The ``transformers`` configuration, for RoPE parameters.
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
-        extra_layers: Layers after the last that a checkpoint may carry, for multi-token prediction.
-        reads_ahead: The first of them is used: as a next-token module, which guesses tokens.
-        weight_block: Rows and columns of a block of a float8 weight, which has one scale.
+        extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
+        reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
+        weight_block: Rows and columns of a block of a float8 weight; each block has one scale.
     """
 
     architecture: str
@@ -138,10 +138,10 @@ class ModelSpec:
 
         Args:
             config: The configuration.
-            more_ends: Tokens that end a sequence besides those it names.
+            more_ends: Tokens that end a sequence, in addition to those in the configuration.
 
         Raises:
-            CheckpointError: An architecture or a feature of it that is not supported.
+            CheckpointError: The architecture, or one of its features, is not supported.
         """
         architecture = (
             getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
@@ -162,7 +162,7 @@ class ModelSpec:
         if window is not None and window < max_position:
             raise CheckpointError(
                 f"sliding-window attention ({window} of {max_position} tokens) is not supported: such a model drops "
-                "tokens by itself; set sliding_window to null in config.json only if the model was trained without it"
+                "tokens itself; set sliding_window to null in config.json only if the model was trained without it"
             )
         bias = bool(getattr(config, "attention_bias", False))
         latent = _latent(config) if architecture in _LATENT else None
@@ -195,22 +195,22 @@ class ModelSpec:
 
     @property
     def entry(self) -> EntryShape:
-        """What one token leaves in one layer's cache."""
+        """Shape of the cache entry of one token in one layer."""
         return EntryShape(self.kv_heads, self.head_dim, self.latent is not None)
 
     @property
     def value_size(self) -> int:
-        """Numbers of a value as attention takes it: of a latent, its first ones."""
+        """Elements of a value in attention; for a latent, the first ``rank`` elements are the value."""
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def cached_layers(self) -> int:
-        """Layers that have a cache; that of the next-token module comes last."""
+        """Number of layers that have a cache; the next-token module's is the last."""
         return self.layers + self.reads_ahead
 
     @property
     def layer_parameters(self) -> int:
-        """About how many weights of a layer one token is multiplied with."""
+        """Approximate number of weights of one layer that a token is multiplied with."""
         inner = self.intermediate_size
         if self.experts is not None:
             inner = (self.experts.chosen + self.experts.shared) * self.experts.inner
@@ -221,12 +221,12 @@ class ModelSpec:
         return self.cached_layers * self.entry.nbytes(dtype)
 
     def saved_bytes_per_entry(self, dtype: torch.dtype) -> int:
-        """Bytes of an entry over all layers where a sequence is kept to go on from: with each head's true position."""
+        """Bytes of one saved entry over all layers: like :meth:`kv_bytes_per_token`, plus each head's true position."""
         return self.kv_bytes_per_token(dtype) + self.cached_layers * self.kv_heads * 4
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:
-    """The ``eos_token_id`` of a configuration, which may be one token, several or none."""
+    """The ``eos_token_id`` of a configuration as a tuple; it may be one token, several or ``None``."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(map(int, value))
 
 
@@ -240,7 +240,7 @@ def _dtype(config: Any) -> torch.dtype:
 
 
 def _sliding_window(config: Any, architecture: str) -> int | None:
-    """Tokens that attention may look back, or ``None`` for all."""
+    """How many tokens attention can look back, or ``None`` for all."""
     window: int | None = getattr(config, "sliding_window", None)
     if architecture == "MistralForCausalLM":
         return window
@@ -248,7 +248,7 @@ def _sliding_window(config: Any, architecture: str) -> int | None:
 
 
 def _latent(config: Any) -> LatentShape:
-    # The norms inside attention have transformers' default epsilon, whatever the configuration says of the others.
+    # The norms inside attention have transformers' default epsilon; the configured one is for the other norms.
     return LatentShape(
         query_rank=config.q_lora_rank,
         rank=config.kv_lora_rank,
@@ -261,7 +261,7 @@ def _latent(config: Any) -> LatentShape:
 
 
 def _latent_scale(config: Any, shape: LatentShape) -> float:
-    """Factor on attention logits; YaRN's ``mscale_all_dim`` makes attention sharper in long contexts."""
+    """Factor on attention logits; YaRN's ``mscale_all_dim`` sharpens attention in long contexts."""
     rope = config.rope_parameters
     scale: float = (shape.nope + shape.rope) ** -0.5
     factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim")
@@ -271,10 +271,10 @@ def _latent_scale(config: Any, shape: LatentShape) -> float:
 
 
 def _experts(config: Any, architecture: str) -> ExpertShape | None:
-    """The mixture of experts, or ``None`` if all layers are dense.
+    """The shape of the mixture of experts, or ``None`` if all layers are dense.
 
     Raises:
-        CheckpointError: A way of routing that is not supported.
+        CheckpointError: The kind of routing is not supported.
     """
     first = config.first_k_dense_replace or 0
     if first >= config.num_hidden_layers:
@@ -283,7 +283,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
     allowed: dict[str, tuple[Any, ...]]
     if corrected:
         allowed = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
-    else:  # transformers and the model's own code disagree about what normalised V2 weights would be
+    else:  # transformers and the model's own code disagree about normalized weights in V2
         allowed = {
             "topk_method": ("greedy", "group_limited_greedy"),
             "scoring_func": ("softmax",),
@@ -319,10 +319,10 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
 
 
 def _weight_block(config: Any) -> tuple[int, int]:
-    """Blocks of float8 weights.
+    """The block size of float8 weights.
 
     Raises:
-        CheckpointError: Weights quantised in another way.
+        CheckpointError: The weights are quantized in another way.
     """
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None:
@@ -331,7 +331,7 @@ def _weight_block(config: Any) -> tuple[int, int]:
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     if method != "fp8" or not isinstance(block, list | tuple) or len(block) != 2:
         raise CheckpointError(
-            f"weights quantised with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
-            "weight_block_size, which becomes the engine's dtype on load"
+            f"weights quantized with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
+            "weight_block_size, which is converted to the engine's dtype on load"
         )
     return int(block[0]), int(block[1])

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into our modules: checked first, then read straight into place."""
+"""Loads Hugging Face checkpoints: checks them first, then reads each tensor directly into its parameter."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     """Read the configuration of a checkpoint.
 
     Raises:
-        CheckpointError: Unreadable or unsupported.
+        CheckpointError: The checkpoint cannot be read, or is not supported.
     """
     from transformers import AutoConfig
 
     if is_gguf(checkpoint):
         spec = load_gguf_spec(checkpoint)
-        # At once: what sizes say is made before weights are loaded, if only without memory behind it.
+        # Check now: the modules are created on the meta device, in these sizes, before weights are loaded.
         places = tensor_places(spec)
         _check(checkpoint, spec, places, gguf.stored_shapes(checkpoint, places), set())
         return spec
@@ -49,14 +49,16 @@ def load_spec(checkpoint: Path) -> ModelSpec:
 
 
 def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Build the model and read its weights, one tensor at a time, into place.
+    """Create the model and read its weights in place, one tensor at a time.
 
-    Names and shapes of all tensors are checked before the first one is read, so a bad checkpoint never loads halfway,
-    and there is never a second copy of the weights in memory. Float8 weights with a scale per block become ``dtype``.
+    Names and shapes of all tensors are checked before the first one is read, so an invalid checkpoint is never loaded
+    partially. There is never a second copy of the weights in memory. Float8 weights with a scale per block are
+    converted to ``dtype``.
 
     Raises:
-        CheckpointError: Missing, unexpected or misshaped tensors (named), or an unreadable file.
-        MemoryError: There is none for the weights.
+        CheckpointError: Tensors are missing, unexpected or of the wrong shape, or a file cannot be read; the message
+            names them.
+        MemoryError: There is not enough memory for the weights.
     """
     from safetensors import SafetensorError
 
@@ -75,7 +77,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
             if part.get_dtype() == "F8_E4M3":
                 quantised.add(name)
         _check(checkpoint, spec, places, shapes, quantised)
-        # They may be in another shard than their weights.
+        # Scales may be in other shards than their weights.
         wanted = {scale_of(name) for name in quantised}
         sources = _each_tensor(files) if wanted else ()
         scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
@@ -97,7 +99,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
 def _load_gguf(
     path: Path, spec: ModelSpec, places: dict[str, Place], dtype: torch.dtype, device: torch.device
 ) -> DecoderModel:
-    """The same from one file."""
+    """Like :func:`load_model`, from a GGUF file."""
     _check(path, spec, places, gguf.stored_shapes(path, places), set())
     model = allocate_model(spec, dtype, device)
     with torch.no_grad():
@@ -111,7 +113,7 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     Args:
         weight: float8 ``[rows, columns]``.
         scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
-        block: Rows and columns of a block; those at the ends may be smaller.
+        block: Rows and columns of a block; blocks at the edges may be smaller.
 
     Returns:
         float32 ``[rows, columns]``.
@@ -127,28 +129,28 @@ def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """A model whose weights have memory, but say nothing yet."""
+    """Create a model whose weights are allocated but not yet loaded."""
     model = _materialise(empty_model(spec, dtype), device)
     if spec.tied_embeddings:
         model.head.weight = model.embedding.weight
-    # Frequencies are computed, not loaded, and stay float32 whatever the weights are.
+    # Frequencies are computed, not loaded, and stay float32 whatever the dtype of the weights.
     model.frequencies = rope_frequencies(spec.source)[0].to(device)
     return model.requires_grad_(False).eval()
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
-    """The model without memory behind its weights."""
+    """Create the model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         model = DecoderModel(spec).to(dtype)
     for module in model.modules():
-        # A choice of experts hangs on small differences.
+        # The selection of experts depends on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = torch.nn.Parameter(module.correction.float())
     return model
 
 
 def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
-    """Give the weights memory; on a CPU all of them in one block."""
+    """Allocate memory for the weights; on a CPU, all of them in one block."""
     if device.type != "cpu":
         return model.to_empty(device=device)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -158,7 +160,7 @@ def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
 
 
 def _each_tensor(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """Names of all tensors, each with the open file it is in."""
+    """Yield the names of all tensors, each with the open file that contains it."""
     from safetensors import safe_open
 
     for file in files:
@@ -168,7 +170,7 @@ def _each_tensor(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _generation_ends(checkpoint: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json: chat models end a turn with other tokens than config.json names."""
+    """End tokens from generation_config.json: chat models end a turn with tokens that config.json does not name."""
     path = checkpoint / "generation_config.json"
     if not path.is_file():
         return ()

@@ -1,6 +1,6 @@
-"""The server: an OpenAI-compatible endpoint over the built-in engine, its metrics and its page.
+"""The server: an OpenAI-compatible endpoint on top of the built-in engine, with metrics and a web page.
 
-Read in this order: ``settings`` (what can be set), ``driver`` (the engine's thread), ``protocol`` (what a request may
-say), ``prompts`` and ``sessions`` (what the engine reads), ``answers`` and ``completions`` (what it says), ``app`` (the
-routes), ``server`` (start and stop). The packages it needs come with the extra ``serve``.
+Read the modules in this order: ``settings``, ``driver`` (the engine's thread), ``protocol`` (request bodies),
+``prompts`` and ``sessions`` (the engine's input), ``answers`` and ``completions`` (its output), ``app`` (puts the parts
+together), ``server`` (start and stop). The required packages come with the extra ``serve``.
 """

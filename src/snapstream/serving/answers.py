@@ -1,4 +1,4 @@
-"""Engine outputs in OpenAI's shapes."""
+"""Engine outputs in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from snapstream.engine import CacheUse, RequestOutput, TokenLogprobs
 from snapstream.serving.prompts import Prompt
 
 LOWEST_LOGPROB = -9999.0
-"""What minus infinity becomes: JSON has no word for it."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 class PromptDetails(BaseModel):
-    """More about the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = Field(
-        description="Tokens that were not read again: of earlier turns, of a context, of a known beginning."
+        description="Tokens that were not prefilled again: those of earlier turns, a context, or a cached prefix."
     )
 
 
 class CompletionDetails(BaseModel):
-    """More about the tokens of the answers: what speculative decoding guessed."""
+    """Details of the answers' tokens: draft tokens of speculative decoding."""
 
-    accepted_prediction_tokens: int = Field(description="Guesses that were right.")
-    rejected_prediction_tokens: int = Field(description="Guesses that were wrong; they are not in the answer.")
+    accepted_prediction_tokens: int = Field(description="Draft tokens that were accepted.")
+    rejected_prediction_tokens: int = Field(description="Draft tokens that were rejected; they are not in the answer.")
 
 
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,12 +41,12 @@ class Usage(BaseModel):
 
 
 class SessionUse(BaseModel):
-    """What became of a session in this request."""
+    """How a request used its session."""
 
     id: str
     kept: bool = Field(description="Whether the next turn can continue from here.")
-    reused_tokens: int = Field(description="Tokens of earlier turns that were not read again.")
-    read_tokens: int = Field(description="Tokens that were read.")
+    reused_tokens: int = Field(description="Tokens of earlier turns that were not prefilled again.")
+    read_tokens: int = Field(description="Tokens that were prefilled.")
     reason: str | None = Field(None, description="Why nothing was reused.")
 
 
@@ -101,17 +101,17 @@ class ChatCompletion(_Answer):
 
 
 def cache_of(output: RequestOutput) -> dict[str, Any] | None:
-    """What was kept, as JSON."""
+    """Which tokens were kept, as JSON."""
     return None if output.cache is None else asdict(output.cache)
 
 
 class LogprobWriter:
-    """Writes the log-probabilities of one sequence, as it grows.
+    """Writes the log-probabilities of one sequence while it is generated.
 
     Args:
-        text_of: Text of a token.
+        text_of: Returns the text of a token.
         prompt: The prompt.
-        silent: Tokens that the output's text leaves out.
+        silent: Tokens that are left out of the output's text.
     """
 
     def __init__(self, text_of: Callable[[int], str], prompt: Prompt, silent: Set[int]) -> None:
@@ -119,17 +119,17 @@ class LogprobWriter:
         self._offset, self._written, self._prompt_written = 0, 0, False
 
     def chat(self, output: RequestOutput) -> dict[str, Any]:
-        """New tokens since the last call, as chat completions have them."""
+        """New tokens since the last call, in the format of chat completions."""
         return {"content": [self._chat_token(one) for one in self._new(output)], "refusal": None}
 
     def completion(self, output: RequestOutput) -> dict[str, Any]:
-        """New tokens since the last call, as completions have them; at first those of an echoed prompt."""
+        """New tokens since the last call, in the format of completions; the first call includes an echoed prompt."""
         parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if not self._prompt_written and output.prompt_logprobs is not None:
             self._prompt_written = True
             for at, (token, scored) in enumerate(zip(self._prompt.tokens, output.prompt_logprobs, strict=True)):
                 self._add(parts, token, scored)
-                if self._prompt.offsets:  # in the client's own text, where special tokens do not stand
+                if self._prompt.offsets:  # offsets in the client's text, which has no special tokens
                     parts["text_offset"][-1] = self._prompt.offsets[at]
             if self._prompt.text is not None:
                 self._offset = len(self._prompt.text)
@@ -142,12 +142,12 @@ class LogprobWriter:
         parts["tokens"].append(text)
         parts["text_offset"].append(self._offset)
         self._offset += 0 if silent else len(text)
-        if scored is None:  # nothing comes before it that could make it likely
+        if scored is None:  # the first token, which has no context
             parts["token_logprobs"].append(None)
             parts["top_logprobs"].append(None)
             return
         parts["token_logprobs"].append(_finite(scored.logprob))
-        # The chosen token is among them, as everywhere: its place may be below the most likely ones.
+        # As in other servers, the sampled token is always included, even if it is not among the most likely ones.
         top = {self._text_of(token): _finite(value) for token, value in scored.top.items()}
         parts["top_logprobs"].append(top | {text: _finite(scored.logprob)})
 
@@ -162,7 +162,7 @@ class LogprobWriter:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text_of(token)
-        # A part of a character has no text of its own, and its bytes are not those of the sign put in its place.
+        # A token that is part of a character has no text, and the replacement character has other bytes.
         known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode("utf-8", "replace"))
         return {"token": text, "logprob": _finite(logprob), "bytes": known}
 

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: its parts, put together."""
+"""Assembles the server's parts into an ASGI application."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from snapstream.serving.settings import ServerSettings
 
 
 def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], None] = lambda: None) -> FastAPI:
-    """Make the application; it starts the engine's thread when it starts, and ends it when it ends.
+    """Create the application, which starts the engine's thread at startup and ends it at shutdown.
 
     Args:
-        llm: The engine, from now on the application's.
-        settings: The operator's.
-        on_death: Called when the engine has failed for good.
+        llm: The engine; from now on only the application may use it.
+        settings: The operator's settings.
+        on_death: Called when the engine has failed permanently.
 
     Returns:
-        The application; its parts are at ``app.state.parts``.
+        The application; its parts are in ``app.state.parts``.
+
+    Raises:
+        ConfigurationError: A directory is set for sessions or contexts that are disabled, or cannot be written to.
     """
     metrics = ServerMetrics()
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
@@ -81,8 +84,8 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
         description="LLM inference with a KV cache of fixed size per sequence, behind OpenAI's API.",
         lifespan=lifespan,
         responses=errors.DOCUMENTED,
-        redirect_slashes=False,  # a path that ends with an empty name is none
-        # The framework's pages for documents fetch their code from elsewhere.
+        redirect_slashes=False,  # a path with an empty name at its end does not exist
+        # The framework's documentation pages load code from other hosts.
         docs_url=None,
         redoc_url=None,
     )
@@ -93,7 +96,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     app.include_router(context_routes.router(parts, completions))
     app.include_router(operation.router(parts))
     app.include_router(page.router(settings.example))
-    # The one added last is the outermost: every answer has a name, and browsers may read every one of them.
+    # The last one added is the outermost, so every response has a request id, and browsers may read all of them.
     app.add_middleware(BodyMiddleware, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(KeyMiddleware, api_keys=settings.api_keys)
     app.add_middleware(ErrorMiddleware)

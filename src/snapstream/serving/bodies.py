@@ -1,4 +1,4 @@
-"""Bodies of requests: within limits of size and time, and decompressed."""
+"""Reads and decompresses request bodies within limits of size and time."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from snapstream.serving.errors import ApiError, respond
 from snapstream.serving.middleware import is_open
 
 _UNWANTED = 1024
-"""Bytes that a request without a body may send nonetheless: some clients put ``{}`` into every request."""
+"""Maximum body of a request that needs none, in bytes; some clients send ``{}`` with every request."""
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""Encodings, with zlib's number for each."""
+"""Supported encodings, with the ``wbits`` argument of zlib for each."""
 
 
 class BodyMiddleware:
-    """Reads bodies before anything else does, and refuses those that are too long or come too slowly.
+    """Reads each body completely before the application, and refuses bodies that are too long or arrive too slowly.
 
-    Bodies of requests that need none are read and dropped; they have to be short, as they may come from anybody. Bodies
-    may be compressed with gzip or deflate; the limit is for what they are after that, too.
+    Bodies of requests that need none are read and dropped. They must be short, because such requests need no API key.
+    Bodies may be compressed with gzip or deflate; the limit also applies to the decompressed size.
 
     Args:
-        app: What answers.
-        max_bytes: Longest body.
-        seconds: Longest time from the first to the last byte.
+        app: The application.
+        max_bytes: Maximum size of a body.
+        seconds: Maximum time to receive a body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Process a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -50,7 +50,7 @@ class BodyMiddleware:
                 body = b"" if not wanted else body if inflate is None else await anyio.to_thread.run_sync(inflate, body)
         except ApiError as error:
             answer = respond(error, scope["state"]["request_id"])
-            answer.headers["Connection"] = "close"  # what is left of the body is not read
+            answer.headers["Connection"] = "close"  # the rest of the body is not read
             await answer(scope, receive, send)
             return
         if body is None:
@@ -68,7 +68,7 @@ class BodyMiddleware:
         await self.app(scope, receive_read, send)
 
     async def _read(self, headers: Headers, receive: Receive, limit: int) -> bytes | None:
-        """The whole body; ``None`` if the client has gone."""
+        """Read the whole body; ``None`` if the client disconnects."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > limit:
             raise _too_long(limit)
@@ -85,7 +85,7 @@ class BodyMiddleware:
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
-        raise ApiError(408, f"the body did not come within {self.seconds:g} s", code="body_timeout")
+        raise ApiError(408, f"the body did not arrive within {self.seconds:g} s", code="body_timeout")
 
 
 def _too_long(limit: int) -> ApiError:
@@ -93,10 +93,10 @@ def _too_long(limit: int) -> ApiError:
 
 
 def _inflater(headers: Headers, limit: int) -> Callable[[bytes], bytes] | None:
-    """What undoes a body's ``Content-Encoding``; ``None`` if there is nothing to undo.
+    """The function that decompresses a body with this ``Content-Encoding``; ``None`` if it is not compressed.
 
     Raises:
-        ApiError: Another encoding.
+        ApiError: The encoding is not supported.
     """
     encodings = [name for name in headers.get("content-encoding", "").lower().replace(" ", "").split(",") if name]
     wanted = [name for name in encodings if name != "identity"]
@@ -105,22 +105,22 @@ def _inflater(headers: Headers, limit: int) -> Callable[[bytes], bytes] | None:
     if len(wanted) > 1 or wanted[0] not in _WINDOWS:
         raise ApiError(
             415,
-            f"the Content-Encoding {headers['content-encoding'][:40]!r} is not supported; send the body as it is, or "
-            f"with one of {', '.join(_WINDOWS)}",
+            f"the Content-Encoding {headers['content-encoding'][:40]!r} is not supported; send the body "
+            f"uncompressed, or with one of {', '.join(_WINDOWS)}",
             code="unsupported_encoding",
         )
     return partial(_inflate, window=_WINDOWS[wanted[0]], limit=limit)
 
 
 def _inflate(body: bytes, window: int, limit: int) -> bytes:
-    """Decompress a body, but no more of it than is allowed.
+    """Decompress a body, but stop at the limit.
 
     Raises:
-        ApiError: It is too long, or not compressed so.
+        ApiError: It is too long, or not compressed in this way.
     """
     parts, size = [], 0
     try:
-        while body:  # files of gzip may consist of several
+        while body:  # gzip data may consist of several members
             stream = zlib.decompressobj(window)
             parts.append(stream.decompress(body, limit + 1 - size))
             size += len(parts[-1])

@@ -1,8 +1,8 @@
-"""What all request bodies have in common: strict types, and a sentence for every field that is not ours.
+"""Base class of all request bodies: strict types, and a helpful error for every unsupported field.
 
-A field that would change the answer and is not supported is refused with a sentence of its own, from
-:mod:`~snapstream.serving.unsupported`. A field that is not known is refused with the name that comes nearest: a typing
-error must not pass for a setting. Fields that change nothing here are accepted.
+A known field that would change the answer but is not supported is refused with its own message, from
+:mod:`~snapstream.serving.unsupported`. An unknown field is refused with the name of the nearest known one, so that
+typing errors are not mistaken for settings. Fields that have no effect here are accepted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 REFUSED = "refused_field"
-"""Type of the validation error of a field that is not supported or not known."""
+"""Type of the validation error for a field that is unsupported or unknown."""
 
 
 def encodable(text: str) -> str:
-    """Refuse halves of surrogate pairs: JSON can write them, UTF-8 cannot."""
+    """Refuse unpaired surrogates, which JSON can represent but UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -31,19 +31,19 @@ def encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(encodable)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists end at their first error: a long one with many would make gigabytes of messages.
+# Validation of a list stops at the first error: many errors in a long list would produce gigabytes of messages.
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """Base of all requests, and of objects in them.
+    """Base class of all request bodies, and of objects in them.
 
-    Types are not converted, but for whole numbers, which some clients write as ``8.0``. Unknown fields are refused.
+    Types are not converted, except for whole numbers, which some clients write as ``8.0``. Unknown fields are refused.
 
     Attributes:
-        unused: Fields that change nothing here, whatever they say.
-        neutral: Fields that are not supported, with values that ask for nothing; clients send them unasked.
-        reasons: Fields that are not supported, and the sentence that says why.
+        unused: Fields that have no effect here, whatever their value.
+        neutral: Unsupported fields, with the values that request nothing, which some clients send by default.
+        reasons: Unsupported fields, with the message that explains why.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -54,7 +54,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_unused(cls, data: Any) -> Any:
-        """Leave out what changes nothing: fields we do not use, and unsupported ones that ask for nothing."""
+        """Drop fields that have no effect and unsupported ones that request nothing; refuse other unknown fields."""
         if not isinstance(data, dict):
             return data
         kept, unknown, whole = {}, [], _integers(cls)
@@ -63,14 +63,14 @@ class Body(BaseModel):
                 kept[name] = int(value) if name in whole and type(value) is float and value.is_integer() else value
             elif not (value is None or name in cls.unused or value in cls.neutral.get(name, ())):
                 unknown.append(name)
-        if unknown:  # one is enough: a body may have a million of them, and each would make an error of its own
+        if unknown:  # report only one: a body may have a million of them
             name = str(unknown[0]).encode("utf-8", "replace").decode()
             raise PydanticCustomError(REFUSED, "{reason}", {"field": name, "reason": cls.refusal(name)})
         return kept
 
     @classmethod
     def refusal(cls, name: str) -> str:
-        """Why there is no such field, and what to do instead."""
+        """Message that says why a field is refused, and what to do instead."""
         if name in cls.reasons:
             return cls.reasons[name]
         near = get_close_matches(name, sorted(cls.model_fields), 1) if len(name) < 64 else []
@@ -79,18 +79,18 @@ class Body(BaseModel):
 
     @classmethod
     def called(cls) -> str:
-        """What clients know this object as."""
+        """What this object is called in messages to clients."""
         return "this request"
 
     @classmethod
     def elsewhere(cls, name: str) -> str:
-        """Where a field belongs that this object does not have; empty if nowhere."""
+        """Message that says where an unknown field belongs; empty if nowhere."""
         return ""
 
 
 @functools.cache
 def _integers(kind: type[Body]) -> frozenset[str]:
-    """Fields that are whole numbers, alone or among other things."""
+    """Fields whose type is or includes integers, but not floats."""
 
     def has(annotation: Any, wanted: type) -> bool:
         return annotation is wanted or any(has(part, wanted) for part in typing.get_args(annotation))

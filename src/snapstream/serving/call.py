@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and its answer in OpenAI's shape, whole or as it grows."""
+"""One request on its way through the engine, and its answer in OpenAI's format, complete or streamed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ dumps = partial(json.dumps, allow_nan=False)
 
 
 class Call:
-    """A request for completions: :meth:`begin`, :meth:`start`, then :meth:`collect` or :meth:`stream`; :meth:`close`.
+    """One request for completions.
+
+    Call :meth:`begin`, :meth:`start`, then :meth:`collect` or :meth:`stream`, and finally :meth:`close`.
 
     Args:
-        parts: The server's.
-        body: What is asked.
-        state: Of the HTTP request: ``request_id``, when it ``began``, and fields of its ``log`` line.
-        max_tokens: Most tokens of an answer.
-        logprobs: Most likely tokens to report.
+        parts: The server's parts.
+        body: The request body.
+        state: State of the HTTP request: ``request_id``, when it ``began``, and fields of its ``log`` line.
+        max_tokens: Maximum number of tokens of an answer.
+        logprobs: Number of most likely tokens to report per token; ``None`` for no log-probabilities.
     """
 
     def __init__(
@@ -56,14 +58,14 @@ class Call:
         self.writers: list[LogprobWriter] = []
 
     async def begin(self) -> None:
-        """Take the session or the context, if one was asked for.
+        """Acquire the session or the context, if the request names one.
 
         Raises:
-            ApiError: There is no such one.
+            ApiError: It is not available, or both are named.
         """
         if self.body.context_id is not None:
             if self.body.session_id is not None:
-                message = "a session keeps a conversation of its own, a context never changes; give one of them"
+                message = "a session is a conversation, but a context never changes; give only one of them"
                 raise ApiError(400, message, param="context_id")
             self.context = await self.parts.contexts.take(self.owner, self.body.context_id)
         if self.body.session_id is not None:
@@ -72,7 +74,7 @@ class Call:
             self.turn = Turn(self.parts.sessions, key)
 
     async def start(self, prompts: Sequence[Prompt]) -> None:
-        """Queue every answer to every prompt."""
+        """Queue all answers to all prompts."""
         self.prompts = prompts
         jobs, turn = [], self.turn
         for prompt in prompts:
@@ -88,7 +90,7 @@ class Call:
         self.log["sequences"] = [generation.name for generation in self.batch.generations]
 
     def close(self) -> None:
-        """End what still runs, and the turn."""
+        """Abort what still runs, and end the turn."""
         if self.turn is not None:
             self.turn.end()
         if self.context is not None:
@@ -105,7 +107,7 @@ class Call:
             self.log["first_token_s"] = round(min(first), 4)
 
     async def collect(self) -> bytes:
-        """The whole answer, as JSON."""
+        """Wait for the complete answer, and return it as JSON."""
         assert self.batch is not None
         texts = await self._echoes()
         async for index, text, output in self.batch.changes():
@@ -114,7 +116,7 @@ class Call:
         return await self.parts.reader.write(lambda: dumps(self._whole(texts)).encode())
 
     async def stream(self, emit: Emit) -> None:
-        """Send the answer as it grows."""
+        """Send the answer while it is generated."""
         assert self.batch is not None
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         options = self.body.stream_options
@@ -131,7 +133,7 @@ class Call:
 
         def last_event(index: int, text: str, output: RequestOutput) -> str:
             last = self._rest_of_choice(index, output)
-            # What ends a chat stream has no content of its own.
+            # The last event of a chat stream has no content.
             last |= {"delta": {}} if self.is_chat else {}
             return dumps(piece(index, text, **last) | self._session())
 
@@ -144,7 +146,7 @@ class Call:
                 echoes[index] = ""
         async for index, new_text, output in self.batch.changes():
             self._check(output)
-            # With log-probabilities, an echo waits for those of the prompt, which are known only now. They may be many.
+            # An echo with log-probabilities waits for those of the prompt, which are known only now and may be many.
             is_long = bool(echoes[index])
             text, echoes[index] = echoes[index] + new_text, ""
             if not (text or output.finished or self.logprobs is not None):
@@ -159,7 +161,7 @@ class Call:
             await emit(self._frame(kind, []) | {"usage": self._usage()})
 
     def progress(self) -> str:
-        """What the request is waiting for, in a few words."""
+        """A short description of the request's progress."""
         assert self.batch is not None
         snapshot, generations = self.parts.driver.snapshot, self.batch.generations
         if any(generation.first_token is not None for generation in generations):
@@ -173,7 +175,7 @@ class Call:
     # -- parts of answers -------------------------------------------------------------------------------------------
 
     def _params(self, index: int) -> SamplingParams:
-        """Sampling of one answer: what the request says, else what the model's makers propose, else OpenAI's."""
+        """Sampling parameters of one answer: the request's, otherwise the model's recommended, otherwise OpenAI's."""
         body, defaults = self.body, self.parts.llm.engine.sampling_defaults
         given = {
             name: getattr(body, name) if getattr(body, name) is not None else defaults.get(name, standard)
@@ -201,7 +203,7 @@ class Call:
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
             telemetry=body.telemetry is True,
-            # Of the likeliest token alone, the probability is above any number.
+            # top_p = 0 means the likeliest token alone, whose probability exceeds any tiny number.
             **(given | {"top_k": max(given["top_k"], 0), "top_p": given["top_p"] or 1e-9}),
         )
 
@@ -217,13 +219,13 @@ class Call:
         return answer | {"usage": self._usage()} | self._session()
 
     def _past(self) -> CompressedSequence | None:
-        """What every prompt goes on from."""
+        """The compressed sequence that every prompt continues from."""
         if self.context is not None and self.context.context is not None:
             return self.context.context.sequence
         return None if self.turn is None else self.turn.past
 
     def _reused(self) -> int:
-        """Tokens of each prompt that are not read again."""
+        """Number of tokens of each prompt that are not prefilled again."""
         past = self._past()
         return 0 if past is None else len(past.tokens)
 
@@ -231,7 +233,7 @@ class Call:
         return self.prompts[index // self.number]
 
     async def _echoes(self) -> list[str]:
-        """What each answer begins with: its prompt, or nothing. Token ids may be many, and are decoded in a thread."""
+        """The text that each answer begins with: its prompt, if echoed. Token ids are decoded in a thread."""
         assert self.batch is not None
         if not getattr(self.body, "echo", False):
             return [""] * len(self.batch.generations)

@@ -1,4 +1,4 @@
-"""Work that is done for a client, no longer than it is there."""
+"""Runs work for a client until it disconnects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class DisconnectedError(Exception):
-    """The client has gone."""
+    """The client has disconnected."""
 
 
 async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Run ``work``, but no longer than the client is there; returns what it does.
+    """Run ``work`` and return its result, but cancel it if the client disconnects.
 
     Raises:
-        DisconnectedError: It has gone.
+        DisconnectedError: The client has disconnected.
     """
     gone = done = False
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""Requests for completions: what is asked for in all, and an answer that ends with its client."""
+"""Requests for completions: checks them, and cancels their answers if the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from snapstream.serving.streams import EventStream
 T = TypeVar("T")
 
 MAX_SCORES = 2**20
-"""Log-probabilities of prompts that one request may ask for; each takes a hundred bytes or so until it is sent."""
+"""Maximum number of prompt log-probabilities per request; each takes about a hundred bytes until it is sent."""
 
 
 class Completions:
-    """Answers completions and chat completions.
+    """Answers requests for completions and chat completions.
 
     Args:
-        parts: The server's.
+        parts: The server's parts.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -40,7 +40,7 @@ class Completions:
         """Answer ``/v1/completions``."""
         for name in ("session_id", "context_id"):
             if body.echo and body.logprobs is not None and getattr(body, name) is not None:
-                message = f"echo with logprobs needs the whole prompt to be read; leave out {name}"
+                message = f"echo with logprobs needs the whole prompt to be prefilled; leave out {name}"
                 raise ApiError(400, message, param=name)
         one = is_one(body.prompt)
         given: list[Any] = [body.prompt] if one else list(body.prompt)
@@ -84,13 +84,13 @@ class Completions:
     def _check_choices(self, body: Generate, number: int) -> None:
         most = self._parts.settings.max_choices
         if number > most:
-            raise ApiError(400, f"{number} answers were asked for (prompts times n); at most {most}", param="n")
+            raise ApiError(400, f"{number} answers were requested (prompts times n); at most {most}", param="n")
         for name in ("session_id", "telemetry"):
             if number > 1 and getattr(body, name):
-                raise ApiError(400, f"{name} is for one prompt and one answer; leave out n", param=name)
+                raise ApiError(400, f"{name} needs a single prompt and a single answer; leave out n", param=name)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served.
+        """Check that a model is the served one; ``None`` is accepted.
 
         Raises:
             ApiError: It is not.
@@ -146,7 +146,7 @@ class Completions:
         return Response(answer, media_type="application/json")
 
     async def in_turn(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Read prompts, but not for more requests than there is room for: each holds its body meanwhile."""
+        """Tokenize prompts, but not for more requests than the queue has room for, because each holds its body."""
         self._parts.driver.check_room(self._reading + 1)
         self._reading += 1
         try:
@@ -156,5 +156,5 @@ class Completions:
 
 
 def is_one(prompt: Any) -> bool:
-    """Whether this is one prompt, and not a list of them."""
+    """Whether this is a single prompt rather than a list of prompts."""
     return isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))

@@ -1,4 +1,4 @@
-"""Contexts on a disk: all of them, so that a restart finds them again."""
+"""Contexts on disk, which survive a restart of the server."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SUFFIX = ".context.safetensors"
 
 
 class ContextFiles:
-    """Files of contexts, up to a number of bytes.
+    """Files of contexts, limited to a number of bytes.
 
-    A file holds the tokens of its text, and is readable by its owner alone. Of keys it has a digest. Files of other
-    models are left alone.
+    A file contains the tokens of its text and a digest of the API key, and only its owner can read it. Files of other
+    models are never touched.
 
     Args:
-        directory: Made if it is not there.
-        max_bytes: Of all files of this model.
+        directory: Directory of the files; created if it does not exist.
+        max_bytes: Maximum size of all files of this model.
         llm: Saves and loads caches.
 
     Raises:
@@ -40,29 +40,33 @@ class ContextFiles:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"the context directory {directory} cannot be made: {error}") from error
+            raise ConfigurationError(f"the context directory {directory} cannot be created: {error}") from error
         if not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigurationError(f"the context directory {directory} cannot be written to")
-        for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # of a process that was killed while it wrote
+        for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # by a process that was killed while writing
             left_behind.unlink(missing_ok=True)
 
     def find(self) -> list[tuple[StoredContext, float]]:
-        """Contexts of this model that are there, without reading them, and for how many seconds nobody has asked."""
+        """The stored contexts of this model, without loading them, and for how many seconds each was not used."""
         return list(self._find())
 
     def write(self, stored: StoredContext, context: Context, oldest: Sequence[str]) -> list[str]:
-        """Write a context, and say so in ``stored``.
+        """Write a context to a file, and mark it in ``stored``.
+
+        If this fails, the context stays in memory only, and the log says why.
 
         Args:
-            stored: What clients are told of it.
-            context: Itself.
-            oldest: Ids of all contexts, in the order in which their files make room for it.
+            stored: The context's description.
+            context: The context.
+            oldest: Ids of all contexts, in the order in which their files are evicted.
 
         Returns:
-            Ids of those that had to.
+            Ids of contexts whose files were evicted.
         """
         if stored.nbytes > self.max_bytes:
-            logger.warning("a context of %d bytes is in memory only: files may have %d", stored.nbytes, self.max_bytes)
+            logger.warning(
+                "a context of %d bytes is in memory only: the limit for files is %d", stored.nbytes, self.max_bytes
+            )
             return []
         said = {"id": stored.id, "owner": stored.owner, "name": stored.name, "created": stored.created}
         note = context.note(**said, nbytes=stored.nbytes)
@@ -75,15 +79,15 @@ class ContextFiles:
         return self._sweep([name for name in oldest if name != stored.id], stored.id)
 
     def read(self, stored: StoredContext) -> Context:
-        """A context as it was written.
+        """Load a context.
 
         Raises:
-            CacheFileError: It is not there any more, or damaged.
+            CacheFileError: The file no longer exists, or is corrupt.
         """
         return self.llm.load_context(self._path(stored.id))
 
     def touch(self, idle: Mapping[str, float]) -> None:
-        """Note for how many seconds nobody has asked, by id."""
+        """Store for how many seconds each context was not used, by id."""
         for name, seconds in idle.items():
             with contextlib.suppress(OSError):
                 os.utime(self._path(name), (time.time() - seconds,) * 2)
@@ -115,16 +119,18 @@ class ContextFiles:
                 )
                 limit, engine = int(described["layout"]["limit"]), self.llm.engine
                 if limit > engine.budget.capacity or stored.tokens >= engine.max_model_len:
-                    raise ValueError(f"it has up to {limit} entries after {stored.tokens} tokens, too many here")
+                    raise ValueError(
+                        f"it has up to {limit} entries and {stored.tokens} tokens, too many for this server"
+                    )
                 idle = time.time() - path.stat().st_mtime
             except (CacheFileError, LookupError, TypeError, ValueError, OSError) as error:
-                logger.warning("%s is not taken for a context: %s", path, error)
+                logger.warning("%s is ignored as a context: %s", path, error)
                 continue
             if path == self._path(stored.id):
                 yield stored, idle
 
     def _sweep(self, oldest: Sequence[str], newest: str) -> list[str]:
-        """Delete the oldest files until the rest fits; returns whose they were."""
+        """Delete the oldest files until the rest fits; returns the ids of their contexts."""
         sizes, gone = {}, list[str]()
         for name in (*oldest, newest):
             with contextlib.suppress(OSError):  # it has no file

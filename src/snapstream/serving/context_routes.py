@@ -1,4 +1,4 @@
-"""Routes of contexts: read a text, list what was read, and forget it."""
+"""Routes of contexts: create, list, show and delete them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from snapstream.serving.routes import Deleted
 
 
 class ContextState(BaseModel):
-    """A context."""
+    """Description of a context."""
 
     id: str
     object: str = "context"
@@ -38,7 +38,7 @@ class ContextState(BaseModel):
 
     @classmethod
     def of(cls, stored: StoredContext) -> ContextState:
-        """What clients are told."""
+        """Describe a stored context to clients."""
         return cls(
             id=stored.id,
             name=stored.name,
@@ -52,21 +52,21 @@ class ContextState(BaseModel):
 
 
 class ContextTokens(BaseModel):
-    """Tokens of a context, and the text that each completes, which may be none."""
+    """The tokens of a context, and the text that each adds, which may be empty."""
 
     tokens: list[int]
     texts: list[str]
 
 
 class Contexts(BaseModel):
-    """All contexts of a key."""
+    """All contexts of an API key."""
 
     object: str = "list"
     data: list[ContextState]
 
 
 def router(parts: Parts, completions: Completions) -> APIRouter:
-    """The routes of one server."""
+    """Create the routes of one server."""
     routes = APIRouter(tags=["Contexts"])
     store, detokenizing = parts.contexts, anyio.CapacityLimiter(1)
 
@@ -75,7 +75,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.post("/v1/contexts", response_model=ContextState)
     async def read(body: ContextRequest, request: Request) -> Response:
-        """Read a text and compress it once; requests with its id as context_id go on from there."""
+        """Prefill a text and compress it once; requests continue it by its id as context_id."""
         completions.check_model(body.model)
         store.check()
         params = SamplingParams(max_tokens=0, kv_budget=parts.llm.engine.context_budget(budget_of(body.kv_budget)))
@@ -94,7 +94,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
                 async for _, _, output in batch.changes():
                     if output.error is not None:
                         state["log"]["error"] = output.error
-                        raise ApiError(500, f"the text could not be read: {output.error}", code="request_failed")
+                        raise ApiError(500, f"the text could not be processed: {output.error}", code="request_failed")
             finally:
                 batch.cancel()
             context = parts.llm.context_of(saved[0], opened, body.system)
@@ -110,7 +110,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.get("/v1/contexts")
     async def all_contexts(request: Request) -> Contexts:
-        """The contexts that this key has read."""
+        """The contexts of this API key."""
         return Contexts(data=[ContextState.of(stored) for stored in store.of(owner(request))])
 
     @routes.get("/v1/contexts/{name}")
@@ -120,7 +120,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.get("/v1/contexts/{name}/tokens", response_model=ContextTokens)
     async def tokens(name: str, request: Request) -> Response:
-        """The tokens of a context's text, and what each adds to it."""
+        """The tokens of a context, and the text that each adds."""
         stored = await store.take(owner(request), name)
 
         def write() -> bytes:
@@ -131,14 +131,14 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
             return answer.model_dump_json().encode()
 
         try:
-            # Not with those that write answers: it may take its time.
+            # In threads other than those that write answers, because it may take long.
             return Response(await anyio.to_thread.run_sync(write, limiter=detokenizing), media_type="application/json")
         finally:
             store.release(stored)
 
     @routes.delete("/v1/contexts/{name}")
     async def forget(name: str, request: Request) -> Deleted:
-        """Forget a context and free its cache; requests that go on from it are not touched."""
+        """Delete a context and free its cache; requests that already use it are not affected."""
         await store.delete(owner(request), name)
         return Deleted(id=name)
 

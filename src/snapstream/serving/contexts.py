@@ -1,4 +1,4 @@
-"""Texts that were read once and are asked many times: by id, up to a number of bytes, each stored once."""
+"""The store of contexts, texts that are prefilled once and asked many times, limited to a number of bytes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class StoredContext:
-    """A context and what clients are told of it.
+    """A context and its description.
 
     Attributes:
-        id: Made by the server, not to be guessed.
-        owner: Whose key has read it; nobody else sees it.
-        name: What the owner calls it.
-        created: When it was read, in seconds since 1970.
-        tokens: Of the text.
-        entries: Tokens that are left, per layer and KV head.
-        nbytes: Memory that it takes.
+        id: Unguessable id, created by the server.
+        owner: Digest of the API key that created it; other keys do not see it.
+        name: The owner's name for it.
+        created: When it was created, in seconds since 1970.
+        tokens: Number of tokens of its text.
+        entries: Number of cache entries per layer and KV head.
+        nbytes: Bytes of its cache.
         chat: See :class:`~snapstream.engine.context.Context`.
-        context: Itself, if it is in memory.
-        on_disk: Whether a file has it.
-        users: Requests that go on from it now.
-        used: When one last did, as the store's clock counts.
+        context: The context, if it is in memory.
+        on_disk: Whether it is stored in a file.
+        users: Number of requests that currently use it.
+        used: When it was last used, by the store's clock.
+        fetching: Held while it is loaded from its file.
     """
 
     id: str
@@ -55,15 +56,15 @@ class StoredContext:
 
 
 class ContextStore:
-    """Keeps contexts in ``max_bytes`` of memory; the one not asked for the longest time goes first.
+    """Keeps contexts in ``max_bytes`` of memory, and evicts the least recently used one first.
 
-    With files every context is written when it is read, and going from memory is no loss. One that is being asked
-    stays. All methods are called on the event loop.
+    With files, every context is written when it is created, so eviction from memory loses nothing. Contexts in use are
+    not evicted. All methods must be called on the event loop.
 
     Args:
-        max_bytes: Of all caches in memory; 0: no contexts are taken.
-        files: Where they are kept besides; ``None``: nowhere.
-        clock: For tests.
+        max_bytes: Maximum size of all caches in memory; 0 disables contexts.
+        files: Files of the contexts; ``None`` to keep them in memory only.
+        clock: Clock, for tests.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class ContextStore:
         for stored, idle in [] if files is None else files.find():
             stored.used = clock() - idle
             self._known[stored.id] = stored
-        self._leaving: set[StoredContext] = set()  # deleted while they are being asked
+        self._leaving: set[StoredContext] = set()  # deleted while in use
 
     def check(self) -> None:
-        """See whether contexts are taken at all.
+        """Check that contexts are enabled.
 
         Raises:
             ApiError: They are not.
@@ -86,28 +87,28 @@ class ContextStore:
             raise ApiError(400, "this server keeps no contexts; start it with --contexts GIB", param="context_id")
 
     def check_room(self, nbytes: int) -> None:
-        """See whether a context of so many bytes could be kept now; nothing has to go for it yet.
+        """Check that a context of this size could be stored now; nothing is evicted yet.
 
         Raises:
-            ApiError: It is larger than all that may be kept, or what is being asked leaves no room.
+            ApiError: It is larger than the limit, or contexts in use leave no room for it.
         """
         if nbytes > self.max_bytes:
             raise ApiError(
                 400,
-                f"this context takes {nbytes} bytes, and all together may take {self.max_bytes} (--contexts); read the "
-                "text with a smaller kv_budget",
+                f"this context takes {nbytes} bytes, but all contexts together may take {self.max_bytes} (--contexts); "
+                "use a smaller kv_budget",
                 param="kv_budget",
             )
         if self._in_use() + nbytes > self.max_bytes:
             raise ApiError(
                 503,
-                "contexts that are being asked take all memory that there is for them; try again later",
+                "contexts in use take all the memory for contexts; try again later",
                 code="contexts_full",
                 headers={"Retry-After": "5"},
             )
 
     async def add(self, owner: str, name: str, context: Context) -> StoredContext:
-        """Keep a context.
+        """Store a context.
 
         Raises:
             ApiError: See :meth:`check_room`.
@@ -124,14 +125,14 @@ class ContextStore:
             used=self.clock(),
         )
         self._make_room(stored)
-        stored.context, stored.users = context, 1  # it must not make room for others while it is written
+        stored.context, stored.users = context, 1  # counts as in use, so it is not evicted while it is written
         self._known[stored.id] = stored
         try:
             if self.files is not None:
                 with anyio.CancelScope(shield=True):
                     gone = await anyio.to_thread.run_sync(self.files.write, stored, context, self._oldest())
                 self._forget_files(gone)
-            await anyio.lowlevel.checkpoint()  # who has asked for it may have gone meanwhile
+            await anyio.lowlevel.checkpoint()  # the client may have disconnected meanwhile
         except BaseException:
             self._forget(stored)
             raise
@@ -142,36 +143,36 @@ class ContextStore:
         return stored
 
     def find(self, owner: str, name: str) -> StoredContext:
-        """A context by its id.
+        """Find a context by its id.
 
         Raises:
-            ApiError: There is none, or it is somebody else's.
+            ApiError: There is no such context, or it belongs to another key.
         """
         stored = self._known.get(name)
         if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
-                f"there is no context {name!r}: it was deleted, or had to make room; read the text again",
+                f"there is no context {name!r}: it was deleted or evicted; create it again",
                 param="context_id",
                 code="context_not_found",
             )
         return stored
 
     def of(self, owner: str) -> list[StoredContext]:
-        """All that somebody has, the newest last."""
+        """All contexts of an owner, newest last."""
         return sorted((one for one in self._known.values() if one.owner == owner), key=lambda one: one.created)
 
     async def take(self, owner: str, name: str) -> StoredContext:
-        """A context that is in memory, and stays there until it is given to :meth:`release`.
+        """Acquire a context, which is loaded into memory if needed and stays there until :meth:`release`.
 
         Raises:
-            ApiError: There is none, its file is damaged, or what is being asked leaves no room for it.
+            ApiError: There is no such context, its file is corrupt, or contexts in use leave no room for it.
         """
         self.check()
         stored = self.find(owner, name)
         stored.users += 1
         try:
-            async with stored.fetching:  # several may want it at once
+            async with stored.fetching:  # several requests may need it at the same time
                 if stored.context is None:
                     stored.context = await self._fetched(stored)
         except BaseException:
@@ -180,24 +181,24 @@ class ContextStore:
         return stored
 
     def release(self, stored: StoredContext) -> None:
-        """One request less goes on from a context."""
+        """Release a context that was acquired."""
         stored.users -= 1
         stored.used = self.clock()
         if not stored.users:
             self._leaving.discard(stored)
 
     async def delete(self, owner: str, name: str) -> None:
-        """Forget a context; requests that go on from it are not touched.
+        """Delete a context; requests that already use it are not affected.
 
         Raises:
-            ApiError: There is none.
+            ApiError: There is no such context.
         """
         stored = self.find(owner, name)
         self._forget(stored)
         await self._delete_file(stored)
 
     def close(self) -> None:
-        """Note when each was asked last, for the next server."""
+        """Store when each context was last used, for the next server."""
         if self.files is not None:
             self.files.touch({one.id: self.clock() - one.used for one in self._known.values() if one.on_disk})
 
@@ -206,7 +207,7 @@ class ContextStore:
 
     @property
     def bytes(self) -> int:
-        """Memory of all caches that are held."""
+        """Bytes of all caches in memory."""
         return sum(one.nbytes for one in {*self._known.values(), *self._leaving} if one.context is not None)
 
     async def _fetched(self, stored: StoredContext) -> Context:
@@ -215,12 +216,12 @@ class ContextStore:
         try:
             return await anyio.to_thread.run_sync(self.files.read, stored)
         except CacheFileError as error:
-            if isinstance(error.__cause__, OSError):  # that is the disk's trouble, not the file's
+            if isinstance(error.__cause__, OSError):  # the disk failed; the file may be intact
                 message = f"the context {stored.id!r} cannot be read now: {error}"
                 raise ApiError(503, message, param="context_id") from error
             self._forget(stored)
             await self._delete_file(stored)
-            message = f"the context {stored.id!r} could not be read back: {error}; read the text again"
+            message = f"the context {stored.id!r} could not be loaded: {error}; create it again"
             raise ApiError(404, message, param="context_id", code="context_not_found") from error
 
     async def _delete_file(self, stored: StoredContext) -> None:
@@ -229,15 +230,15 @@ class ContextStore:
                 await anyio.to_thread.run_sync(self.files.delete, stored.id)
 
     def _in_use(self) -> int:
-        """Memory of what is being asked, or fetched to be."""
+        """Bytes of all contexts that are in use, or being loaded for use."""
         return sum(one.nbytes for one in {*self._known.values(), *self._leaving} if one.users)
 
     def _oldest(self) -> list[str]:
-        """Ids, the one not asked for the longest time first."""
+        """Ids of all contexts, least recently used first; those in use are last."""
         return [one.id for one in sorted(self._known.values(), key=lambda one: (one.users > 0, one.used))]
 
     def _make_room(self, stored: StoredContext) -> None:
-        """Take contexts out of memory until there is room for one more."""
+        """Evict contexts from memory until there is room for one more."""
         self.check_room(0 if stored.users else stored.nbytes)
         total = self._in_use() + (0 if stored.users else stored.nbytes)
         idle = [one for one in self._known.values() if one.context is not None and not one.users]
@@ -257,7 +258,7 @@ class ContextStore:
             self._leaving.add(stored)
 
     def _forget_files(self, ids: list[str]) -> None:
-        """These files had to make room for others."""
+        """Update the contexts whose files were evicted."""
         for name in ids:
             stored = self._known.get(name)
             if stored is not None:

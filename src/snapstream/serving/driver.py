@@ -1,8 +1,8 @@
-"""The engine's own thread, and what the event loop sees of it.
+"""The engine's thread, and its interface to the event loop.
 
-The engine runs in one thread, which alone touches it. The event loop sends it commands through a queue, which it
-reads between two steps, and gets the outputs of each step back in one call. What a client has not fetched yet is merged
-into one piece per sequence, so a slow reader costs no more than its own text.
+The engine runs in one thread, and only this thread uses it. The event loop sends commands through a queue, which the
+thread reads between two steps. The outputs of each step come back in one call. Output that a client has not fetched yet
+is merged into one piece per sequence, so a slow reader costs no more memory than its own text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from snapstream.serving.generation import Generation, Job
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Steps of the engine that may fail, with no sequence ending well in between, before the server gives up. After so many
-requests that fail by themselves, the engine is tried with one of its own."""
+"""Number of failed engine steps, with no sequence finishing normally in between, after which the server gives up. After
+as many requests that failed on their own, the engine is tested with a probe request."""
 
 _PROBE = "probe"
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class QueueFullError(Exception):
-    """More sequences are waiting than the server takes; ``seconds`` says when to come back."""
+    """The queue is full; ``seconds`` says when to retry."""
 
     def __init__(self, seconds: int) -> None:
         super().__init__(f"the queue is full; try again in {seconds} s")
@@ -49,24 +49,24 @@ class UnavailableError(Exception):
 
 
 class EngineError(Exception):
-    """The engine failed under a request."""
+    """The engine failed while it ran a request."""
 
 
 class Listener(Protocol):
-    """Who wants to know what becomes of sequences; called on the event loop."""
+    """Receives events about sequences, on the event loop."""
 
     def first_token(self, generation: Generation) -> None:
-        """The prompt has been read."""
+        """Called when prefill has ended."""
 
     def finished(self, generation: Generation) -> None:
-        """It has ended, for whatever reason."""
+        """Called when a sequence has ended, for whatever reason."""
 
     def engine_failed(self) -> None:
-        """A step of the engine raised."""
+        """Called when an engine step has raised an exception."""
 
 
 class Snapshot(NamedTuple):
-    """The engine after a step: its slots, and whose prompt is being read how far."""
+    """The engine after a step: its slots, which sequences are being prefilled, and the progress of prefill."""
 
     slots: Sequence[SlotUse | None]
     reading: Sequence[str]
@@ -75,7 +75,7 @@ class Snapshot(NamedTuple):
 
 
 class _Command(NamedTuple):
-    """What the engine's thread is to do; one that comes too late is refused."""
+    """A command for the engine's thread; ``refuse`` is called instead of ``run`` if the thread has ended."""
 
     run: Callable[[], None]
     refuse: Callable[[Exception], None]
@@ -91,16 +91,16 @@ class Batch:
         self.cancelled = False
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for outputs gets this error."""
+        """Raise this error in :meth:`changes`."""
         self.failure = self.failure or error
         self.wake.set()
 
     async def changes(self) -> AsyncIterator[tuple[int, str, RequestOutput]]:
-        """Index, new text and newest output of each sequence as they come, until all have ended.
+        """Yield the index, new text and newest output of sequences that have changed, until all have ended.
 
         Raises:
             EngineError: The engine failed.
-            UnavailableError: The server stops.
+            UnavailableError: The server is stopping.
         """
         running = set(range(len(self.generations)))
         while running:
@@ -117,7 +117,7 @@ class Batch:
                 yield index, *news
 
     def cancel(self) -> None:
-        """End what still runs; its slots are free before the engine's next step."""
+        """Abort all sequences that still run; their slots are free before the engine's next step."""
         self._driver.cancel(self)
 
 
@@ -125,13 +125,13 @@ class EngineDriver:
     """Runs an engine for an event loop."""
 
     def __init__(self, llm: LLM, *, max_queue: int, listener: Listener, on_death: Callable[[], None]) -> None:
-        """Start nothing yet; see :meth:`start`.
+        """Create the driver without starting its thread; see :meth:`start`.
 
         Args:
-            llm: The engine, from now on this object's.
-            max_queue: Sequences that may wait for a slot.
-            listener: For metrics.
-            on_death: Called on the event loop when the engine has failed for good.
+            llm: The engine; from now on only this object may use it.
+            max_queue: Maximum number of sequences that wait for a slot.
+            listener: Receives events, for metrics.
+            on_death: Called on the event loop when the engine has failed permanently.
         """
         self.llm, self.engine, self.listener, self.on_death = llm, llm.engine, listener, on_death
         self.capacity = llm.engine.config.slots + max_queue
@@ -146,7 +146,7 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._live: dict[str, tuple[Batch, Generation]] = {}
         self._idle = asyncio.Event()
-        # From one end of a sequence to the next while there was work: its mean is how fast the queue moves.
+        # Times between the ends of sequences while there was work; their mean is the pace of the queue.
         self._between_ends: deque[float] = deque([1.0 / llm.engine.config.slots], maxlen=100)
         self._last_end = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,7 +154,7 @@ class EngineDriver:
     # -- the event loop's side --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; called on the event loop that will be told what happens."""
+        """Start the thread; must be called on the event loop that receives its events."""
         self._loop = asyncio.get_running_loop()
         self._idle.set()
         self._thread.start()
@@ -166,24 +166,24 @@ class EngineDriver:
 
     @property
     def waiting(self) -> int:
-        """Sequences whose prompt is not being read yet."""
+        """Number of sequences whose prefill has not started."""
         return sum(generation.started is None for _, generation in self._live.values())
 
     @property
     def unfinished(self) -> int:
-        """Sequences that wait or run."""
+        """Number of sequences that wait or run."""
         return len(self._live)
 
     async def submit(self, jobs: Sequence[Job]) -> Batch:
-        """Queue sequences, all or none.
+        """Queue all of these sequences or none.
 
         Raises:
-            QueueFullError: Too many wait already, or are still being read.
-            UnavailableError: No new work is taken.
-            RequestError: The engine cannot serve one of them, or they are more than it can ever hold.
+            QueueFullError: Slots and queue are full.
+            UnavailableError: No new work is accepted.
+            RequestError: The engine cannot serve one of them, or there are more than slots and queue can ever hold.
         """
         if len(jobs) > self.capacity:
-            raise RequestError(f"{len(jobs)} answers at once are more than slots and queue hold, {self.capacity}")
+            raise RequestError(f"{len(jobs)} answers in one request; slots and queue together hold {self.capacity}")
         self.check_room(len(jobs))
         names = [next(self._names) for _ in jobs]
         batch = Batch(self, names, jobs)
@@ -193,7 +193,7 @@ class EngineDriver:
         try:
             await self.call(lambda: self._add(batch))
         except asyncio.CancelledError:
-            self.cancel(batch)  # comes to the engine after the command that adds it
+            self.cancel(batch)  # reaches the engine after the command that adds it
             raise
         except Exception:
             self._drop(names)
@@ -201,11 +201,11 @@ class EngineDriver:
         return batch
 
     def check_room(self, sequences: int) -> None:
-        """See whether so many more would be taken now.
+        """Check that this many more sequences would be accepted now.
 
         Raises:
-            QueueFullError: No.
-            UnavailableError: Nothing is taken.
+            QueueFullError: Slots and queue are full.
+            UnavailableError: No new work is accepted.
         """
         if self.draining or not self.healthy:
             raise UnavailableError("the server is stopping" if self.draining else "the engine has failed")
@@ -213,14 +213,14 @@ class EngineDriver:
             raise QueueFullError(self._retry_after())
 
     def cancel(self, batch: Batch) -> None:
-        """See :meth:`Batch.cancel`. They count as live until the engine has let them go."""
+        """Abort a batch. Its sequences count as running until the engine has dropped them."""
         names = [generation.name for generation in batch.generations if generation.name in self._live]
         if batch.cancelled:
             return
         batch.cancelled = True
 
         def abort() -> None:
-            # What runs is reported by the next step; what was never added would not be.
+            # The next step reports running sequences, but not those that were never added.
             self._tell(self._drop, [name for name in names if not self.engine.abort(name)])
 
         if names:
@@ -256,12 +256,12 @@ class EngineDriver:
         return await future
 
     async def drain(self, seconds: float) -> None:
-        """Take no new work, let what runs go on for a while, then fail the rest."""
+        """Accept no new work, let running requests continue for ``seconds``, then fail the rest."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            self._fail_all(UnavailableError("the server is stopping; the time for running requests is over"))
+            self._fail_all(UnavailableError("the server is stopping, and the time for running requests is over"))
 
     async def stop(self) -> None:
         """End the thread. Nothing may be submitted afterwards."""
@@ -271,7 +271,7 @@ class EngineDriver:
             await asyncio.to_thread(self._thread.join, 30.0)
 
     def _deliver(self, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float) -> None:
-        """Hand out what one step made, which began at ``now``."""
+        """Distribute the outputs of one step, which began at ``now``."""
         self.snapshot = snapshot
         for name in snapshot.reading:
             if name in self._live:
@@ -281,12 +281,12 @@ class EngineDriver:
             if output.request_id not in self._live:
                 continue
             generation = self._live[output.request_id][1]
-            first = output.cache is not None and generation.first_token is None  # its prompt has been read
+            first = output.cache is not None and generation.first_token is None  # prefill has ended
             if first:
                 generation.started = generation.started or now
                 generation.first_token = time.monotonic()
             if output.saved is not None and generation.job.keep is not None:
-                generation.job.keep(output.saved)  # at once: a client may take its time to fetch the output
+                generation.job.keep(output.saved)  # immediately, as clients may fetch outputs late
             generation.put(replace(output, saved=None))
             if first:
                 self.listener.first_token(generation)
@@ -294,14 +294,14 @@ class EngineDriver:
                 self._forget(output.request_id)
 
     def _drop(self, names: Sequence[str]) -> None:
-        """These were never added."""
+        """Remove sequences that were never added to the engine."""
         for name in names:
             self._live.pop(name, None)
         if not self._live:
             self._idle.set()
 
     def _forget(self, name: str) -> None:
-        """A sequence has ended and its slot is free."""
+        """Remove a sequence that has ended."""
         _, generation = self._live.pop(name)
         generation.ended = time.monotonic()
         if generation.started is not None:
@@ -318,11 +318,11 @@ class EngineDriver:
             self.cancel(batch)
 
     def _retry_after(self) -> int:
-        """Seconds until about half of the queue will have gone."""
+        """Estimated seconds until half of the queue is processed, between 1 and 60."""
         return max(1, min(60, round(self.waiting / 2 * statistics.fmean(self._between_ends))))
 
     def _engine_failed(self, error: BaseException, names: Sequence[str] | None) -> None:
-        """Fail the sequences that were in the engine; with ``None`` all, for good."""
+        """Fail the sequences that were in the engine; ``None`` means all of them, after a permanent failure."""
         self.listener.engine_failed()
         for name in list(self._live) if names is None else names:
             if name in self._live:
@@ -369,8 +369,8 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # whatever it is, this thread will answer no more
-            logger.critical("the engine has failed for good", exc_info=error)
+        except BaseException as error:  # whatever the error, this thread ends
+            logger.critical("the engine has failed permanently", exc_info=error)
             self._tell(self._engine_failed, error, None)
         with self._closing:
             self._closed = True
@@ -380,7 +380,7 @@ class EngineDriver:
                 command.refuse(UnavailableError("the engine has stopped"))
 
     def _work(self) -> None:
-        """Run the engine until told to stop; raises what it cannot go on after."""
+        """Run the engine until it is told to stop; raises errors after which it cannot continue."""
         failures = own = 0
         probing = False
         while True:
@@ -389,7 +389,7 @@ class EngineDriver:
                 if command is None:
                     return
                 command.run()
-            names = self.engine.request_ids  # as they are before the step: one that has ended in it has told nobody yet
+            names = self.engine.request_ids  # before the step, as it may end sequences
             now = self.step_started = time.monotonic()
             try:
                 outputs = self.engine.step()
@@ -412,8 +412,8 @@ class EngineDriver:
                 if output.request_id == _PROBE and output.finished:
                     probing = False
                     if output.finish_reason == "error":
-                        raise RuntimeError(f"a request of one token failed: {output.error}")
+                        raise RuntimeError(f"a probe request failed: {output.error}")
             if own >= MAX_FAILURES and not probing:
-                # So many requests have failed by themselves: see whether it is the engine after all.
+                # Several requests have failed on their own: test whether the engine itself is the cause.
                 self.engine.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True), _PROBE, first=True)
                 own, probing = 0, True

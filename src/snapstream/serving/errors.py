@@ -1,4 +1,4 @@
-"""Errors, in the shape OpenAI's clients know: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code", "request_id"}}``."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _MEANINGS = {
     400: "The request cannot be served; the message says why.",
     401: "No valid API key.",
     404: "No such model, session, context or path.",
-    408: "The body came too slowly.",
-    409: "A turn of this session is running.",
+    408: "The body arrived too slowly.",
+    409: "A turn of this session is still running.",
     413: "The body is too long.",
-    415: "The body is compressed in a way that is not supported.",
-    429: "The queue is full; Retry-After says when to come back.",
-    500: "The engine failed.",
-    503: "The server is stopping, its engine has failed, or contexts that are being asked take all their memory.",
-    504: "It took too long.",
+    415: "The body's Content-Encoding is not supported.",
+    429: "The queue is full; Retry-After says when to try again.",
+    500: "The request or the engine failed.",
+    503: "The server is stopping, its engine has failed, or contexts in use take all the memory for contexts.",
+    504: "The request took too long.",
 }
 
 
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/contexts": "text"}
-"""Fields that hold the prompt, by path."""
+"""The field that contains the prompt, by path."""
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -64,7 +64,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error, as every endpoint answers it."""
+    """The error response of every endpoint."""
 
     error: ErrorDetail
 
@@ -72,18 +72,18 @@ class ErrorBody(BaseModel):
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()
 }
-"""Every status a route may answer besides success, for the OpenAPI document."""
+"""All error statuses of the routes, for the OpenAPI document."""
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """An error response.
 
     Args:
         status: HTTP status.
-        message: What was given, what is allowed, what to do.
-        param: The field it is about.
+        message: What was given, what is allowed, and what to do.
+        param: The field that is wrong.
         code: A short name for programs.
-        headers: Sent along.
+        headers: Additional headers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, request_id: str | None) -> dict[str, Any]:
-        """As JSON."""
+        """The response body."""
         message = _printable(self.message, 2000)
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         detail = ErrorDetail(
@@ -114,13 +114,13 @@ class ApiError(Exception):
 
 
 def _printable(text: str, length: int) -> str:
-    """What a client sent may come back in a message; it may be long, and need not be text."""
+    """Shorten and sanitize a message, which may quote long or invalid text from the client."""
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an exception; an unexpected one is logged and answered 500."""
+    """Convert an exception to an error response; an unexpected one is logged and becomes a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -140,13 +140,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def respond(error: Exception, request_id: str | None) -> JSONResponse:
-    """An error as a response."""
+    """The response to an exception."""
     answer = as_api_error(error)
     return JSONResponse(answer.body(request_id), answer.status, headers=answer.headers)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error in this shape, those of the framework too."""
+    """Make the application answer all errors in this format, including those of the framework."""
 
     def request_id(request: Request) -> str | None:
         name: str | None = request.scope.get("state", {}).get("request_id")
@@ -156,7 +156,7 @@ def install(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "none")
         if "json" not in kind and request.method == "POST":
-            problem = ApiError(400, f"the body has to be JSON, sent as application/json; its Content-Type is {kind}")
+            problem = ApiError(400, f"the body must be JSON, sent as application/json; its Content-Type is {kind}")
             return respond(problem, request_id(request))
         return respond(_first_problem(error), request_id(request))
 
@@ -178,7 +178,7 @@ def install(app: FastAPI) -> None:
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
-    """The first thing wrong with a body, by the name of its field; of a union, what came closest."""
+    """The first problem in a body, with the place of its field; for a union, the problem of the closest alternative."""
     problems = error.errors()
     alike = [one for one in problems if one["loc"][:2] == problems[0]["loc"][:2]]
     problem = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
@@ -192,9 +192,9 @@ def _first_problem(error: RequestValidationError) -> ApiError:
 
 
 def _place(steps: Sequence[int | str]) -> str:
-    """A place in a body, such as ``messages[1].content[0].text``, without the names of a union's types."""
+    """Format a place in a body, such as ``messages[1].content[0].text``, without the type names of unions."""
     place = ""
-    for step in steps[1:]:  # the first one says that it is in the body
+    for step in steps[1:]:  # the first one is always "body"
         if isinstance(step, int):
             place += f"[{step}]"
         elif step.isidentifier() and step not in _TYPES and not step[:1].isupper():
@@ -203,4 +203,4 @@ def _place(steps: Sequence[int | str]) -> str:
 
 
 _TYPES = frozenset(("str", "int", "float", "bool", "dict", "list", "none"))
-"""What pydantic calls members of a union, besides models and longer names."""
+"""Pydantic's names for union members, besides models and longer names."""

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what has come of it so far, as the event loop sees it."""
+"""Sequences as the event loop sees them: what was requested, and the output so far."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Job:
     """One sequence to generate.
 
     Attributes:
-        tokens: The prompt; after a ``past``, what is new of it.
-        params: How to sample.
-        past: The turns before.
-        keep: Takes the compressed cache at the end, on the event loop, for a next turn; ``None`` if it is not wanted.
-        asked: When the client asked, as :func:`time.monotonic` counts; ``None``: when it is submitted.
+        tokens: The prompt; with a ``past``, only the new tokens.
+        params: Sampling parameters.
+        past: The compressed cache of earlier turns.
+        keep: Called with the compressed cache at the end, on the event loop; ``None`` if it is not needed.
+        asked: When the request arrived, in :func:`time.monotonic` time; ``None`` for when it is submitted.
     """
 
     tokens: Sequence[int]
@@ -34,12 +34,12 @@ class Generation:
     """One sequence as the event loop sees it.
 
     Attributes:
-        name: The engine's name for it.
-        job: What was asked.
+        name: Its request id in the engine.
+        job: What was requested.
         output: The newest output.
-        created: When it was asked for; all times are of :func:`time.monotonic`.
-        started: When its prompt began to be read.
-        first_token: When its prompt had been read and its first token was there, if one was asked for.
+        created: When it was requested; all times are in :func:`time.monotonic` time.
+        started: When its prefill started.
+        first_token: When prefill had ended and its first token, if any was requested, was generated.
         ended: When it ended.
     """
 
@@ -55,13 +55,13 @@ class Generation:
         self._news = False
 
     def put(self, output: RequestOutput) -> None:
-        """Merge an output into what has not been taken yet."""
+        """Merge an output into those that have not been taken yet."""
         self.output, self._news = output, True
         self._text.append(output.new_text)
         self._wake.set()
 
     def take(self) -> tuple[str, RequestOutput] | None:
-        """New text since the last call and the newest output, if there is one."""
+        """Return the new text since the last call and the newest output; ``None`` if there is nothing new."""
         if not self._news or self.output is None:
             return None
         text, self._text, self._news = "".join(self._text), [], False

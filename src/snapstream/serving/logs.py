@@ -1,4 +1,4 @@
-"""Log lines for programs: one JSON object each, or plain text."""
+"""Log lines as plain text, or as one JSON object each."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import sys
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from typing_extensions import override
+
 LogFormat = Literal["json", "text"]
 _FIELDS = "fields"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record; the fields of :func:`log_fields` are members of it."""
+    """Formats each record as a JSON object, which includes the fields of :func:`log_fields`."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -30,13 +32,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: the message, then fields as ``name=value``."""
+    """Formats each record as text: the message, then the fields as ``name=value``."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """Write a record."""
         fields = getattr(record, _FIELDS, {})
         words = [
             f"{name}={json.dumps(value, default=str)}" for name, value in fields.items() if value not in (None, "")
@@ -50,7 +52,7 @@ def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[st
 
 
 def configure(style: LogFormat, level: int = logging.INFO) -> None:
-    """Send all log lines of this process to stderr in one style."""
+    """Send all log lines of this process to stderr in this style."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)

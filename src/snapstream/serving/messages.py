@@ -1,4 +1,4 @@
-"""Messages of a conversation: what clients send, and what chat templates get of it."""
+"""Messages of a conversation: the format that clients send, and the format that chat templates expect."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from snapstream.serving.body import Body, Text, encodable
 from snapstream.serving.unsupported import TEXT_ONLY
 
 MAX_MESSAGES = 10_000
 _NOTHING: Sequence[Any] = ("", [], {}, False)
-"""Forms of a field that say nothing, besides null."""
+"""Empty values of a field, besides null."""
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """A text part of a message."""
 
     unused: ClassVar[frozenset[str]] = frozenset(("cache_control", "id"))
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {"annotations": _NOTHING, "citations": _NOTHING}
@@ -34,15 +35,15 @@ class TextPart(Body):
         return data
 
     @classmethod
+    @override
     def called(cls) -> str:
-        """What clients know this object as."""
         return "a text part"
 
 
 class Message(Body):
     """One message of a conversation.
 
-    Clients send back what servers have said, with all its fields: those that say nothing are accepted.
+    Clients send back the messages of servers with all their fields, so unsupported fields are accepted if empty.
     """
 
     unused: ClassVar[frozenset[str]] = frozenset(("id", "cache_control"))
@@ -59,43 +60,43 @@ class Message(Body):
         "thinking_blocks": _NOTHING,
     }
     reasons: ClassVar[Mapping[str, str]] = {
-        "annotations": "annotations are not given to the model; leave them out",
+        "annotations": "annotations are not passed to the model; leave them out",
         "audio": f"audio is not supported: {TEXT_ONLY}",
-        "function_call": "function_call is not supported; give tool_calls",
+        "function_call": "function_call is not supported; use tool_calls",
         "images": f"images are not supported: {TEXT_ONLY}",
-        "prefix": "a message is not continued: the model begins an answer of its own; /v1/completions continues a text",
-        "refusal": "a refusal is not given to the model; give its text as content, or leave it out",
+        "prefix": "a message cannot be continued: the model starts a new answer; /v1/completions continues a text",
+        "refusal": "a refusal is not passed to the model; give its text as content, or leave it out",
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
-        None, description="For the chat template, if it knows them."
+        None, description="Passed to the chat template, if it supports them."
     )
     tool_call_id: Text | None = None
     reasoning_content: Text | None = Field(
-        None, description="What the model thought before an earlier answer; for the chat template, if it knows it."
+        None, description="The model's reasoning before an earlier answer, for templates that support it."
     )
-    reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
+    reasoning: Text | None = Field(None, description="Another name for reasoning_content.")
 
     @classmethod
+    @override
     def called(cls) -> str:
-        """What clients know this object as."""
         return "a message"
 
     @property
     def text(self) -> str:
-        """The content, as one text."""
+        """The content as a single text."""
         parts = self.content
         return "\n".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
 
     def for_template(self, *, objects: bool = True) -> dict[str, Any]:
-        """As chat templates expect it: content is one text, and arguments of tool calls are objects.
+        """The message as chat templates expect it: content is a single text, and arguments of tool calls are objects.
 
         Args:
-            objects: Decode arguments, which come as JSON in a string. Most templates write them as JSON themselves or
-                go through their items; a few (DeepSeek's) put the string into the prompt as it is.
+            objects: Whether to decode arguments, which are JSON in a string. Most templates serialize them themselves
+                or iterate over their items; a few (DeepSeek's) insert the string into the prompt unchanged.
         """
         fields = self.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})
         thought = self.reasoning_content or self.reasoning
@@ -111,7 +112,7 @@ TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
 
 
 def _with_objects(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, if they are one; what a model wrote need not be."""
+    """Decode the arguments of a tool call, unless they are not a JSON object, which models may also write."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,4 +1,4 @@
-"""What Prometheus is told. Names that the vLLM plugin has too mean the same there."""
+"""Metrics for Prometheus. Metrics that the vLLM plugin also has mean the same there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from snapstream.serving.generation import Generation
 
@@ -23,7 +24,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 
 
 class Gauge(NamedTuple):
-    """A number that is what it is now, or several by the values of labels."""
+    """A current value, or several values by label."""
 
     name: str
     text: str
@@ -32,13 +33,13 @@ class Gauge(NamedTuple):
 
 
 class _NowCollector(Collector):
-    """Gauges that are read when they are asked for."""
+    """Computes gauges whenever metrics are collected."""
 
     def __init__(self, gauges: Callable[[], Iterator[Gauge]]) -> None:
         self._gauges = gauges
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """The gauges."""
         for gauge in self._gauges():
             family = GaugeMetricFamily(f"snapstream_{gauge.name}", gauge.text, labels=gauge.labels)
             for labels, value in gauge.values.items():
@@ -47,7 +48,7 @@ class _NowCollector(Collector):
 
 
 class ServerMetrics:
-    """Counters and histograms of one server, in a registry of their own."""
+    """Counters and histograms of one server, in their own registry; receives the driver's events."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -62,40 +63,40 @@ class ServerMetrics:
 
         self._requests = counter("http_requests", "HTTP requests answered.", "method", "route", "status")
         self._sequences = counter("sequences", "Sequences that ended.", "reason")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences, those of earlier turns included.")
-        self._reused_tokens = counter("reused_tokens", "Prompt tokens that sessions and contexts spared reading again.")
-        self._prefixes = counter("prefix_prompts", "Whole prompts, by whether their beginning was known.", "outcome")
-        self._prefix_tokens = counter("prefix_tokens", "Prompt tokens that a known beginning spared reading again.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences, including those of earlier turns.")
+        self._reused_tokens = counter("reused_tokens", "Prompt tokens not prefilled, from sessions and contexts.")
+        self._prefixes = counter("prefix_prompts", "Whole prompts, by whether their prefix was cached.", "outcome")
+        self._prefix_tokens = counter("prefix_tokens", "Prompt tokens not prefilled, from the prefix cache.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self._drafted = counter("drafted_tokens", "Tokens that speculative decoding guessed.")
-        self._accepted = counter("accepted_tokens", "Guessed tokens that were right.")
+        self._drafted = counter("drafted_tokens", "Draft tokens of speculative decoding that were verified.")
+        self._accepted = counter("accepted_tokens", "Draft tokens that were accepted.")
         self._compressed = counter("prompts_compressed", "Prompts that were compressed.")
         self._kept = counter("tokens_kept", "Prompt tokens kept in caches.")
         self._dropped = counter("tokens_dropped", "Prompt tokens left out of compressed caches.")
-        self._failures = counter("engine_failures", "Steps of the engine that failed.")
+        self._failures = counter("engine_failures", "Engine steps that failed.")
         self._first = histogram("time_to_first_token_seconds", "From the request to its first token.")
-        self._queue = histogram("queue_seconds", "From the request to the first of its prompt being read.")
-        self._prefill = histogram("prefill_seconds", "From there to the first token.")
+        self._queue = histogram("queue_seconds", "From the request to the start of its prefill.")
+        self._prefill = histogram("prefill_seconds", "From the start of prefill to the first token.")
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean time between tokens of a sequence.", _TOKEN_SECONDS
         )
         self._whole = histogram("sequence_seconds", "From the request to the end of a sequence.")
 
     def watch(self, gauges: Callable[[], Iterator[Gauge]]) -> None:
-        """Ask for gauges whenever the metrics are read."""
+        """Compute these gauges whenever the metrics are read."""
         self.registry.register(_NowCollector(gauges))
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return bytes(generate_latest(self.registry))
 
     def answered(self, method: str, route: str, status: int) -> None:
-        """A request has got its answer."""
+        """Count an answered HTTP request."""
         known = method if method in ("GET", "POST", "DELETE", "OPTIONS", "HEAD") else "other"
         self._requests.labels(known, route, str(status)).inc()
 
     def first_token(self, generation: Generation) -> None:
-        """See :class:`~snapstream.serving.driver.Listener`."""
+        """Record the end of a sequence's prefill: its times, and the tokens of its prompt."""
         assert generation.first_token is not None
         assert generation.started is not None
         if generation.output is not None and generation.output.token_count:
@@ -115,7 +116,7 @@ class ServerMetrics:
             self._compressed.inc(cache.dropped > 0)
 
     def finished(self, generation: Generation) -> None:
-        """See :class:`~snapstream.serving.driver.Listener`."""
+        """Record the end of a sequence: its times, and the tokens it generated."""
         output = generation.output
         self._sequences.labels((output and output.finish_reason) or "error").inc()
         assert generation.ended is not None
@@ -130,5 +131,5 @@ class ServerMetrics:
             self._per_token.observe((generation.ended - generation.first_token) / (made - 1))
 
     def engine_failed(self) -> None:
-        """See :class:`~snapstream.serving.driver.Listener`."""
+        """Count a failed engine step."""
         self._failures.inc()

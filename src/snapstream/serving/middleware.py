@@ -1,4 +1,4 @@
-"""Around every request: its name, key, size and time, and its log line. Plain ASGI, so that disconnects pass."""
+"""Middleware for request ids, API keys, errors and the access log. It is plain ASGI, so it passes on disconnects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snapstream.serving.metrics import ServerMetrics
 logger = logging.getLogger("snapstream.access")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
-"""What needs no API key, besides the page's own files. Everything else does, also paths that do not exist."""
+"""Paths that need no API key, besides the files of the page. All others do, including paths that do not exist."""
 
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -35,18 +35,18 @@ _QUIET = frozenset({"/health", "/ready", "/metrics", "/v1/cache", "/v1/models"})
 
 
 class AccessMiddleware:
-    """Names a request, measures and logs it.
+    """Assigns request ids, sets security headers, and measures and logs requests.
 
     Args:
-        app: What answers.
-        metrics: Counts it.
+        app: The application.
+        metrics: Counts the requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Process a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -88,17 +88,17 @@ class AccessMiddleware:
 
 
 class HeadMiddleware:
-    """Answers HEAD as GET, without the body: load balancers and ``wget --spider`` ask so.
+    """Answers HEAD like GET, without the body; load balancers and ``wget --spider`` use it.
 
     Args:
-        app: What answers.
+        app: The application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Process a request."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
@@ -114,17 +114,17 @@ class HeadMiddleware:
 
 
 class ErrorMiddleware:
-    """Answers unexpected errors, so that this answer goes through what is around it, too.
+    """Answers unexpected errors inside the other middleware, so that these responses pass through it too.
 
     Args:
-        app: What answers.
+        app: The application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Process a request."""
         began = False
 
         async def send_on(message: Message) -> None:
@@ -136,7 +136,7 @@ class ErrorMiddleware:
             await self.app(scope, receive, send_on)
         except Exception as error:
             if began or scope["type"] != "http":
-                raise  # all that is left is to break it off
+                raise  # the response has started, so the connection can only be aborted
             await respond(error, scope["state"]["request_id"])(scope, receive, send)
 
 
@@ -144,8 +144,8 @@ class KeyMiddleware:
     """Refuses requests without a valid key.
 
     Args:
-        app: What answers.
-        api_keys: Allowed keys; none: no key is needed.
+        app: The application.
+        api_keys: Allowed keys; if there are none, no key is needed.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
@@ -153,17 +153,17 @@ class KeyMiddleware:
         self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Process a request."""
         if scope["type"] != "http" or not self.api_keys or is_open(scope):
             await self.app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
-        # All keys are compared, each in constant time, so that time says nothing about them.
+        # All keys are compared, each in constant time, so that timing reveals nothing about them.
         matches = [hmac.compare_digest(given, known) for known in self.api_keys]
         if any(matches):
             scope["state"]["log"]["key"] = f"key-{matches.index(True) + 1}"
-            # Sessions may outlive the server, and the order in which keys are given to it.
+            # A digest, because sessions may outlive the server and the order of its keys.
             scope["state"]["owner"] = hashlib.sha256(given).hexdigest()
             await self.app(scope, receive, send)
             return
@@ -177,6 +177,6 @@ class KeyMiddleware:
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether this needs no key."""
+    """Whether a request needs no API key."""
     path = scope["path"]
     return path in OPEN_PATHS or path.startswith("/page/") or scope["method"] == "OPTIONS"

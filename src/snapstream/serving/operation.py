@@ -1,4 +1,4 @@
-"""What operators look at: caches, health, metrics."""
+"""Routes for operators: caches, health, metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class State(BaseModel):
 
 
 class SlotState(BaseModel):
-    """One slot as it is, or as its last request left it; see :class:`snapstream.engine.SlotUse`."""
+    """State of a slot, now or after its last request; see :class:`snapstream.engine.SlotUse`."""
 
     slot: int
     busy: bool
@@ -42,7 +42,7 @@ class SlotState(BaseModel):
 
 
 class Reading(BaseModel):
-    """The prompt that is being read, in tokens."""
+    """Progress of the prompt that is being prefilled, in tokens."""
 
     read: int
     of: int
@@ -68,13 +68,13 @@ class CacheState(BaseModel):
 
 
 def router(parts: Parts) -> APIRouter:
-    """The routes of one server."""
+    """Create the routes of one server."""
     routes = APIRouter(tags=["Operation"])
     llm, driver, sessions = parts.llm, parts.driver, parts.sessions
 
     @routes.get("/v1/cache")
     async def cache() -> CacheState:
-        """What every slot holds, as of the engine's last step."""
+        """The state of every slot after the engine's last step."""
         snapshot = driver.snapshot
         return CacheState(
             budget=llm.engine.budget.as_dict(),
@@ -98,17 +98,17 @@ def router(parts: Parts) -> APIRouter:
 
     @routes.get("/health", response_model=State)
     async def health() -> JSONResponse:
-        """Whether the process works; restart it if not."""
+        """Whether the process works; restart it if it does not."""
         began, limit = driver.step_started, parts.settings.stall_timeout
         if not driver.healthy:
             return JSONResponse({"status": "the engine has failed"}, 503)
         if began is not None and time.monotonic() - began > limit:
-            return JSONResponse({"status": f"one step has taken more than {limit:g} s"}, 503)
+            return JSONResponse({"status": f"an engine step has taken more than {limit:g} s"}, 503)
         return JSONResponse({"status": "ok"})
 
     @routes.get("/ready", response_model=State)
     async def ready() -> JSONResponse:
-        """Whether to send requests here."""
+        """Whether the server accepts requests."""
         if driver.draining or not driver.healthy:
             return JSONResponse({"status": "stopping" if driver.draining else "the engine has failed"}, 503)
         return JSONResponse({"status": "ready"})
@@ -122,21 +122,21 @@ def router(parts: Parts) -> APIRouter:
 
 
 def gauges(parts: Parts) -> Iterator[Gauge]:
-    """Everything that is what it is now."""
+    """Yield the current values of all gauges."""
     driver, sessions = parts.driver, parts.sessions
     uses = [use for use in driver.snapshot.slots if use is not None and use.busy]
     for name, text, value in (
-        ("slots", "Sequences that can be decoded at a time.", parts.llm.engine.config.slots),
+        ("slots", "Maximum number of sequences decoded concurrently.", parts.llm.engine.config.slots),
         ("slots_busy", "Sequences that are being decoded.", len(uses)),
-        ("queue_length", "Sequences whose prompt is not being read yet.", driver.waiting),
-        ("sequences_unfinished", "Sequences that wait, are read or are decoded.", driver.unfinished),
+        ("queue_length", "Sequences whose prefill has not started.", driver.waiting),
+        ("sequences_unfinished", "Sequences that wait, are prefilled or are decoded.", driver.unfinished),
         ("cache_entries_held", "Entries in use in all slots.", sum(use.held for use in uses)),
         ("cache_bytes_held", "Caches of busy slots.", sum(use.bytes_held for use in uses)),
-        ("cache_bytes_full", "What full caches of the same would take.", sum(use.bytes_full for use in uses)),
-        ("sessions", "Conversations whose cache is kept.", len(sessions)),
-        ("session_bytes", "Memory of kept conversations.", sessions.bytes),
-        ("contexts", "Texts that were read once and can be asked.", len(parts.contexts)),
-        ("context_bytes", "Memory of these that are in memory.", parts.contexts.bytes),
+        ("cache_bytes_full", "What full caches of these sequences would take.", sum(use.bytes_full for use in uses)),
+        ("sessions", "Sessions in memory.", len(sessions)),
+        ("session_bytes", "Memory of sessions.", sessions.bytes),
+        ("contexts", "Stored contexts.", len(parts.contexts)),
+        ("context_bytes", "Memory of the contexts in memory.", parts.contexts.bytes),
         ("healthy", "Whether the engine works.", driver.healthy),
     ):
         yield Gauge(name, text, {(): float(value)})

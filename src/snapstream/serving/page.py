@@ -1,4 +1,4 @@
-"""The page for people: static files, nothing from elsewhere."""
+"""The web page: static files, which load nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FILES = frozenset(path.name for path in DIRECTORY.iterdir())
 
 
 def router(example: Example | None) -> APIRouter:
-    """The page's routes.
+    """Create the routes of the page.
 
     Args:
-        example: A prompt that it offers.
+        example: An example prompt that the page offers.
     """
     routes = APIRouter(include_in_schema=False)
 

@@ -1,4 +1,4 @@
-"""The parts of one server that answer requests."""
+"""The parts of one server, which answer requests together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from snapstream.serving.settings import ServerSettings
 
 @dataclass(frozen=True)
 class Parts:
-    """What :func:`~snapstream.serving.app.create_app` puts together.
+    """The parts that :func:`~snapstream.serving.app.create_app` creates.
 
     Attributes:
-        llm: The engine; after the start only the driver runs it.
-        settings: The operator's.
+        llm: The engine; once the server has started, only the driver runs it.
+        settings: The operator's settings.
         driver: The engine's thread.
-        reader: Reads prompts.
-        sessions: Kept conversations.
-        contexts: Texts that were read once and are asked many times.
-        metrics: Counts.
+        reader: Tokenizes prompts.
+        sessions: The store of sessions.
+        contexts: The store of contexts.
+        metrics: The server's metrics.
     """
 
     llm: LLM

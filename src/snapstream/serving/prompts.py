@@ -1,4 +1,4 @@
-"""Requests to tokens: chat templates and tokenizers, in threads, within limits."""
+"""Turns requests into tokens: applies chat templates and tokenizers, in threads and within limits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 
 LONG_TEXT = 2**16
-"""Characters of a text that takes its time: a tenth of a second and more."""
+"""Length in characters above which tokenizing a text takes noticeable time, a tenth of a second or more."""
 _SPACES = frozenset(" \N{LATIN CAPITAL LETTER G WITH DOT ABOVE}\N{LOWER ONE EIGHTH BLOCK}")
-"""How tokenizers spell a space: as it is, in byte-level BPE, in SentencePiece."""
+"""Characters for a space in tokens: the space itself, that of byte-level BPE, and that of SentencePiece."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the engine reads it.
+    """A tokenized prompt.
 
     Attributes:
         tokens: Its tokens.
-        text: Its text; ``None`` if it came as token ids.
-        offsets: The character each token begins at; empty without a text, or if they were not asked for.
-        words: The tokens' own spelling, as far as it is needed: tells whether one begins with a space.
+        text: Its text; ``None`` if it was given as token ids.
+        offsets: Index of the character that each token begins at; empty without a text, or if not requested.
+        words: Returns a token as it is written in the vocabulary, to tell whether it begins with a space.
     """
 
     tokens: Sequence[int]
@@ -41,32 +41,32 @@ class Prompt:
     words: Callable[[int], str] = str
 
     def begins_with_space(self, index: int) -> bool:
-        """Whether a token has a space of its own before its word."""
+        """Whether a token includes the space before its word."""
         return self.words(self.tokens[index])[:1] in _SPACES
 
 
 class PromptReader:
-    """Reads prompts for an engine without holding up the event loop.
+    """Tokenizes prompts for an engine without blocking the event loop.
 
     Args:
-        llm: The engine; only its tokenizer is used.
-        template_timeout: Seconds a chat template may take.
-        threads: Texts, conversations and answers at a time, each.
+        llm: The engine; only its tokenizer and chat template are used.
+        template_timeout: Maximum time of a chat template in seconds.
+        threads: Number of texts, of conversations and of answers that are processed concurrently.
     """
 
     def __init__(self, llm: LLM, template_timeout: float, threads: int = 2) -> None:
         self._llm = llm
         self._layouts = Templates(llm, template_timeout)
-        # Templates may take their time; nothing else waits for them.
+        # Templates may take long, so they have their own limiter, and nothing else waits for them.
         self._reading, self._templates, self._writing = (anyio.CapacityLimiter(threads) for _ in range(3))
         self._long = anyio.CapacityLimiter(1)
         self.token_text = functools.lru_cache(2**16)(self._token_text)
 
     async def text(self, prompt: str, *, offsets: bool = False) -> Prompt:
-        """Read plain text.
+        """Tokenize plain text.
 
         Raises:
-            RequestError: It is no text.
+            RequestError: It is not valid text, or it is too long.
         """
         encode = functools.partial(self._encode, prompt, True, offsets)
         return await anyio.to_thread.run_sync(encode, limiter=self._limiter(len(prompt), self._reading))
@@ -74,12 +74,12 @@ class PromptReader:
     async def messages(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None, *, offsets: bool = False
     ) -> Prompt:
-        """Lay out and read a conversation.
+        """Apply the chat template to a conversation, and tokenize the result.
 
         Args:
             messages: The conversation.
-            variables: Of the chat template.
-            offsets: Say where each token begins.
+            variables: Variables of the chat template.
+            offsets: Whether to return where each token begins.
 
         Raises:
             RequestError: There is no chat template, it rejects the messages, or it takes too long.
@@ -94,10 +94,10 @@ class PromptReader:
     async def context(
         self, text: str | Sequence[int], *, chat: bool | None, system: str | None
     ) -> tuple[Sequence[int], str | None]:
-        """Tokens of a text that is to be asked about, and how the conversation opens that they begin, if they do.
+        """Tokenize the text of a context; see :meth:`snapstream.engine.llm.LLM.context_tokens`.
 
         Raises:
-            RequestError: It cannot be read.
+            RequestError: It cannot be used as a context.
         """
 
         def read() -> tuple[Sequence[int], str | None]:
@@ -106,23 +106,23 @@ class PromptReader:
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(len(text), self._templates))
 
     async def after(self, context: Context, prompt: str) -> Prompt:
-        """Read a prompt that goes on after a text which was read as plain text.
+        """Tokenize a prompt that continues a context of plain text.
 
         Raises:
-            RequestError: It is no text, or the text begins a conversation.
+            RequestError: The prompt is not valid text, or the context begins a conversation.
         """
         if context.chat:
-            raise RequestError("this context begins a conversation; ask it at /v1/chat/completions")
+            raise RequestError("this context begins a conversation; use /v1/chat/completions")
         read = functools.partial(self._llm.engine.texts.after, prompt)
         return Prompt(await anyio.to_thread.run_sync(read, limiter=self._limiter(len(prompt), self._reading)), prompt)
 
     async def messages_after(
         self, context: Context, messages: Sequence[Message], variables: Mapping[str, Any] | None
     ) -> Prompt:
-        """Lay out and read a conversation that begins with a text.
+        """Apply the chat template to a conversation that continues a context, and tokenize the result.
 
         Raises:
-            RequestError: It does not go on after this text, or the template fails or takes too long.
+            RequestError: The messages cannot continue this context, or the template fails or takes too long.
         """
 
         def read() -> Prompt:
@@ -132,17 +132,17 @@ class PromptReader:
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
 
     def tokens(self, tokens: Sequence[int]) -> Prompt:
-        """Token ids, as they are.
+        """Take token ids unchanged.
 
         Raises:
-            RequestError: So many do not fit. The engine checks the rest.
+            ContextLengthError: There are too many. The engine checks everything else.
         """
         if len(tokens) >= self._llm.engine.max_model_len:
             raise ContextLengthError(self._llm.engine.max_model_len, f"{len(tokens)} tokens")
         return Prompt(tokens)
 
     async def write(self, function: Callable[[], T]) -> T:
-        """Make an answer, which may be a long one, in a thread."""
+        """Build an answer in a thread, as it may be long."""
         return await anyio.to_thread.run_sync(function, limiter=self._writing)
 
     def _encode(self, text: str, special: bool, offsets: bool) -> Prompt:
@@ -150,7 +150,7 @@ class PromptReader:
         return Prompt(encoded.tokens, text, encoded.offsets, self._llm.tokenizer.convert_ids_to_tokens)
 
     def _limiter(self, characters: int, usual: anyio.CapacityLimiter) -> anyio.CapacityLimiter:
-        """Where to wait: long texts are read one at a time, and short ones do not wait for them."""
+        """Choose a limiter: long texts are tokenized one at a time, and short ones do not wait for them."""
         return self._long if characters > LONG_TEXT else usual
 
     def _token_text(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What a request may say: OpenAI's fields, and ours."""
+"""Request bodies: OpenAI's fields, and SnapStream's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from typing_extensions import override
 
 from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
 from snapstream.errors import ConfigurationError, RequestError
@@ -27,23 +28,23 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterVali
 
 
 class StreamOptions(Body):
-    """What a stream says besides text."""
+    """What a stream contains besides text."""
 
-    include_usage: bool = Field(False, description="Send token counts in a last event.")
-    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is added.")
+    include_usage: bool = Field(False, description="Send token counts in an extra last event.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; no obfuscation is added.")
     continuous_usage_stats: bool | None = Field(False, description="Send token counts in every event.")
 
 
 class Extra(Body):
-    """Fields of the vLLM plugin, so that one client can talk to both."""
+    """Fields of the vLLM plugin, so that one client works with both."""
 
     kv_budget: int | None = Field(None, ge=1)
 
 
 class Budget(Body):
-    """A cache whose policy is not the default one."""
+    """A cache budget with a policy other than the default."""
 
-    capacity: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="Entries.")
+    capacity: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="Cache entries.")
     policy: Annotated[str, Field(max_length=64)] = Field(
         DEFAULT_POLICY, description="mixed, snapstream, streaming, ..."
     )
@@ -53,48 +54,48 @@ Entries = Annotated[int, Field(ge=1, lt=2**31)] | Budget
 
 
 class Request(Body):
-    """Base of all bodies."""
+    """Base class of all request bodies."""
 
     unused: ClassVar[frozenset[str]] = UNUSED
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
 
     @classmethod
+    @override
     def elsewhere(cls, name: str) -> str:
-        """Where a field belongs that this request does not have; empty if nowhere."""
         routes = [route for kind, route in _ROUTES.items() if name in kind.model_fields]
         return f"; it belongs to {' and '.join(routes)}" if routes else ""
 
 
 class Generate(Request):
-    """What completions and chat completions share."""
+    """Fields that completions and chat completions share."""
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
 
-    model: Text | None = Field(None, description="The served model, or nothing.")
+    model: Text | None = Field(None, description="The served model; may be left out.")
     stream: bool | None = Field(False, description="Send server-sent events as text is generated.")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, description="Answers to each prompt; it is read once for all of them.")
+    n: int | None = Field(1, ge=1, description="Number of answers per prompt; the prompt is prefilled once.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
-        None, description="Strings that end the output; they are not part of it."
+        None, description="Strings that end the output and are not included in it."
     )
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_BIASES, fail_fast=True)] | None = Field(
-        None, description="Tokens that end the output, besides the model's own."
+        None, description="Tokens that end the output, in addition to the model's end tokens."
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         0, description="Tokens to generate before an end token or a stop string may end the output."
     )
-    ignore_eos: bool | None = Field(False, description="Go on past the model's end-of-sequence token.")
+    ignore_eos: bool | None = Field(False, description="Continue past the model's end tokens.")
     skip_special_tokens: bool | None = Field(
-        True, description="Leave tokens that are no text, such as those of a chat template, out of the text."
+        True, description="Leave special tokens, such as those of a chat template, out of the text."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
-        None, description="Makes sampling repeatable, whatever else is running; the next answers of n count up from it."
+        None, description="Makes sampling repeatable, whatever else is running; further answers of n use seed + 1, ..."
     )
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         None, description="0 is greedy. Default: the model's generation_config.json, or 1."
     )
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0: the likeliest token alone.")
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 or -1: all tokens.")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0 means the likeliest token alone.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 or -1 means all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -107,30 +108,30 @@ class Generate(Request):
         ]
         | None
     ) = Field(None, description="Added to logits, by token id.")
-    user: Any = Field(None, description="Accepted, and not used.")
+    user: Any = Field(None, description="Accepted, but not used.")
     kv_budget: Entries | None = Field(
         None,
         description="Cache entries of this request, at most the server's. A number means the same SnapStream cache on "
-        "every server, whatever its own policy is; an object names another policy.",
+        "every server, whatever the server's policy; an object selects another policy.",
     )
-    vllm_xargs: Extra | None = Field(None, description="As the vLLM plugin takes kv_budget.")
+    vllm_xargs: Extra | None = Field(None, description="kv_budget in the form of the vLLM plugin.")
     telemetry: Literal["counts"] | bool | None = Field(
         False,
-        description="Report which prompt tokens were kept and how much attention they had, which costs a little time; "
-        "counts: only how many.",
+        description="Report which prompt tokens were kept and how much attention they had, which takes a little time. "
+        '"counts" reports only how many.',
     )
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
         None,
-        description="Keep the compressed cache for the next turn, which sends the same name and the whole history.",
+        description="Keep the compressed cache for the next turn, which sends the same id and the whole history.",
     )
     context_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
         None,
-        description="A text that /v1/contexts has read, which comes before the prompt, or begins the first message.",
+        description="Id of a context from /v1/contexts, whose text precedes the prompt or begins the first message.",
     )
 
 
 def _no_limit(number: Any) -> Any:
-    """Take -1 as no limit, as llama.cpp and LM Studio do."""
+    """Treat -1 as no limit, as llama.cpp and LM Studio do."""
     return None if type(number) in (int, float) and number == -1 else number
 
 
@@ -147,15 +148,15 @@ class CompletionRequest(Generate):
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either.")
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        16, description="Most tokens to generate; 0 only reads the prompt, -1 is what the model's length leaves."
+        16, description="Maximum number of tokens to generate; 0 only prefills the prompt, -1 means no limit."
     )
     logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="Report log-probabilities of the chosen token and of this many most likely ones."
+        None, description="Report log-probabilities of each selected token and of this many most likely ones."
     )
     echo: bool | None = Field(
         False,
-        description="Begin the output with the prompt. With logprobs, those of the prompt are reported too: they come "
-        "from prefill, which sees all of it, and do not depend on the cache.",
+        description="Begin the output with the prompt. With logprobs, those of the prompt are reported too. They come "
+        "from prefill, which sees the whole prompt, so they do not depend on the cache budget.",
     )
 
 
@@ -168,11 +169,11 @@ class ChatRequest(Generate):
     )
     max_tokens: MaxTokens = Field(None, description="The older name of max_completion_tokens.")
     max_completion_tokens: MaxTokens = Field(
-        None, description="Most tokens to generate. Default, and for -1: what the model's length leaves."
+        None, description="Maximum number of tokens to generate. Default, and -1: as many as max_model_len allows."
     )
-    logprobs: bool | None = Field(False, description="Report log-probabilities of the chosen tokens.")
+    logprobs: bool | None = Field(False, description="Report log-probabilities of the selected tokens.")
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="And of this many most likely ones; needs logprobs."
+        None, description="Also report this many most likely tokens; needs logprobs."
     )
 
 
@@ -185,14 +186,14 @@ class ContextRequest(Request):
     )
     chat: bool | None = Field(
         None,
-        description="Whether it begins the first message of a conversation, in the model's chat template. Default: if "
-        "the model has one.",
+        description="Whether the text begins the first message of a conversation, in the model's chat template. "
+        "Default: if the model has one.",
     )
     system: Text | None = Field(None, description="The system message of this conversation.")
     kv_budget: Entries | None = Field(
-        None, description="Cache entries that are left of the text, at most the server's."
+        None, description="Cache entries that are kept of the text, at most the server's."
     )
-    name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="What you call it.")
+    name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="Your name for it.")
 
 
 class TokenizeRequest(Request):
@@ -223,7 +224,7 @@ _ROUTES: Mapping[type[Request], str] = {
 
 @functools.lru_cache(1024)
 def _preset(policy: str, capacity: int) -> CacheBudget:
-    """Remembered, as policies of other packages are looked for among all that is installed."""
+    """The preset of a policy. It is cached, because finding policies of other packages takes time."""
     if policy not in _policies():
         raise ConfigurationError(f"unknown policy {policy!r}; allowed: {', '.join(_policies())}")
     return CacheBudget.preset(policy, capacity)
@@ -235,10 +236,10 @@ def _policies() -> Sequence[str]:
 
 
 def budget_of(asked: int | Budget | None) -> int | CacheBudget | None:
-    """The cache that a request asks for.
+    """The cache budget that a request asks for.
 
     Raises:
-        RequestError: There is no such policy, or it cannot work with so few entries.
+        RequestError: The policy is unknown, or there are too few entries.
     """
     if not isinstance(asked, Budget):
         return asked

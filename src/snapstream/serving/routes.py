@@ -1,4 +1,4 @@
-"""OpenAI's routes, tokens and sessions."""
+"""Routes of OpenAI's API, tokenization and sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snapstream.serving.protocol import ChatRequest, CompletionRequest, Detokeni
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with stream, chunks of it as server-sent events.",
+        "description": "The answer; with stream, its chunks as server-sent events.",
         "content": {"text/event-stream": {}},
     }
 }
@@ -36,7 +36,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """Served models; there is one."""
+    """The list of served models, which has one item."""
 
     object: str = "list"
     data: list[Model]
@@ -58,14 +58,14 @@ class Text(BaseModel):
 
 
 class Deleted(BaseModel):
-    """Answer to deleting a session."""
+    """Answer to the deletion of a session or a context."""
 
     id: str
     deleted: bool = True
 
 
 def router(parts: Parts, completions: Completions) -> APIRouter:
-    """The routes of one server."""
+    """Create the routes of one server."""
     routes = APIRouter()
     llm, settings, reader = parts.llm, parts.settings, parts.reader
     model = Model(
@@ -83,7 +83,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM, tags=["OpenAI"])
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation, laid out by the model's chat template."""
+        """Answer a conversation, using the model's chat template."""
         return await completions.chat(body, request)
 
     @routes.get("/v1/models", tags=["OpenAI"])
@@ -99,7 +99,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.post("/tokenize", response_model=Tokens, tags=["Tokens"])
     async def tokenize(body: TokenizeRequest) -> Response:
-        """Tokens of a prompt, or of messages as the chat template lays them out."""
+        """Tokenize a prompt, or messages in the model's chat template."""
         completions.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -118,13 +118,13 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
 
     @routes.post("/detokenize", tags=["Tokens"])
     async def detokenize(body: DetokenizeRequest) -> Text:
-        """Text of tokens."""
+        """Convert tokens to text."""
         completions.check_model(body.model)
         return Text(prompt=await reader.write(lambda: str(llm.tokenizer.decode(llm.engine.tokenize(body.tokens)))))
 
     @routes.delete("/v1/sessions/{name}", tags=["Sessions"])
     async def forget(name: str, request: Request) -> Deleted:
-        """Forget a session and free its cache."""
+        """Delete a session and free its cache."""
         if not parts.sessions.delete((request.scope["state"].get("owner", ""), name)):
             raise ApiError(404, f"there is no session {name!r}")
         return Deleted(id=name)

@@ -1,4 +1,4 @@
-"""Start, and a stop that finishes what runs, or says clearly that it does not."""
+"""Starts the server, and stops it so that running requests are finished or fail with a clear error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from snapstream.serving.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _FLUSHES = 10
-"""Times ``flush_timeout`` that an ended answer may take to reach a client that takes some of it now and then."""
+"""Multiple of ``flush_timeout`` that a finished answer may take to reach a client that reads it slowly."""
 
 _LAST_WORDS = 5
 """Seconds for error messages to reach clients after the drain."""
@@ -31,14 +31,14 @@ class Server(uvicorn.Server):
 
     Args:
         llm: The engine.
-        settings: The operator's.
-        open_page: Open the page in a browser as soon as it is there.
+        settings: The operator's settings.
+        open_page: Whether to open the page in a browser once the server listens.
     """
 
     def __init__(self, llm: LLM, settings: ServerSettings, *, open_page: bool = False) -> None:
         self.failed = False
         self._open_page = open_page
-        # Closing connections: bytes not sent yet, since when they are as many, and since when it is closing.
+        # Per closing connection: unsent bytes, since when their number has not changed, and since when it is closing.
         self._stuck: dict[Any, tuple[int, float, float]] = {}
         self.settings = settings
         self.application = create_app(llm, settings, on_death=self._engine_died)
@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self.application,
-                # Reads bodies of requests that offer another protocol (Java's client does), and answers HTTP/1.0
+                # h11 reads bodies of requests that offer another protocol, as Java's client does, and answers HTTP/1.0
                 # without chunks; httptools does neither.
                 http="h11",
                 access_log=False,
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new connections, let requests end or fail them, then stop."""
+        """Accept no new connections, let running requests finish or fail, then stop."""
         logger.info("stopping: %d sequences are running", self._driver.unfinished)
         drain = asyncio.create_task(self._driver.drain(self.settings.drain_timeout))
         try:
@@ -67,12 +67,12 @@ class Server(uvicorn.Server):
         logger.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; a second signal, of whatever kind, stops at once."""
+        """Stop gracefully at the first signal, and immediately at the second, of whatever kind."""
         self.force_exit = self.should_exit
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Once a second, break off connections that are to be closed but whose client takes nothing any more."""
+        """Once a second, abort closing connections whose clients no longer read."""
         if counter % 10 == 0:
             self._break_off_stuck()
         return await super().on_tick(counter)
@@ -95,30 +95,30 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def address(self) -> str:
-        """Where it listens, once it does."""
+        """The URL that the server listens on, once it does."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Start to listen, and log the address."""
         await super().startup(sockets)
         if self.started:
             logger.info("listening on %s", self.address())
-            if self._open_page:  # a browser may take its time, or stay in front
+            if self._open_page:  # in a thread, as starting a browser may block
                 threading.Thread(target=webbrowser.open, args=(self.address(),), daemon=True).start()
 
 
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket, *, open_page: bool = False) -> bool:
-    """Serve until a signal says to stop.
+    """Serve until a signal stops the server.
 
     Args:
         llm: The engine.
-        settings: The operator's.
+        settings: The operator's settings.
         listener: A bound socket.
-        open_page: Open the page in a browser as soon as it is there.
+        open_page: Whether to open the page in a browser once the server listens.
 
     Returns:
-        Whether it ended well; ``False`` if the engine failed.
+        Whether it ended normally; ``False`` if it could not start or the engine failed.
     """
     server = Server(llm, settings, open_page=open_page)
     server.run(sockets=[listener])

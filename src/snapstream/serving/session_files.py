@@ -1,4 +1,4 @@
-"""Sessions on a disk: what has no room in memory any more, and what a restart finds again."""
+"""Sessions on disk: those that do not fit in memory, and all of them across a restart."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".session.safetensors"
 _MOST_UNWRITTEN = 4
-"""Sessions that may wait to be written; a disk that is slower than that loses the oldest."""
+"""Maximum number of sessions that wait to be written; if the disk is too slow, the oldest is lost."""
 
 
 class SessionFiles:
-    """Files of sessions, up to a number of bytes; the one not used for the longest time goes first.
+    """Files of sessions, limited to a number of bytes; the least recently used one is deleted first.
 
-    Names of sessions and keys of clients are not written, only a digest of both. The text of a conversation is, and
-    files are readable by their owner alone. Writing happens in a thread; :meth:`take` may be called from any.
+    Files contain the text of conversations, and only their owner can read them. They contain no names of sessions or
+    API keys, only a digest of both. Files are written in a thread; :meth:`take` may be called from any thread.
 
     Args:
-        directory: Made if it is not there.
-        max_bytes: Of all files.
+        directory: Directory of the files; created if it does not exist.
+        max_bytes: Maximum size of all files.
         seconds: How long a session is kept after its last turn.
         engine: Saves and loads caches.
 
@@ -43,21 +43,21 @@ class SessionFiles:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"the session directory {directory} cannot be made: {error}") from error
+            raise ConfigurationError(f"the session directory {directory} cannot be created: {error}") from error
         if not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigurationError(f"the session directory {directory} cannot be written to")
         self._unwritten: dict[Key, tuple[Session, float]] = {}
         self._writing: Key | None = None
-        self._deleted = False  # what is being written
+        self._deleted = False  # whether the session that is being written was deleted
         self._closed = False
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "session-files")
-        for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # of a process that was killed while it wrote
+        for left_behind in directory.glob(f".*{_SUFFIX}.*"):  # by a process that was killed while writing
             left_behind.unlink(missing_ok=True)
         self.sweep()
 
     def put(self, key: Key, session: Session, idle: float = 0.0) -> None:
-        """Write a session, which was used ``idle`` seconds ago, as soon as the disk has time."""
+        """Queue a session, which was last used ``idle`` seconds ago, to be written."""
         with self._lock:
             if self._closed:
                 return
@@ -70,9 +70,9 @@ class SessionFiles:
             self._writer.submit(self._write, key)
 
     def take(self, key: Key) -> Session | None:
-        """What was put under a key, if it is still there and of this engine's model; its file stays, as an older state.
+        """Load the session of a key, if it exists and belongs to this engine's model.
 
-        A turn that breaks off, or a server that is killed in it, goes on from there.
+        Its file stays. If the next turn is interrupted or the server is killed, the session continues from it.
         """
         with self._lock:
             waiting = self._unwritten.get(key)
@@ -87,15 +87,15 @@ class SessionFiles:
         except FileNotFoundError:
             pass
         except (CacheFileError, ValueError, LookupError, TypeError) as error:
-            logger.warning("a saved session cannot be gone on with: %s", error)
-            if not isinstance(error.__cause__, OSError):  # that is the disk's trouble, not the file's
+            logger.warning("a saved session cannot be continued: %s", error)
+            if not isinstance(error.__cause__, OSError):  # otherwise the disk failed; the file may be intact
                 path.unlink(missing_ok=True)
-        except (OSError, RuntimeError) as error:  # such as too little memory
+        except (OSError, RuntimeError) as error:  # for example too little memory
             logger.warning("a saved session cannot be read now: %s", error)
         return None
 
     def delete(self, key: Key) -> bool:
-        """Forget a session; whether there was one."""
+        """Delete a session; returns whether it existed."""
         with self._lock:
             waiting = self._unwritten.pop(key, None)
             self._deleted = self._deleted or self._writing == key
@@ -105,7 +105,7 @@ class SessionFiles:
         return there or waiting is not None
 
     def sweep(self) -> None:
-        """Delete what has been kept for too long, and the oldest until the rest fits."""
+        """Delete expired files, and the oldest ones until the rest fits."""
         try:
             files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self._paths())
             total = sum(size for _, size, _ in files)
@@ -113,7 +113,7 @@ class SessionFiles:
                 if total > self.max_bytes or time.time() - used > self.seconds:
                     path.unlink(missing_ok=True)
                     total -= size
-        except OSError as error:  # somebody else's deletion, or the disk's trouble; there will be a next time
+        except OSError as error:  # deleted by another process, or a disk failure; the next sweep tries again
             logger.warning("the session directory could not be swept: %s", error)
 
     def flush(self) -> None:
@@ -121,7 +121,7 @@ class SessionFiles:
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write all queued sessions, and end the thread."""
         with self._lock:
             self._closed = True
         self._writer.shutdown(wait=True)
@@ -144,7 +144,7 @@ class SessionFiles:
         try:
             if session.saved.nbytes > self.max_bytes:
                 logger.warning(
-                    "a session of %d bytes is lost: the directory may have %d", session.saved.nbytes, self.max_bytes
+                    "a session of %d bytes is lost: the limit for files is %d", session.saved.nbytes, self.max_bytes
                 )
             else:
                 self.engine.files.save(session.saved, path, note=json.dumps({"text": session.text}))

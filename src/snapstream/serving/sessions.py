@@ -1,4 +1,4 @@
-"""Conversations that keep their compressed cache between turns: by name, for a while, and up to a number."""
+"""Sessions: conversations that keep their compressed cache between turns, limited in number and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from snapstream.serving.session_files import SessionFiles
 
 Key = tuple[str, str]
-"""Who it belongs to, and what they call it: one key cannot reach another's sessions."""
+"""Owner and name of a session; one API key cannot reach the sessions of another."""
 
 
 class SessionBusyError(Exception):
@@ -26,22 +26,22 @@ class SessionBusyError(Exception):
 
 @dataclass(frozen=True)
 class Session:
-    """What is left of a conversation.
+    """The compressed state of a conversation.
 
     Attributes:
         saved: Its compressed cache.
-        text: What the cache was made from; ``None`` if the prompt came as token ids.
+        text: The text that the cache was built from; ``None`` if the prompt was token ids.
     """
 
     saved: CompressedSequence
     text: str | None
 
     def rest_of(self, prompt: Prompt) -> Sequence[int] | str:
-        """Tokens of a prompt that come after this conversation; one or more. Or, as text, why it does not go on."""
+        """The tokens of a prompt after this conversation, at least one; or, as text, why it cannot continue it."""
         if prompt.text is not None and self.text is not None:
             return self._rest_of_text(prompt, prompt.text, self.text)
         if prompt.text is not None or self.text is not None:
-            return "the earlier turn was text and this one token ids, or the other way round"
+            return "the earlier turn was text and this one is token ids, or vice versa"
         known = len(self.saved.tokens)
         if list(prompt.tokens[:known]) != list(self.saved.tokens):
             return "the prompt does not begin with the earlier turns"
@@ -54,24 +54,24 @@ class Session:
         first = next((at for at, start in enumerate(prompt.offsets) if start >= len(known)), len(prompt.offsets))
         if first == len(prompt.offsets):
             return "there is nothing new in the prompt"
-        # Some tokenizers leave the space that begins a token out of its offsets. Anything else between the border and
-        # the first new token belongs to a token that began before the border.
+        # Some tokenizers exclude the space at the beginning of a token from its offsets. Any other text between the
+        # boundary and the first new token belongs to a token that began before the boundary.
         between = text[len(known) : prompt.offsets[first]]
         if between and not (between == " " and prompt.begins_with_space(first)):
-            return "the new text goes on inside of a token of the earlier turns"
+            return "the new text begins inside a token of the earlier turns"
         return list(prompt.tokens[first:])
 
 
 class SessionStore:
-    """Keeps at most ``limit`` sessions; the one not used for the longest time goes first.
+    """Keeps at most ``limit`` sessions in memory, and evicts the least recently used one first.
 
-    A session that a turn continues from counts, too: its cache is needed until the turn has ended.
+    Sessions with a running turn count too, because their cache is needed until the turn has ended.
 
     Args:
-        limit: Sessions in memory; each holds at most one compressed cache.
+        limit: Maximum number of sessions in memory; each has at most one compressed cache.
         seconds: How long a session is kept after its last turn.
-        clock: For tests.
-        files: Where sessions go that have no room in memory; ``None``: they are forgotten.
+        clock: Clock, for tests.
+        files: Files for evicted sessions; ``None`` to drop them.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class SessionStore:
         self._kept: dict[Key, tuple[Session, float]] = {}
         self._running: dict[Key, tuple[Session, float] | None] = {}
         self._deleted: set[Key] = set()
-        # What is on its way from the disk; a deletion takes it out.
+        # Sessions that are being loaded from disk; a deletion removes them from this set.
         self._fetching: set[Key] = set()
         self._one_at_a_time = anyio.CapacityLimiter(1)
 
     async def fetch(self, key: Key) -> None:
-        """Bring a session back from the disk, if it is there and not in memory; to be called before :meth:`begin`."""
+        """Load a session from disk if it is there and not in memory; must be called before :meth:`begin`."""
         used = sum(one is not None for one in self._running.values())
         if self.files is None or key in self._kept or key in self._running or used >= self.limit:
             return
@@ -117,10 +117,10 @@ class SessionStore:
         return None if taken is None else taken[0]
 
     def end(self, key: Key, session: Session | None) -> bool:
-        """End a turn. Without a new ``session``, what there was before stays, and the turn can be tried again.
+        """End a turn. Without a new ``session``, the previous one stays, so that the turn can be tried again.
 
         Returns:
-            Whether there is something to continue from.
+            Whether a next turn can continue from the session.
         """
         before = self._running.pop(key)
         after = before if session is None else (session, self.clock())
@@ -134,7 +134,7 @@ class SessionStore:
         return key in self._kept or (self.files is not None and after is not None and not deleted)
 
     def delete(self, key: Key) -> bool:
-        """Forget a session, at the end of its turn if one is running; whether there was one."""
+        """Delete a session, at the end of its turn if one is running; returns whether it existed."""
         if key in self._running:
             self._deleted.add(key)
             return True
@@ -143,7 +143,7 @@ class SessionStore:
         return self._kept.pop(key, None) is not None or on_disk
 
     def sweep(self) -> None:
-        """Forget what has been kept for too long."""
+        """Delete expired sessions."""
         now = self.clock()
         for key in [key for key, (_, used) in self._kept.items() if now - used > self.seconds]:
             del self._kept[key]
@@ -151,7 +151,7 @@ class SessionStore:
                 self.files.delete(key)
 
     def close(self) -> None:
-        """Write all sessions to the disk, if there is one, for the next server."""
+        """Write all sessions to disk, if there are files, for the next server."""
         if self.files is not None:
             running = {key: one for key, one in self._running.items() if one is not None}
             try:
@@ -163,7 +163,7 @@ class SessionStore:
         self._kept.clear()
 
     def _make_room(self) -> None:
-        """Take the sessions that were not used for the longest time out of memory, until the rest fits."""
+        """Evict the least recently used sessions from memory until the rest fits."""
         while self._kept and len(self) > self.limit:
             oldest = min(self._kept, key=lambda one: self._kept[one][1])
             session, used = self._kept.pop(oldest)
@@ -178,5 +178,5 @@ class SessionStore:
 
     @property
     def bytes(self) -> int:
-        """Memory of all caches that are kept."""
+        """Bytes of all caches in memory."""
         return sum(session.saved.nbytes for session in self._all())

@@ -1,4 +1,4 @@
-"""What the operator of a server can set."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from snapstream.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt that the page offers to try.
+    """An example prompt that the page offers.
 
     Attributes:
-        text: The long part.
-        question: What to ask about it.
-        note: What visitors should know about the model.
+        text: The text.
+        question: A question about it.
+        note: What users should know about the model.
     """
 
     text: str
@@ -26,30 +26,30 @@ class Example:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits, keys and times of one server.
+    """Names, keys, limits and timeouts of one server.
 
     Attributes:
         model_name: What clients call the model.
-        api_keys: Any of them opens ``/v1``; none: no key is needed.
-        cors_origins: Web origins that browsers may call from, besides the server's own page; ``*`` for all.
-        max_body_bytes: Longest request body.
-        max_queue: Sequences that may wait for a slot; more are answered 429.
-        max_choices: Most sequences of one request: prompts times ``n``.
-        request_timeout: Seconds a request may take in all, waiting included.
+        api_keys: Valid API keys; if there are none, no key is needed.
+        cors_origins: Origins whose pages may call the server, besides the server's own page; ``*`` for all.
+        max_body_bytes: Maximum size of a request body.
+        max_queue: Maximum number of sequences that wait for a slot; further requests get a 429.
+        max_choices: Maximum number of sequences of one request: prompts times ``n``.
+        request_timeout: Seconds a request may take, including time in the queue.
         body_timeout: Seconds a client may take to send its request.
-        keep_alive_seconds: Seconds after which a stream that has nothing to send says how far its request has come; 0:
-            never.
-        flush_timeout: Seconds that what is left of an ended answer waits for a client that takes none of it.
-        drain_timeout: Seconds that what is running may go on after a signal to stop.
+        keep_alive_seconds: Seconds of silence after which a stream sends a comment about its progress; 0 turns this
+            off.
+        flush_timeout: Seconds after which the connection of a finished answer is aborted, if its client reads nothing.
+        drain_timeout: Seconds that running requests have to finish after a signal to stop.
         template_timeout: Seconds a chat template may take.
-        stall_timeout: Seconds one step of the engine may take before ``/health`` says that it hangs.
+        stall_timeout: Seconds an engine step may take before ``/health`` reports that it hangs.
         session_ttl: Seconds a session is kept after its last turn.
-        session_dir: Where sessions go that have no room in memory, and all of them when the server stops; ``None``:
-            they are forgotten.
-        session_disk: Most bytes of this directory.
-        context_dir: Where contexts are kept besides memory, so that they outlive the server; ``None``: nowhere.
-        context_disk: Most bytes of this directory.
-        example: For the page.
+        session_dir: Directory for sessions that do not fit in memory, and for all sessions when the server stops;
+            ``None`` to drop them.
+        session_disk: Maximum size of this directory in bytes.
+        context_dir: Directory for contexts, so that they outlive the server; ``None`` to keep them in memory only.
+        context_disk: Maximum size of this model's files in this directory, in bytes.
+        example: Example prompt of the page.
     """
 
     model_name: str
@@ -76,7 +76,7 @@ class ServerSettings:
         """Check every field.
 
         Raises:
-            ConfigurationError: A value that is not allowed.
+            ConfigurationError: A value is not allowed.
         """
         if not self.model_name:
             raise ConfigurationError("server: the model needs a name")

@@ -1,4 +1,4 @@
-"""Streamed answers: they end when the client disconnects, and say something now and then while a prompt is read."""
+"""Streamed answers, which end when the client disconnects, and send comments while there is no output."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Emit = Callable[[dict[str, Any] | str], Awaitable[None]]
 async def kept_alive(
     send: Callable[[bytes], Awaitable[None]], seconds: float, say: Callable[[], str]
 ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Send a comment whenever nothing else was sent for a while; proxies cut connections that are silent.
+    """Send a comment whenever nothing was sent for a while, because proxies cut silent connections.
 
     Args:
         send: Sends bytes of a stream of server-sent events.
-        seconds: That may pass in silence; 0 for any time.
-        say: The text of a comment, which clients ignore.
+        seconds: Seconds of silence before a comment is sent; 0 sends none.
+        say: Returns the text of a comment, which clients ignore.
 
     Yields:
-        What to send events with.
+        The function to send events with.
     """
     sending, sent = anyio.Lock(), anyio.current_time()
 
     async def send_one(data: bytes) -> None:
         nonlocal sent
-        async with sending:  # a client that reads slowly makes one wait for the other
+        async with sending:  # events and comments wait for each other if the client reads slowly
             await send(data)
             sent = anyio.current_time()
 
@@ -53,15 +53,15 @@ async def kept_alive(
 
 
 class EventStream(Response):
-    """Server-sent events that end when the client goes, also while there is nothing to send.
+    """A stream of server-sent events that ends when the client disconnects, even while there is nothing to send.
 
     Args:
-        produce: Sends the events; what it raises is sent as a last one.
-        cancel: Called in any case at the end.
-        deadline: When it must have ended, as :func:`anyio.current_time` counts.
-        request_id: For the error.
+        produce: Sends the events; its exception, if any, is sent as the last event.
+        cancel: Called at the end in any case.
+        deadline: When the stream must have ended, in :func:`anyio.current_time` time.
+        request_id: Id of the request, for the error.
         keep_alive: Seconds of silence after which a comment is sent; 0 for none.
-        progress: The comment: what the request is waiting for.
+        progress: Returns the text of the comment, which describes the request's progress.
     """
 
     media_type = "text/event-stream"
@@ -82,7 +82,7 @@ class EventStream(Response):
         self._keep_alive, self._progress = keep_alive, progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the response."""
 
         async def send_part(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -100,13 +100,13 @@ class EventStream(Response):
             if until.cancelled_caught:
                 failure = TimeoutError()
             if failure is not None:
-                # A client that does not read what is there cannot be told either.
+                # A client that does not read does not receive the error either.
                 with anyio.move_on_after(1):
                     await send_part(_as_event(as_api_error(failure).body(self._request_id)))
 
         try:
             await until_disconnect(receive, work)
-            # Only now: a finished response looks to the server like a client that has gone.
+            # Only now: to the server, a finished response looks like a disconnected client.
             with anyio.move_on_after(1):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except DisconnectedError:

@@ -1,4 +1,4 @@
-"""Conversations to text: what the model's chat template makes of messages, and that it leaves none of them out."""
+"""Applies the model's chat template to conversations, and checks that it leaves no message out."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ T = TypeVar("T")
 
 
 class Templates:
-    """Lays out conversations for a model.
+    """Applies a model's chat template.
 
     Args:
         llm: The engine; only its chat template is used.
-        seconds: That a template may take.
+        seconds: Maximum time that a template may take.
     """
 
     def __init__(self, llm: LLM, seconds: float) -> None:
         self._llm, self._seconds = llm, seconds
 
     def render(self, variables: Mapping[str, Any] | None) -> Render:
-        """The chat template as a function of messages, which takes no longer than it may."""
+        """The chat template as a function of messages, with the time limit."""
         return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables))
 
     def plain(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        """Messages in the form that the template takes.
+        """Convert messages to the form that the template expects.
 
-        1. A role that the template does not have becomes the one that means the same.
-        2. Arguments of tool calls are objects, unless the template wants them as they came.
-        3. Every message is looked for in what the template writes: many templates leave out what they do not know.
+        1. The role ``developer`` becomes ``system`` if the template does not have it.
+        2. Arguments of tool calls become objects, unless the template needs the original strings.
+        3. Every message must occur in the template's output, because many templates leave out what they do not know.
 
         Raises:
-            ApiError: A message would leave no trace in the prompt, and is named.
+            ApiError: A message would not occur in the prompt; the error names it.
             RequestError: There is no chat template, it rejects the messages, or it takes too long.
         """
         source, render = self._llm.template_source, self.render(variables)
         for index, message in enumerate(messages):
             thought = "reasoning_content" if message.reasoning_content else "reasoning" if message.reasoning else None
             if thought and "reasoning" not in source:
-                raise _lost(index, thought, f"this model's chat template does not know {thought}; leave it out")
+                raise _lost(index, thought, f"this model's chat template does not support {thought}; leave it out")
 
         def form(*, objects: bool) -> list[dict[str, Any]]:
             given = [message.for_template(objects=objects) for message in messages]
@@ -67,10 +67,10 @@ class Templates:
         return given
 
     def _check(self, given: Sequence[Mapping[str, Any]], text: str, render: Render) -> None:
-        """Step 3: with a mark of its own in the place of what each message says."""
+        """Step 3: render the conversation with a unique mark in place of each message's content, and find the marks."""
         try:
             marked = render([_marked(message, _mark(index)) for index, message in enumerate(given)])
-        except RequestError:  # a template that looks at what messages say
+        except RequestError:  # the template depends on the content of messages
             marked = ""
         for index, message in enumerate(given):
             content, called = message["content"].strip(), bool(message.get("tool_calls"))
@@ -78,8 +78,8 @@ class Templates:
             if written or not (content or called):
                 continue
             field, what = ("role", f"messages of the role {message['role']!r} here") if content else _CALLS
-            why = f"this model's chat template does not write {what}, so the model would not see it"
-            raise _lost(index, field, f"{why}; put what it says into a message of another role, such as 'user'")
+            why = f"this model's chat template does not write {what}, so the model would not see this message"
+            raise _lost(index, field, f"{why}; move its content to a message of another role, such as 'user'")
 
 
 _CALLS = "tool_calls", "tool calls"
@@ -90,7 +90,7 @@ def _mark(index: int) -> str:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """A message that says the mark, in its content and as the name of its tools."""
+    """A copy of a message with the mark as its content and as the name of its tools."""
     marked = {**message, "content": mark if message["content"].strip() else message["content"]}
     if message.get("tool_calls"):
         marked["tool_calls"] = [_with_name(call, mark) for call in message["tool_calls"]]
@@ -108,13 +108,13 @@ def _lost(index: int, field: str, why: str) -> ApiError:
 
 
 class _TooLongError(BaseException):
-    """Raised inside of what takes too long; not an Exception, so that a template cannot catch it."""
+    """Raised inside code that takes too long; not an Exception, so that a template cannot catch it."""
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """Run Python code and stop it after a while, wherever it is; for code that may loop for ever.
+    """Run Python code that may loop forever, and stop it after a time limit.
 
-    A thread cannot be killed, but it can be traced: the clock is read before every line that it runs.
+    A thread cannot be killed, but it can be traced. The trace function checks the clock before every line.
 
     Raises:
         RequestError: It took too long.

@@ -1,4 +1,4 @@
-"""One turn of a session: what it continues from, and what it leaves for the next."""
+"""One turn of a session: continues from the session's cache, and leaves a cache for the next turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from snapstream.serving.sessions import Key, Session, SessionBusyError, SessionS
 
 
 class Turn:
-    """A session's part in one request; :meth:`end` must be called.
+    """A session in one request; :meth:`end` must be called.
 
     Attributes:
-        past: The cache to continue from, once :meth:`go_on` has found that it fits.
+        past: The cache to continue from, if :meth:`go_on` has found that the prompt continues it.
     """
 
     def __init__(self, store: SessionStore, key: Key) -> None:
@@ -23,17 +23,17 @@ class Turn:
 
         Args:
             store: The server's sessions.
-            key: Whose session, and which.
+            key: Owner and name of the session.
 
         Raises:
-            ApiError: There are no sessions, or a turn of this one is running.
+            ApiError: Sessions are disabled, or a turn of this session is running.
         """
         if not store.limit:
             raise ApiError(400, "this server keeps no sessions; start it with --sessions N", param="session_id")
         try:
             self._session = store.begin(key)
         except SessionBusyError:
-            message = f"the session {key[1]!r} has a turn running; wait for its end"
+            message = f"a turn of the session {key[1]!r} is still running; wait until it ends"
             raise ApiError(409, message, param="session_id", code="session_busy") from None
         self._store, self._key = store, key
         self._prompt: Prompt | None = None
@@ -44,15 +44,15 @@ class Turn:
 
     @property
     def reused(self) -> int:
-        """Tokens of earlier turns that are not read again."""
+        """Number of tokens of earlier turns that are not prefilled again."""
         return 0 if self.past is None else len(self.past.tokens)
 
     def go_on(self, prompt: Prompt) -> Sequence[int]:
-        """Tokens of the prompt that have to be read; those after :attr:`past`, or all."""
+        """Return the tokens of the prompt that must be prefilled: those after :attr:`past`, or all."""
         self._prompt = prompt
         tokens = prompt.tokens
         if self._session is None:
-            self._reason = "there is no such session: it is new, or was not used for too long"
+            self._reason = "there is no such session: it is new, has expired, or was evicted"
         else:
             rest = self._session.rest_of(prompt)
             if isinstance(rest, str):
@@ -63,7 +63,7 @@ class Turn:
         return tokens
 
     def keep(self, saved: CompressedSequence) -> None:
-        """Leave a cache for the next turn; too late if the turn has ended."""
+        """Store a cache for the next turn; has no effect if the turn has ended."""
         if not self._ended:
             assert self._prompt is not None
             text = self._prompt.text
@@ -71,12 +71,12 @@ class Turn:
             self._ended, self._kept = True, self._store.end(self._key, session)
 
     def end(self) -> None:
-        """Without :meth:`keep` before, the session stays as it was."""
+        """End the turn. Unless :meth:`keep` was called, the session does not change."""
         if not self._ended:
             self._ended, self._kept = True, self._store.end(self._key, None)
 
     def report(self) -> dict[str, Any]:
-        """What became of the session, for the answer."""
+        """How the session was used, for the answer."""
         return {
             "id": self._key[1],
             "kept": self._kept,

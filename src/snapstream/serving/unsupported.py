@@ -1,4 +1,4 @@
-"""Fields of OpenAI's API and of vLLM's that this server does not have: which of them matter, and what to do instead."""
+"""Unsupported fields of OpenAI's and vLLM's APIs: which of them have an effect, and what to do instead."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UNUSED = frozenset(
         "tool_choice",
     )
 )
-"""Fields that change nothing here: they are accepted, whatever they say."""
+"""Fields that have no effect here; they are accepted with any value."""
 
 TEXT_ONLY = "this server reads and writes text only"
-_NO_CALLS = "the output is not searched for calls; describe what you need in a message"
-_FREE_TEXT = "the output is free text, which nothing constrains to a format"
-_NO_BEAMS = "it belongs to beam search, which only the cache for transformers has"
-_OWN_ANSWER = "the model begins an answer of its own; /v1/completions continues a text"
+_NO_CALLS = "the output is not parsed for calls; describe what you need in a message"
+_FREE_TEXT = "the output is free text and cannot be constrained to a format"
+_NO_BEAMS = "it is part of beam search, which only the cache for transformers supports"
+_OWN_ANSWER = "the model always starts a new answer; /v1/completions continues a text"
 
 _REASONS: Sequence[tuple[Sequence[str], str]] = (
     (("tools", "functions", "function_call"), _NO_CALLS),
@@ -32,34 +32,34 @@ _REASONS: Sequence[tuple[Sequence[str], str]] = (
     (("modalities", "audio", "prompt_embeds", "mm_processor_kwargs"), TEXT_ONLY),
     (("use_beam_search", "length_penalty", "early_stopping"), _NO_BEAMS),
     (("add_generation_prompt", "continue_final_message"), _OWN_ANSWER),
-    (("allowed_token_ids", "bad_words", "logits_processors"), "logit_bias can favour tokens or forbid them"),
-    (("best_of",), "every answer is returned; give n, and choose among them"),
-    (("suffix",), "a text is only continued at its end"),
+    (("allowed_token_ids", "bad_words", "logits_processors"), "logit_bias can favor tokens or forbid them"),
+    (("best_of",), "every answer is returned; set n, and choose among them"),
+    (("suffix",), "a text can only be continued at its end"),
     (
         ("prediction",),
-        "tokens are guessed from the prompt and the output, with --speculative lookup; put the text into the prompt",
+        "tokens are drafted from the prompt and the output, with --speculative lookup; put the text into the prompt",
     ),
     (
         ("reasoning_effort",),
-        "give the variable of the model's chat template in chat_template_kwargs, such as enable_thinking",
+        "set a variable of the model's chat template in chat_template_kwargs, such as enable_thinking",
     ),
     (("verbosity",), "say in a message how long the answer should be"),
     (("web_search_options",), "nothing is fetched from the web; put what the model should know into a message"),
     (("documents",), "put their text into a message"),
-    (("chat_template",), "the operator sets it, with --chat-template"),
-    (("add_special_tokens",), "give token ids to decide about every token"),
-    (("truncate_prompt_tokens",), "a prompt is read in full or refused"),
+    (("chat_template",), "only the operator can set it, with --chat-template"),
+    (("add_special_tokens",), "give token ids to control every token"),
+    (("truncate_prompt_tokens",), "a prompt is used in full or refused"),
     (("prompt_logprobs",), "ask /v1/completions for echo with logprobs"),
     (("include_stop_str_in_output",), "stop strings are never part of the output"),
-    (("spaces_between_special_tokens",), "text is as the tokenizer decodes it"),
-    (("return_token_ids",), "/tokenize gives the tokens of a text"),
-    (("priority",), "requests are served in the order they come in"),
+    (("spaces_between_special_tokens",), "the text is what the tokenizer decodes"),
+    (("return_token_ids",), "/tokenize returns the tokens of a text"),
+    (("priority",), "requests are served in order of arrival"),
 )
 
 UNSUPPORTED: Mapping[str, str] = {
     name: f"{name} is not supported: {reason}" for names, reason in _REASONS for name in names
 }
-"""What a request is told that asks for something that is not here."""
+"""Error messages for requests that use unsupported fields."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "tools": ([],),
@@ -81,4 +81,4 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "documents": ([],),
     "priority": (0,),
 }
-"""Values of unsupported fields that ask for nothing: they are accepted, because clients send them unasked."""
+"""Values of unsupported fields that request nothing; they are accepted, because some clients send them by default."""

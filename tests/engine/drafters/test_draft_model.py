@@ -120,7 +120,7 @@ def test_what_cannot_be_is_said(model, other, tmp_path):
     for settings, said in (
         ({"speculative": "draft-model"}, "give a draft_model"),
         ({"draft_model": str(other)}, "give a draft_model with"),
-        ({"speculative": "lookup", "draft_model": str(other)}, "and nowhere else"),
+        ({"speculative": "lookup", "draft_model": str(other)}, "and only then"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             make(model, **settings)

@@ -1,8 +1,11 @@
 """A real vLLM in this process: its scheduler can be looked at, and an engine starts in seconds."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+from tests.sampling import sample
 
 # Read by vLLM when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +13,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.pop("SNAPSTREAM_BUDGET", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the tests that start engines, `make test-vllm` runs a sample, and `make test-vllm-slow` the rest."""
+    sample(items, Path(__file__).parent, frozenset(("llama", "deepseek")))
 
 
 @pytest.fixture(scope="session")

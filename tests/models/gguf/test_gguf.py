@@ -115,20 +115,20 @@ def damages(data):
     first = 24  # where metadata begins: the length of its first name
     yield b"", "is empty"
     yield b"GGML" + data[4:], "is not a GGUF file"
-    yield replaced(data, 4, struct.pack(">I", 3)), "of another byte order"
+    yield replaced(data, 4, struct.pack(">I", 3)), "or another byte order"
     yield data[:20], "in the middle of its header"
-    yield data[: len(data) // 3], "cut off"
-    yield data[:-4096], "cut off"
+    yield data[: len(data) // 3], "which was truncated"
+    yield data[:-4096], "which was truncated"
     yield replaced(data, 8, huge), "too short for the"
     yield replaced(data, 16, huge), "too short for the"
     yield replaced(data, first, huge), "in the middle of its header"
     yield replaced(data, first + 8, b"\xff\xfe\xfd"), "not UTF-8"
     at = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
     yield replaced(data, at + 8, huge), "too short for the"
-    yield replaced(data, at, struct.pack("<I", 77)), "unknown kind 77"
-    yield replaced(data, at + 4, struct.pack("<I", 9)), "unknown kind 9"
+    yield replaced(data, at, struct.pack("<I", 77)), "unknown type 77"
+    yield replaced(data, at + 4, struct.pack("<I", 9)), "unknown type 9"
     for name, number, said in (
-        ("block_count", 2**30, "more layers than that"),
+        ("block_count", 2**30, "more layers than tensors"),
         ("block_count", 3, "missing: model"),
         ("feed_forward_length", 2**30, "of the wrong shape"),
         ("attention.head_count", 0, "must be a positive number"),
@@ -138,9 +138,9 @@ def damages(data):
         yield replaced(data, at, struct.pack("<I", number)), said
     at = data.index(b"token_embd.weight") + len("token_embd.weight")
     yield replaced(data, at, struct.pack("<I", 9)), "9 dimensions"
-    yield replaced(data, at + 4, huge), "reaches behind its end|blocks"
-    yield replaced(data, at + 4 + 16, struct.pack("<I", 4096)), "unknown kind 4096"
-    yield replaced(data, at + 8 + 16, huge), "reaches behind its end"
+    yield replaced(data, at + 4, huge), "extends past the end of the file|blocks"
+    yield replaced(data, at + 4 + 16, struct.pack("<I", 4096)), "unknown type 4096"
+    yield replaced(data, at + 8 + 16, huge), "extends past the end of the file"
 
 
 def test_damaged_files_are_named_in_one_line(tmp_path):
@@ -187,7 +187,7 @@ def test_random_damage_is_never_more_than_an_error(tmp_path):
         (lambda w: w.add_rope_scaling_type(__import__("gguf").RopeScalingType.LONGROPE), "RoPE scaling 'longrope'"),
         (lambda w: w.add_tensor("blk.7.attn_q.weight", numpy.zeros((2, 32), "f4")), r"unexpected: blk\.7\.attn_q"),
         (lambda w: w.add_sliding_window(64), "sliding-window attention"),
-        (lambda w: w.add_rope_dimension_count(16), "rope.dimension_count is 16, heads have 32"),
+        (lambda w: w.add_rope_dimension_count(16), "rope.dimension_count is 16, but the head size is 32"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, change, said):

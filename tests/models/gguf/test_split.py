@@ -46,7 +46,7 @@ def test_a_missing_part_is_named(parts):
 
 def test_a_part_whose_name_says_nothing(parts, tmp_path):
     shutil.copy(parts[0], tmp_path / "sha256-0123")
-    with pytest.raises(CheckpointError, match=r"one of 3 parts of a model; name them as they were split"):
+    with pytest.raises(CheckpointError, match=r"one of 3 parts of a model; keep the names they were split into"):
         load_spec(tmp_path / "sha256-0123")
 
 

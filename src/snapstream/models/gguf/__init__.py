@@ -1,7 +1,7 @@
-"""GGUF, the one-file format of llama.cpp: configuration, weights and tokenizer of a model.
+"""GGUF, llama.cpp's single-file format for the configuration, weights and tokenizer of a model.
 
-``container`` reads a header, ``parts`` finds the other files of a split model, ``configuration`` says what model it
-is, ``weights`` puts tensors into place, and ``tokenizer`` makes the tokenizer.
+``container`` reads the header, ``parts`` finds the other files of a split model, ``configuration`` builds the model's
+configuration, ``weights`` reads the tensors, and ``tokenizer`` builds the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["fill", "is_gguf", "load_gguf_spec", "load_gguf_tokenizer", "part_nam
 
 
 def is_gguf(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint is such a file, by its first bytes, or else by its name (it may be damaged)."""
+    """Whether a checkpoint is a GGUF file, by its first bytes or, as it may be damaged, by its suffix."""
     path = Path(checkpoint)
     if not path.is_file():
         return False
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC or path.suffix.lower() == ".gguf"
-    except OSError:  # its reader says so
+    except OSError:  # reading the file later reports the error
         return path.suffix.lower() == ".gguf"

@@ -1,4 +1,4 @@
-"""Which model a GGUF file has, as a ``transformers`` configuration."""
+"""Reads the configuration of a GGUF file as a ``transformers`` configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
 
-# Mistral's files say that they are llama: the layers are the same.
+# Mistral's files name the architecture llama, as their layers are the same.
 ARCHITECTURES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
@@ -20,18 +20,18 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 ROTATES_PAIRS = ("llama", "mistral")
-"""Architectures whose files hold rows of queries and keys in the order of neighbours, not of halves."""
+"""Architectures whose files store query and key rows in the order for rotating neighboring pairs, not halves."""
 _DTYPES = {0: "float32", 1: "float16"}
-"""Of numbers that are stored as they are, by kind; blocks of few bits lose nothing that they have in bfloat16."""
+"""Dtypes of unquantized tensors by kind. Quantized blocks become bfloat16, which is precise enough for them."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
-"""What Llama 3's rotary frequencies are divided by."""
+"""Tensor with the divisors of Llama 3's rotary frequencies."""
 
 
 def load_gguf_spec(path: Path) -> ModelSpec:
     """Read the configuration of a file.
 
     Raises:
-        CheckpointError: Unreadable, damaged or unsupported.
+        CheckpointError: The file cannot be read, is damaged, or is not supported.
     """
     file = open_container(path)
     try:
@@ -43,10 +43,10 @@ def load_gguf_spec(path: Path) -> ModelSpec:
 
 
 def architecture(file: Container) -> str:
-    """Its name in the file.
+    """The name of the architecture in the file.
 
     Raises:
-        CheckpointError: Not one that is supported.
+        CheckpointError: The architecture is not supported.
     """
     name = file.require("general.architecture")
     if name not in ARCHITECTURES:
@@ -55,7 +55,7 @@ def architecture(file: Container) -> str:
 
 
 def configuration(file: Container) -> Any:
-    """The ``transformers`` configuration."""
+    """Build the ``transformers`` configuration."""
     import transformers
 
     name = architecture(file)
@@ -66,7 +66,7 @@ def configuration(file: Container) -> Any:
     if shape is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight; it is damaged, or not a language model")
     if about.number("block_count") > len(file.tensors):
-        raise CheckpointError(f"{file.path} is damaged: it has {len(file.tensors)} tensors for more layers than that")
+        raise CheckpointError(f"{file.path} is damaged: it has more layers than tensors ({len(file.tensors)})")
     head = about.number("attention.key_length", hidden // heads)
     bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     if name == "llama" and bias["attn_q"] != bias["attn_output"]:
@@ -92,7 +92,7 @@ def configuration(file: Container) -> Any:
     for key in ("attention.value_length", "rope.dimension_count"):
         if about.number(key, head) != head:
             raise CheckpointError(
-                f"{file.path}: {name}.{key} is {about.value(key)}, heads have {head} numbers; other "
+                f"{file.path}: {name}.{key} is {about.value(key)}, but the head size is {head}; other "
                 "sizes are not supported"
             )
     config = getattr(transformers, kind)(**settings)
@@ -103,7 +103,7 @@ def configuration(file: Container) -> Any:
 
 
 def ends(file: Container) -> tuple[int, ...]:
-    """Tokens that end a turn or a completion, besides the end of a text."""
+    """Tokens that end a turn or a completion, in addition to the end-of-text token."""
     names = ("eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
     found = (file.metadata.get(f"tokenizer.ggml.{name}") for name in names)
     return tuple(token for token in found if isinstance(token, int))
@@ -111,7 +111,7 @@ def ends(file: Container) -> tuple[int, ...]:
 
 def _rope(about: _About) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base", 10000.0))}
-    # An old file names the factor only, in the field before last.
+    # Old files state only the factor, in rope.scale_linear.
     factor = float(about.value("rope.scaling.factor", None) or about.value("rope.scale_linear", None) or 0)
     kind = about.value("rope.scaling.type", "linear" if factor else "none")
     if any(name.startswith("rope_factors_") for name in about.file.tensors):
@@ -133,14 +133,14 @@ def _rope(about: _About) -> dict[str, Any]:
             if value is not None:
                 parameters[ours] = float(value)
         scale = about.value("rope.scaling.attn_factor", about.value("rope.scaling.yarn_attn_factor", None))
-        if scale is not None:  # a factor on what YaRN makes of it, where transformers takes the product
+        if scale is not None:  # a factor on YaRN's own; transformers expects the product of both
             parameters["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)
     return parameters
 
 
 @dataclass(frozen=True)
 class _About:
-    """Metadata under the architecture's name."""
+    """The metadata whose keys begin with the architecture's name."""
 
     file: Container
     name: str

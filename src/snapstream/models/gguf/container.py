@@ -1,7 +1,7 @@
-"""What is in a GGUF file: metadata by name, and where each tensor is stored.
+"""Reads the contents of a GGUF file: metadata by name, and where each tensor is stored.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file may come from anywhere, so nothing it says
-is believed before it is compared with how long the file is: counts are checked before anything is made for them.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Files are untrusted: all counts
+and sizes are checked against the length of the file before anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class StoredTensor:
 
     Attributes:
         file: The file.
-        shape: As torch has it; numbers of the last dimension are adjacent.
-        kind: ``GGMLQuantizationType`` by number.
-        offset: Of its first byte in the file.
-        row_bytes: Of each of its rows.
+        shape: Its shape in torch's order; elements along the last dimension are adjacent.
+        kind: Number of its ``GGMLQuantizationType``.
+        offset: Offset of its first byte in the file.
+        row_bytes: Bytes of each of its rows.
     """
 
     file: Path
@@ -51,9 +51,9 @@ class Container:
     """The header of a file, or of all files of a split model.
 
     Attributes:
-        path: The file, or the first of them.
-        metadata: Numbers, strings, and lists of them.
-        tensors: By name.
+        path: The file, or the first file.
+        metadata: Numbers, strings, and lists of these, by key.
+        tensors: Tensors by name.
     """
 
     path: Path
@@ -61,10 +61,10 @@ class Container:
     tensors: dict[str, StoredTensor]
 
     def rows(self, name: str, rows: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
-        """Some rows of a tensor ``[rows, columns]`` (one of one dimension has one), as numbers.
+        """Dequantize some rows of a tensor ``[rows, columns]``; a tensor of one dimension has one row.
 
         Raises:
-            CheckpointError: They are stored in a way that is not known.
+            CheckpointError: The tensor's quantization is not supported.
         """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -80,22 +80,22 @@ class Container:
         return numbers
 
     def require(self, name: str) -> Any:
-        """Metadata that must be there.
+        """The value of a metadata key that must exist.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: It does not exist.
         """
         if name not in self.metadata:
-            raise CheckpointError(f"{self.path} does not say {name}; it is damaged, or not a language model")
+            raise CheckpointError(f"{self.path} has no metadata {name}; it is damaged, or not a language model")
         return self.metadata[name]
 
 
 def open_container(path: Path) -> Container:
-    """Read the header of a file; once, however often it is asked for.
+    """Read the header of a file; the result is cached.
 
     Raises:
-        CheckpointError: It cannot be read, is damaged, or of another version.
-        ConfigurationError: The ``gguf`` package is missing.
+        CheckpointError: The file cannot be read, is damaged, or has another version.
+        ConfigurationError: The ``gguf`` package is not installed.
     """
     try:
         from gguf import GGML_QUANT_SIZES  # noqa: F401
@@ -113,7 +113,7 @@ _Version = tuple[Path, int, int]
 
 
 def _version(path: Path) -> _Version:
-    """A file as it is now."""
+    """The current version of a file, as a key for caches."""
     state = path.stat()
     return path, state.st_mtime_ns, state.st_size
 
@@ -127,24 +127,26 @@ def _split_number(part: Container, name: str, otherwise: int) -> int:
 
 @functools.lru_cache(maxsize=2)
 def _open_parts(versions: tuple[_Version, ...]) -> Container:
-    """One header for all parts of a model: metadata of the first, tensors of all."""
+    """One header for all parts of a model: the metadata of the first part, and the tensors of all."""
     parts = [_open.__wrapped__(*version) for version in versions]
     tensors: dict[str, StoredTensor] = {}
     for number, part in enumerate(parts):
         if _split_number(part, "count", 1) != len(parts) or _split_number(part, "no", -1) != number:
             raise CheckpointError(
-                f"{part.path} is not part {number + 1} of {len(parts)} by what it says of itself (split.no "
-                f"{part.metadata.get('split.no')}, split.count {part.metadata.get('split.count')}); was it renamed?"
+                f"{part.path} is not part {number + 1} of {len(parts)}: its metadata has split.no "
+                f"{part.metadata.get('split.no')} and split.count {part.metadata.get('split.count')}; was it renamed?"
             )
         twice = sorted(tensors.keys() & part.tensors)
         if twice:
-            raise CheckpointError(f"{part.path}: tensor {twice[0]} is in another part, too; they are not of one model")
+            raise CheckpointError(
+                f"{part.path}: tensor {twice[0]} is also in another part; the parts are from different models"
+            )
         tensors |= part.tensors
     wanted = _split_number(parts[0], "tensors.count", len(tensors))
     if wanted != len(tensors):
         raise CheckpointError(
-            f"{parts[0].path}: the {len(parts)} parts have {len(tensors)} tensors, and should have {wanted}; they are "
-            "not of one model"
+            f"{parts[0].path}: the {len(parts)} parts have {len(tensors)} tensors, but should have {wanted}; the parts "
+            "are from different models"
         )
     return Container(parts[0].path, parts[0].metadata, tensors)
 
@@ -160,7 +162,7 @@ def _open(path: Path, changed: int, size: int) -> Container:
         version = cursor.number("I")
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{path} is GGUF of version {version} or of another byte order; supported: versions "
+                f"{path} has GGUF version {version} or another byte order; supported: versions "
                 f"{', '.join(map(str, VERSIONS))}, little-endian"
             )
         tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
@@ -168,14 +170,14 @@ def _open(path: Path, changed: int, size: int) -> Container:
         for _ in range(cursor.count(value_count, 13)):
             name = cursor.string()
             if name in metadata:
-                raise cursor.damaged(f"{name!r} is there twice")
+                raise cursor.damaged(f"{name!r} occurs twice")
             metadata[name] = cursor.value(cursor.number("I"))
         described: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(cursor.count(tensor_count, 32)):
             name = cursor.string()
             dimensions = cursor.number("I")
             if not 1 <= dimensions <= _MOST_DIMENSIONS or name in described:
-                raise cursor.damaged(f"tensor {name!r} has {dimensions} dimensions, or is there twice")
+                raise cursor.damaged(f"tensor {name!r} has {dimensions} dimensions, or occurs twice")
             shape = tuple(reversed([cursor.number("Q") for _ in range(dimensions)]))
             described[name] = shape, cursor.number("I"), cursor.number("Q")
         alignment = metadata.get("general.alignment", 32)
@@ -188,26 +190,26 @@ def _open(path: Path, changed: int, size: int) -> Container:
 def _placed(
     cursor: _Cursor, described: dict[str, tuple[tuple[int, ...], int, int]], start: int, size: int
 ) -> dict[str, StoredTensor]:
-    """Tensors that lie within the file."""
+    """Locate all tensors, and check that they lie within the file."""
     from gguf import GGML_QUANT_SIZES
 
     sizes = {int(kind): both for kind, both in GGML_QUANT_SIZES.items()}
     placed = {}
     for name, (shape, kind, offset) in described.items():
         if kind not in sizes:
-            raise cursor.damaged(f"tensor {name!r} is of the unknown kind {kind}")
+            raise cursor.damaged(f"tensor {name!r} has the unknown type {kind}")
         block, block_bytes = sizes[kind]
         if not math.prod(shape) or shape[-1] % block:
-            raise cursor.damaged(f"tensor {name!r} of the shape {list(shape)} does not consist of blocks of {block}")
+            raise cursor.damaged(f"tensor {name!r} of shape {list(shape)} does not consist of blocks of {block}")
         row_bytes = shape[-1] // block * block_bytes
         if start + offset + math.prod(shape[:-1]) * row_bytes > size:
-            raise cursor.damaged(f"tensor {name!r} reaches behind its end; it was cut off")
+            raise cursor.damaged(f"tensor {name!r} extends past the end of the file, which was truncated")
         placed[name] = StoredTensor(cursor.path, shape, kind, start + offset, row_bytes)
     return placed
 
 
 class _Cursor:
-    """Goes through a header; never behind the file's end."""
+    """Reads a header, never past the end of the file."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path, self._memory, self.at = path, memory, 0
@@ -225,9 +227,9 @@ class _Cursor:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def count(self, count: int, least: int) -> int:
-        """A count of things that have at least so many bytes each."""
+        """Check a count of items with at least ``least`` bytes each."""
         if count > (len(self._memory) - self.at) // least:
-            raise self.damaged(f"it is too short for the {count} things that it names")
+            raise self.damaged(f"it is too short for the {count} items that it declares")
         return count
 
     def string(self) -> str:
@@ -235,7 +237,7 @@ class _Cursor:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
-            raise self.damaged("a name or a text is not UTF-8") from None
+            raise self.damaged("a string is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -245,11 +247,11 @@ class _Cursor:
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING:
             return [self.string() for _ in range(self.count(count, 8))]
-        code = self._code(kind)  # lists of lists are in no model
+        code = self._code(kind)  # no model has nested lists
         size = struct.calcsize(f"<{code}")
         return numpy.frombuffer(self.take(self.count(count, size) * size), f"<{code}").tolist()
 
     def _code(self, kind: int) -> str:
         if kind not in _SCALARS:
-            raise self.damaged(f"it has a value of the unknown kind {kind}")
+            raise self.damaged(f"it has a value of the unknown type {kind}")
         return _SCALARS[kind]

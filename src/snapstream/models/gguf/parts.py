@@ -1,6 +1,6 @@
-"""Models that are split over several files, as ``llama-gguf-split`` writes them: ``name-00001-of-00003.gguf``, ...
+"""Models that ``llama-gguf-split`` has split into several files: ``name-00001-of-00003.gguf``, ...
 
-The first part has the metadata, each part has tensors of its own. Whichever part is named, all of them are used.
+The first part has the metadata, and each part has some of the tensors. If any part is given, all of them are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 
 def part_names(path: Path) -> Sequence[Path]:
-    """All parts of the model that a file's name says it belongs to, in order; the file alone if it says nothing."""
+    """All parts of a model in order, derived from the name of one; only the file itself if its name is not a part's."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -27,16 +27,16 @@ def part_paths(path: Path, count: int) -> Sequence[Path]:
     """All parts of a model, given one of them.
 
     Args:
-        path: The part that was named.
-        count: How many there are, as the part says.
+        path: The given part.
+        count: Number of parts according to its metadata.
 
     Raises:
-        CheckpointError: The name does not say where the others are, or some are missing; these are named.
+        CheckpointError: The names of the other parts cannot be derived, or some are missing; the message names them.
     """
     names = part_names(path)
     if len(names) != count:
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model; name them as they were split, such as "
+            f"{path} is one of {count} parts of a model; keep the names they were split into, such as "
             f"model-00001-of-{count:05}.gguf, in one directory, so that the others can be found"
         )
     missing = [name.name for name in names if not name.is_file()]

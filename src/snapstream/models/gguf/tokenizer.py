@@ -1,6 +1,6 @@
-"""The tokenizer that a GGUF file describes: its tokens, merges and special tokens, by name of how text is split.
+"""Builds the tokenizer that a GGUF file describes: its tokens, merges, special tokens, and pre-tokenizer by name.
 
-``gpt2`` is byte-level BPE, and ``llama`` is SentencePiece's BPE, which has scores instead of merges.
+The model ``gpt2`` is byte-level BPE; ``llama`` is SentencePiece's BPE, which has scores instead of merges.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ SPLITS: dict[str, str | None] = {
     "llama3": _LLAMA_3,
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
-    # Digits by themselves, then as GPT-2.
+    # Splits digits, then splits like GPT-2.
     "smollm": None,
     "gpt-2": "",
 }
-"""How text is split before merges: a pattern; GPT-2's if empty."""
+"""Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer of a file, as a ``PreTrainedTokenizerFast`` with its chat template.
+    """Load the tokenizer of a file as a ``PreTrainedTokenizerFast``, with its chat template.
 
     Raises:
-        CheckpointError: None, or one that is not supported.
+        CheckpointError: The file has no tokenizer, is damaged, or its tokenizer is not supported.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{path}: tokenizer {model!r} is not supported in GGUF; supported: gpt2, llama")
     if len(set(tokens)) != len(tokens) or len(stated) != len(tokens):
-        raise CheckpointError(f"{path} is damaged: tokens are there twice, or without their kind")
+        raise CheckpointError(f"{path} is damaged: tokens occur twice, or have no type")
     kinds = [_CONTROL if control_looking(token) else kind for token, kind in zip(tokens, stated, strict=True)]
     made = _byte_level(file, tokens) if model == "gpt2" else _sentence_piece(file, tokens, kinds)
     made.add_special_tokens(
@@ -68,7 +68,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
 
 _BEGIN = ("llama-bpe", "llama3")
-"""Those that begin a text with a token where a file does not say."""
+"""Pre-tokenizers whose texts begin with a BOS token if the file does not say."""
 
 
 def _split_name(file: Container) -> str:
@@ -80,13 +80,15 @@ def _byte_level(file: Container, tokens: Sequence[str]) -> Any:
 
     name = _split_name(file)
     if name not in SPLITS:
-        raise CheckpointError(f"{file.path}: text split by {name!r} is not supported; supported: {', '.join(SPLITS)}")
+        raise CheckpointError(
+            f"{file.path}: the pre-tokenizer {name!r} is not supported; supported: {', '.join(SPLITS)}"
+        )
     merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
-        # Where merges make no token of it, as a whole it may still be one.
+        # With ignore_merges, a word in the vocabulary is a token even if merges cannot produce it.
         made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _BEGIN))
-    except Exception as error:  # of the tokenizers library, which raises bare ones
+    except Exception as error:  # the tokenizers library raises bare exceptions
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
     split = SPLITS[name]
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
@@ -124,7 +126,7 @@ def _sentence_piece(file: Container, tokens: Sequence[str], kinds: Sequence[int]
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Pairs that make a token, the best token first; SentencePiece merges whatever makes a better one."""
+    """Yield the pairs that form a token, best token first: SentencePiece merges the pair that forms the best token."""
     for number in sorted(range(len(tokens)), key=lambda number: (-scores[number], number)):
         token = tokens[number]
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]

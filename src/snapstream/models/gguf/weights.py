@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file into our modules: rows are dequantised a few at a time, straight into place."""
+"""Loads the tensors of a GGUF file: dequantizes a few rows at a time, directly into their parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from snapstream.models.names import Place
 from snapstream.models.spec import ModelSpec
 
 _AT_ONCE = 2**24
-"""Numbers that exist as float32 at a time."""
+"""Maximum number of elements that are dequantized to float32 at once."""
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -37,7 +37,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors, by the names that ``places`` have, or by the file's own where they have none."""
+    """Shapes of all tensors, under their names in ``places`` or, if they are not in it, their names in the file."""
     file = open_container(path)
     shapes = {name: stored.shape for name, stored in file.tensors.items() if name != FREQUENCY_FACTORS}
     for name in places:
@@ -50,17 +50,17 @@ def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[in
 def fill(
     path: Path, spec: ModelSpec, places: Mapping[str, Place], parameters: Mapping[str, Tensor], frequencies: Tensor
 ) -> None:
-    """Read all tensors into place.
+    """Read all tensors into their parameters.
 
     Args:
-        path: The file, whose tensors have been compared with the places.
+        path: The file; its tensors must have been checked against ``places``.
         spec: The model.
-        places: Where each goes.
-        parameters: Of the model.
-        frequencies: Rotary ones, float32 ``[D / 2]``; changed if the file says so.
+        places: Destination of each tensor.
+        parameters: Parameters of the model by name.
+        frequencies: Rotary frequencies, float32 ``[D / 2]``; divided in place if the file has factors for them.
 
     Raises:
-        CheckpointError: A tensor is stored in a way that is not known.
+        CheckpointError: The quantization of a tensor is not supported, or the file has the wrong number of factors.
     """
     file = open_container(path)
     in_pairs = architecture(file) in ROTATES_PAIRS
@@ -84,12 +84,12 @@ def fill(
 
 
 def stored_name(name: str) -> str:
-    """What a tensor of transformers is called in a file."""
+    """The name in a GGUF file of a tensor with a given name in transformers."""
     stem, _, kind = name.rpartition(".")
     layer = _LAYER.match(stem)
     return f"blk.{layer[1]}.{_OF_LAYER[layer[2]]}.{kind}" if layer else f"{_GLOBAL[stem]}.{kind}"
 
 
 def _halves(count: int, size: int) -> NDArray[numpy.int64]:
-    """Where each row of heads that turn in halves is, if those that turn together are stored side by side."""
+    """Row order that converts heads stored for rotation in neighboring pairs to rotation in halves."""
     return numpy.arange(count).reshape(-1, size // 2, 2).swapaxes(1, 2).reshape(-1)

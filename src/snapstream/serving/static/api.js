@@ -1,9 +1,9 @@
-// What both views ask the server with, and how errors are shown.
+// Requests to the server, for both views, and the display of errors.
 
 import { say } from "./slots.js";
 
 export const $ = (id) => document.getElementById(id);
-let askedFor = null; // the key with which the server was asked when it last wanted another
+let askedFor = null; // the key that was sent when the server last refused it
 
 function headers() {
   const key = $("key").value.trim();
@@ -16,7 +16,7 @@ export async function ask(path, options = {}) {
   return response;
 }
 
-// What an error says, in one line, with the name by which the server's log knows the request.
+// The message of an error in one line, with the request's id in the server's log.
 async function problem(response) {
   let message = `the server answered ${response.status}`;
   try {
@@ -28,10 +28,10 @@ async function problem(response) {
   return `${message} [request ${response.headers.get("X-Request-Id") ?? "unknown"}]`;
 }
 
-// A browser has no place to type a header: say where the key goes, and go there.
+// Users cannot set headers in a browser: say where to enter the key, and move the focus there.
 function askForKey() {
   if (askedFor !== $("key").value) {
-    // Once for each key: the server is asked again and again, and the focus is the user's.
+    // Only once per key: the page polls the server, and must not take the focus from the user each time.
     askedFor = $("key").value;
     if ($("chat-view").hidden) $("show-chat").click();
     $("settings").open = true;
@@ -55,7 +55,7 @@ export async function* events(response) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith(":")) continue; // says that the server is still there
+      if (line.startsWith(":")) continue; // a comment that keeps the connection open
       const data = line.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

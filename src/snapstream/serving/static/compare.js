@@ -1,4 +1,4 @@
-// One question, three caches: what each answers, what it takes, and which tokens of the text it keeps.
+// Compares three caches on one question: the answers, memory and time, and which tokens of the text are kept.
 
 import { $, ask, show } from "./api.js";
 import { bytes, number, say } from "./slots.js";
@@ -9,13 +9,13 @@ const POLICIES = [
   { name: "streaming", title: "StreamingLLM" },
   { name: OURS, title: "SnapStream" },
 ];
-const KEPT = POLICIES.slice(1).reverse(); // what is shown of the text; ours first
+const KEPT = POLICIES.slice(1).reverse(); // the policies whose kept tokens can be shown; ours first
 const LEVELS = 5; // shades of a token, by how many heads keep it
 
 let model = null;
-let context = null; // what the server has read, with the text of each of its tokens
-let found = {}; // by policy, what became of the last question
-let asked = 0; // texts and questions so far
+let context = null; // the server's context, with the text of each of its tokens
+let found = {}; // by policy, the cache report of the last question
+let asked = 0; // number of texts and questions so far
 let waiting = 0;
 
 export function adapt(served) {
@@ -30,7 +30,7 @@ export function offer(example) {
   });
 }
 
-// What is begun makes what was begun before it of no use, its errors too.
+// A new action makes the results and errors of earlier ones obsolete.
 async function attempt(work) {
   show(null);
   asked += 1;
@@ -60,7 +60,7 @@ async function read(isNewest) {
   try {
     const { reply, seconds } = await post("/v1/contexts", { text, name: "compared on the page" });
     forget();
-    context = reply; // from now on it is forgotten when another one comes, or the page goes
+    context = reply; // deleted when another one replaces it, or the page is closed
     const { texts } = await (await ask(`/v1/contexts/${reply.id}/tokens`)).json();
     context = { ...reply, texts };
     if (!isNewest()) return;
@@ -82,7 +82,7 @@ async function read(isNewest) {
   }
 }
 
-// A text that nobody will ask any more.
+// Deletes the context, which is no longer needed.
 function forget() {
   if (context) ask(`/v1/contexts/${context.id}`, { method: "DELETE", keepalive: true }).catch(() => {});
   context = null;
@@ -103,14 +103,14 @@ function request(policy, more) {
   return ["/v1/completions", { ...body, prompt: ` ${question}` }];
 }
 
-// One after the other, so that their times can be compared.
+// In sequence, so that the times are comparable.
 async function compare(isNewest) {
   if (!$("question").value.trim()) throw new Error("There is no question.");
   found = {};
   $("answers").replaceChildren(...POLICIES.map(({ title }) => card(title, "…", "")));
   for (const { name, title } of POLICIES) {
     const { reply, seconds } = await post(...request(name));
-    if (!isNewest()) return; // the budget has been moved, or something else is asked
+    if (!isNewest()) return; // the budget has changed, or something else is asked
     const choice = reply.choices[0];
     const answer = (choice.message?.content ?? choice.text).trim() || "(nothing)";
     const { cache } = choice;
@@ -125,7 +125,7 @@ async function compare(isNewest) {
     const at = POLICIES.findIndex((policy) => policy.name === name);
     $("answers").children[at].replaceWith(card(title, answer, figures.join("; ")));
   }
-  // What was kept is asked for apart: it is much to write and to send, and would be in the times.
+  // Kept positions are requested separately: they are long, and would affect the times.
   for (const { name } of KEPT) {
     const { reply } = await post(...request(name, { telemetry: true, max_tokens: 1 }));
     if (!isNewest()) return;
@@ -155,7 +155,7 @@ function layers() {
   $("kept-layer").replaceChildren(...options.map((text, index) => new Option(text, index - 1)));
 }
 
-// Each token of the text, the stronger the more heads have kept it.
+// Marks each token of the text; the more heads keep it, the darker.
 function mark() {
   const kept = found[$("kept-policy").value]?.kept;
   if (!kept) return;
@@ -192,7 +192,7 @@ function mark() {
   end();
   $("document").replaceChildren(...pieces);
   const share = counts.reduce((sum, count) => sum + count, 0) / (heads * counts.length);
-  say($("kept-share"), `${(100 * share).toFixed(0)} % of the text's tokens; the stronger a word, the more heads keep it`);
+  say($("kept-share"), `${(100 * share).toFixed(0)} % of the text's tokens; the darker a word, the more heads keep it`);
   $("kept").hidden = false;
 }
 
@@ -210,7 +210,7 @@ $("file").addEventListener("change", async () => {
 });
 $("entries").addEventListener("input", () => {
   $("entries-shown").textContent = number.format($("entries").value);
-  // Asked again when the hand rests: the text has been read, so only the question is.
+  // Ask again once the slider rests. This is fast, because the text is already prefilled.
   clearTimeout(waiting);
   if ($("answers").childElementCount) waiting = setTimeout(() => attempt(compare), 300);
 });

@@ -1,10 +1,10 @@
-// The chat, and the loop that asks how the caches are.
+// The chat, and the loop that polls the state of the caches.
 
 import { $, ask, events, show } from "./api.js";
 import { adapt, offer } from "./compare.js";
 import { bytes, draw, number, say } from "./slots.js";
 
-const LONG = 800; // characters; a longer message is folded
+const LONG = 800; // characters; longer messages are folded
 const POLL_BUSY = 250;
 const POLL_IDLE = 2000;
 
@@ -38,7 +38,7 @@ function bubble(role, text) {
   return body;
 }
 
-// A long text shows its end, where the question is, and says so.
+// A long text shows only its end, where the question is, and says so.
 function fold(item, body, length) {
   const note = document.createElement("span");
   note.className = "fold";
@@ -58,7 +58,7 @@ function fold(item, body, length) {
   set(true);
 }
 
-// The first setting that the server would refuse, brought into view.
+// Brings the first setting that the server would refuse into view, and returns what is wrong with it.
 function refusedSetting() {
   const wrong = [...$("settings").querySelectorAll("input")].find((input) => !input.checkValidity());
   if (!wrong) return null;
@@ -79,7 +79,7 @@ function request() {
     ...($("session").checked ? { session_id: session } : {}),
   };
   if (model.chat_template) return ["/v1/chat/completions", { ...body, messages: history }];
-  // Without a chat template, the conversation is one text that goes on; an answer follows its question directly.
+  // Without a chat template, the conversation is one continued text; an answer follows its question directly.
   const turns = history.map(({ role, content }, index) => (role === "user" && index ? `\n${content}` : content));
   return ["/v1/completions", { ...body, prompt: turns.join("") }];
 }
@@ -114,7 +114,7 @@ async function send() {
         seen.last = performance.now();
         seen.first ??= seen.last;
         made += piece;
-        // Added to, not replaced: a screen reader reads what is new.
+        // Append rather than replace, so that a screen reader reads only the new text.
         answer.append(answer.textContent ? piece : piece.trimStart());
         $("messages").scrollTop = $("messages").scrollHeight;
       }
@@ -135,7 +135,7 @@ async function send() {
   if (made || (seen.finish && seen.finish !== "stopped")) {
     conversation.push({ role: "assistant", content: made });
   } else {
-    // Nothing came: take the turn back, so that it can be tried again.
+    // There is no answer: take the turn back, so that it can be tried again.
     conversation.pop();
     answer.parentElement.previousElementSibling?.remove();
     answer.parentElement.remove();
@@ -152,8 +152,8 @@ function figures(seen, began) {
   const parts = [`${read.toLocaleString("en")} tokens of prompt, ${made} generated`];
   if (seen.first !== null) parts.push(`first text after ${((seen.first - began) / 1000).toFixed(2)} s`);
   if (made > 1 && seen.last > seen.first) parts.push(`${((1000 * (made - 1)) / (seen.last - seen.first)).toFixed(1)} tokens/s`);
-  if (seen.finish === "length") parts.push("cut at the most tokens");
-  if (seen.session?.reused_tokens) parts.push(`went on from the cache, read only ${seen.session.read_tokens}`);
+  if (seen.finish === "length") parts.push("truncated at the token limit");
+  if (seen.session?.reused_tokens) parts.push(`continued from the cache, prefilled only ${seen.session.read_tokens}`);
   return `${parts.join("; ")}.`;
 }
 
@@ -179,7 +179,7 @@ async function connect() {
     adapt(model);
     return true;
   } catch (error) {
-    // Asked again and again: without the request's name it is the same text, and is read aloud once.
+    // This is polled: without the request's id the text stays the same, so a screen reader reads it once.
     show(error.message.replace(/ \[request .*\]$/, ""));
     return false;
   }
@@ -203,7 +203,7 @@ async function watch() {
   watching = again = false;
 }
 
-// Look again at once, without a second loop.
+// Poll again immediately, without starting a second loop.
 function soon() {
   if (watching) {
     again = true;
@@ -215,7 +215,7 @@ function soon() {
 
 async function offerExample() {
   const response = await fetch("/page/example.json");
-  if (response.status !== 200) return; // there is none
+  if (response.status !== 200) return; // there is no example
   const example = await response.json();
   $("example").hidden = false;
   $("note").hidden = !example.note;
@@ -253,7 +253,7 @@ for (const view of ["chat", "compare"]) {
     show(null);
   });
 }
-document.addEventListener("working", soon); // the other view asks for something
+document.addEventListener("working", soon); // the other view has sent a request
 
 offerExample();
 watch();

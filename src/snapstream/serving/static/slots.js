@@ -1,4 +1,4 @@
-// Draws what /v1/cache says: one card per slot.
+// Draws the state from /v1/cache: one card per slot.
 
 const SVG = "http://www.w3.org/2000/svg";
 export const number = new Intl.NumberFormat("en");
@@ -39,7 +39,7 @@ function many(count, one) {
   return `${number.format(count)} ${one}${count === 1 ? "" : "s"}`;
 }
 
-// Entries of the cache from left to right, and where the next token goes; as long as it is large.
+// The entries of a cache from left to right, and where the next token goes. The width is proportional to its size.
 function cache(slot, capacity) {
   const base = slot.sink + slot.pinned;
   const ring = Math.max(slot.held - base, 0);
@@ -73,7 +73,7 @@ function prompt(slot) {
   );
 }
 
-// What the cache takes, as a part of what a full one would take by now.
+// The cache's memory, compared with what a full cache would take by now.
 function memory(slot) {
   const label = `${bytes(slot.bytes_held)} of memory; a full cache would take ${bytes(slot.bytes_full)} by now`;
   const whole = Math.max(slot.bytes_full, slot.bytes_held);
@@ -86,7 +86,7 @@ function memory(slot) {
 function card(slot, capacity) {
   const item = element("li", slot.busy ? "slot" : "slot idle");
   item.append(
-    element("h3", "", `Slot ${slot.slot}: ${slot.busy ? "decoding" : "free, as it was left"}`),
+    element("h3", "", `Slot ${slot.slot}: ${slot.busy ? "decoding" : "free (last use)"}`),
     cache(slot, capacity),
     prompt(slot),
     element(
@@ -100,21 +100,21 @@ function card(slot, capacity) {
   return item;
 }
 
-// Free slots are one line; who opens it sees what they were left with.
+// Free slots take one line; opening it shows the state after their last use.
 function fold(free, capacity) {
   const used = free.filter((slot) => slot.limit);
   const place = document.getElementById("free");
   place.hidden = !free.length;
   say(
     document.getElementById("free-count"),
-    `${many(free.length, "slot")} free${used.length ? `, ${number.format(used.length)} of them as they were left` : ""}`,
+    `${many(free.length, "slot")} free${used.length ? `, ${number.format(used.length)} of them used before` : ""}`,
   );
   document.getElementById("free-slots").replaceChildren(...used.map((slot) => card(slot, capacity)));
 }
 
 let before = { time: 0, generated: new Map() };
 
-// Tokens per second of all slots since the last look; null if nothing was decoded at both times.
+// Tokens per second of all slots since the last call; null if no request was running both times.
 function speed(busy) {
   const now = { time: performance.now(), generated: new Map(busy.map((slot) => [slot.request_id, slot.generated])) };
   let made = null;
@@ -151,7 +151,7 @@ export function draw(state) {
   fold(state.slots.filter((slot) => !slot.busy), state.capacity);
 }
 
-// A status region is read aloud when it changes; do not touch it when it does not.
+// Screen readers read a status region when it is set, so set it only if the text changes.
 export function say(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
