@@ -8,7 +8,7 @@ EVERY = 3
 """About one case of this many is in the sample, and the first of each test."""
 
 
-def sample(items, directory, fixtures=frozenset()):
+def sample(items, directory, files=frozenset()):
     """Mark the other cases of the tests in a directory as slow.
 
     Which they are depends on their names alone, so it is the same in every process.
@@ -16,11 +16,11 @@ def sample(items, directory, fixtures=frozenset()):
     Args:
         items: All tests.
         directory: Where those are that take long.
-        fixtures: Only tests that use one of these; all, if there are none.
+        files: Only tests of these modules; of all, if there are none.
     """
     seen = set()
     for item in items:
-        if directory not in item.path.parents or (fixtures and not fixtures.intersection(item.fixturenames)):
+        if directory not in item.path.parents or (files and item.path.stem not in files):
             continue
         test = item.path, item.originalname
         if test in seen and zlib.crc32(item.name.encode()) % EVERY:

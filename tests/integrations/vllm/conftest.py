@@ -15,10 +15,16 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.pop("SNAPSTREAM_BUDGET", None)
 
 
+START_ENGINES = frozenset(
+    f"test_{name}"
+    for name in ("connector", "data_parallel", "engine", "parallel", "policies", "router", "server", "speculation")
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the tests that start engines, `make test-vllm` runs a sample, and `make test-vllm-slow` the rest."""
-    sample(items, Path(__file__).parent, frozenset(("llama", "deepseek")))
+    sample(items, Path(__file__).parent, START_ENGINES)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ def test_tensor_parallel_with_a_kv_head_per_rank(llama, prompts):
     assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_with_one_kv_head_on_both_ranks(tmp_path, prompts):
     """Each rank sees half of the query heads that share the KV head: their votes are summed."""
     save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
@@ -99,6 +100,7 @@ def test_pipeline_parallel(llama, prompts):
     assert got == [peer_generate(llama, tokens, BUDGET, 60) for tokens in prompts]
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_with_preemptions(llama):
     """Several batches are in flight when blocks run out; who comes back does so with what it had said by then."""
     some = [prompt(40 + n, n) for n in range(8)] + [prompt(150 + n, n) for n in range(2)]
