@@ -86,8 +86,7 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            plain = self._layouts.plain(messages, variables)
-            return self._encode(self._layouts.render(variables)(plain), False, offsets)
+            return self._encode(self._layouts.apply(messages, variables)[1], False, offsets)
 
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
 
@@ -126,7 +125,7 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            plain = self._layouts.plain(messages, variables)
+            plain, _ = self._layouts.apply(messages, variables)
             return Prompt(self._llm.context_prompt(context, plain, self._layouts.render(variables)))
 
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))

@@ -32,12 +32,17 @@ class Templates:
         """The chat template as a function of messages, with the time limit."""
         return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables))
 
-    def plain(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        """Convert messages to the form that the template expects.
+    def apply(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Convert messages to the form that the template expects, and render them.
 
         1. The role ``developer`` becomes ``system`` if the template does not have it.
         2. Arguments of tool calls become objects, unless the template needs the original strings.
         3. Every message must occur in the template's output, because many templates leave out what they do not know.
+
+        Returns:
+            The messages in this form, and the text of the conversation.
 
         Raises:
             ApiError: A message would not occur in the prompt; the error names it.
@@ -64,7 +69,7 @@ class Templates:
             given = form(objects=False)
             text = render(given)
         self._check(given, text, render)
-        return given
+        return given, text
 
     def _check(self, given: Sequence[Mapping[str, Any]], text: str, render: Render) -> None:
         """Step 3: render the conversation with a unique mark in place of each message's content, and find the marks."""
