@@ -121,6 +121,7 @@ def test_compressed_bodies(server, encoding, pack):
         ("gzip", gzipped(gzipped(b" " * 10**8)), 400, ""),
         ("deflate", zlib.compress(b" " * 10**8), 413, "longer than 100000 bytes"),
         ("gzip", b"", 400, ""),
+        ("gzip", gzipped(b"") * 1000, 400, "more than 100 members"),
     ],
 )
 def test_bodies_that_cannot_be_decompressed(server, encoding, body, status, message):

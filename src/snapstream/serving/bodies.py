@@ -16,6 +16,8 @@ from snapstream.serving.middleware import is_open
 
 _UNWANTED = 1024
 """Maximum body of a request that needs none, in bytes; some clients send ``{}`` with every request."""
+_MEMBERS = 100
+"""Most members of gzip data."""
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """Supported encodings, with the ``wbits`` argument of zlib for each."""
 
@@ -118,9 +120,11 @@ def _inflate(body: bytes, window: int, limit: int) -> bytes:
     Raises:
         ApiError: It is too long, or not compressed in this way.
     """
-    parts, size = [], 0
+    parts, size = list[bytes](), 0
     try:
-        while body:  # gzip data may consist of several members
+        while body:  # gzip data may consist of several members; each costs a copy of the rest
+            if len(parts) == _MEMBERS:
+                raise zlib.error(f"it has more than {_MEMBERS} members")
             stream = zlib.decompressobj(window)
             parts.append(stream.decompress(body, limit + 1 - size))
             size += len(parts[-1])
