@@ -53,7 +53,7 @@ def test_a_part_whose_name_says_nothing(parts, tmp_path):
 def test_parts_in_the_wrong_order_and_of_another_model(parts, tmp_path, monkeypatch):
     shutil.copy(parts[1], tmp_path / "kept")
     shutil.copy(parts[2], parts[1])
-    with pytest.raises(CheckpointError, match=r"00002-of-00003.gguf is not part 2 of 3 .*; was it renamed"):
+    with pytest.raises(CheckpointError, match=r"00002-of-00003.gguf is not part 2 of 3: .*; was it renamed"):
         load_spec(parts[0])
     shutil.copy(tmp_path / "kept", parts[1])
     other = tmp_path / "other"
