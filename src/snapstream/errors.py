@@ -1,5 +1,7 @@
 """Errors that users can see. Each message says what was given, what is allowed, and what to do."""
 
+from collections.abc import Iterable
+
 
 class SnapStreamError(Exception):
     """Base class of all errors that this package raises deliberately."""
@@ -60,3 +62,10 @@ def missing_extra(what: str, extra: str) -> ConfigurationError:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def listing(names: Iterable[str], most: int = 5) -> str:
+    """Join the first names, and say how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from snapstream.errors import ConfigurationError
+
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISCHR, "a device"),
@@ -43,6 +45,18 @@ def regular_file(path: str | Path, *others: str | Path) -> Path:
         if os.path.exists(other) and os.path.samefile(target, other):
             raise OSError(errno.EEXIST, f"it is the same file as {other}; give another one", str(path))
     return target
+
+
+def check_output(path: str | Path, *others: str | Path) -> None:
+    """Check an output file before anything takes time; see :func:`regular_file`.
+
+    Raises:
+        ConfigurationError: Nothing may be written there.
+    """
+    try:
+        regular_file(path, *others)
+    except OSError as error:
+        raise ConfigurationError(f"output: {path}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

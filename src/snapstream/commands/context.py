@@ -31,7 +31,7 @@ from snapstream.commands.options import (
 from snapstream.commands.terminal import is_terminal, read_line
 from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
-from snapstream.outputs import regular_file
+from snapstream.outputs import check_output
 
 if TYPE_CHECKING:
     from snapstream.engine import LLM, Context
@@ -64,7 +64,8 @@ def read(
     parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name, length))
     if parsed is not None and policy is None and not is_json(budget):
         parsed = parsed.for_context(None)
-    _check_output(output, file, name)
+    # Neither the text nor the model's own files are overwritten.
+    check_output(output, file, name, *(Path(name).glob("*") if Path(name).is_dir() else ()))
     config = EngineConfig(
         max_model_len=length,
         slots=1,
@@ -92,19 +93,6 @@ def read(
         highlight=False,
         markup=False,
     )
-
-
-def _check_output(output: Path, text: str, model: str) -> None:
-    """Check that the output can be written, before anything that takes time.
-
-    Raises:
-        ConfigurationError: It cannot, or it would overwrite the text or one of the model's files.
-    """
-    needed = [text, model, *Path(model).glob("*")] if Path(model).is_dir() else [text, model]
-    try:
-        regular_file(output, *needed)
-    except OSError as error:
-        raise ConfigurationError(f"output: {output}: {error.strerror}") from error
 
 
 def ask(

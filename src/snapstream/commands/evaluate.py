@@ -39,7 +39,7 @@ from snapstream.evaluation.policies import (
     swept_of,
 )
 from snapstream.evaluation.tasks import TASKS, find_tasks
-from snapstream.outputs import regular_file, write_text
+from snapstream.outputs import check_output, write_text
 
 if TYPE_CHECKING:
     from snapstream.evaluation.grid import Grid
@@ -200,10 +200,7 @@ def evaluate(
     except OSError as error:
         raise ConfigurationError(f"output: {output} cannot be a directory ({error.strerror})") from error
     for written in WRITTEN:
-        try:
-            regular_file(output / written)
-        except OSError as error:
-            raise ConfigurationError(f"output: {error.filename}: {error.strerror}") from error
+        check_output(output / written)
     with messages.status("connecting" if endpoint else "loading"):
         host: Host
         if endpoint:

@@ -197,7 +197,7 @@ class CacheBudget:
         """Read a budget from a number, a JSON object (as text or mapping), or a budget, which is returned unchanged.
 
         Raises:
-            ConfigurationError: It is none of these, or has unknown fields; the message names them.
+            ConfigurationError: It is of another type, or has unknown fields; the message names them.
         """
         if isinstance(value, CacheBudget):
             return value

@@ -26,18 +26,16 @@ class AttendWith(Attend):
     @override
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
-        B, T = slots.token.shape
-        query = self.query.of(m.buffers).view(B, T, *self.query.of(m.buffers).shape[1:])
-        target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)
+        (query, target), (B, T) = self.views(m), slots.token.shape
         entries, valid = slots.entries(), slots.valid()
         replaced = []
         try:
             for t in range(T):
                 if T > 1:
-                    place = entries[:, t, None]
+                    place, pending = entries[:, t, None], m.pending[self.layer]
                     replaced.append((place, [_taken(tensor, place) for tensor in cache.tensors]))
-                    key, value = (tensor[:, :, t, None].transpose(1, 2) for tensor in _both(m, self.layer))
-                    cache.write(place, key, value, slots.active)
+                    key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
+                    cache.write(place, key.transpose(1, 2), value.transpose(1, 2), slots.active)
                 out = self.backend.decode(query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
                 out = out[..., : self.target.size].reshape(B, self.target.heads, -1)
                 target[:, t] = torch.where(valid[:, t, None, None] > 0, out, target[:, t])
@@ -60,7 +58,3 @@ def _taken(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Entries ``[B, 1, N, D]`` at ``place``, int64 ``[B, 1]``, of a cache's tensor ``[B, N, C, D]``."""
     index = place[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
     return tensor.gather(2, index).transpose(1, 2)
-
-
-def _both(m: Machine, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return m.pending[layer].keys, m.pending[layer].values

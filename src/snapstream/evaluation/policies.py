@@ -139,7 +139,7 @@ def make_variants(
     """Every policy at every size; settings are swept for ``snapstream``, or for ``mixed`` if the former is not chosen.
 
     Raises:
-        ConfigurationError: A policy is not allowed here, or needs a size and there is none.
+        ConfigurationError: A policy is not allowed here, or needs a size, but none was given.
     """
     unknown = [policy for policy in policies if policy not in allowed]
     if unknown:

@@ -184,12 +184,16 @@ class Attend(Operation):
     layer: int
     scale: float
 
+    def views(self, m: Machine) -> tuple[Tensor, Tensor]:
+        """Queries ``[B, T, H, D]`` and the buffer of results, ``[B, T, H, V]``."""
+        B, T = m.slots.token.shape
+        query = self.query.of(m.buffers)
+        return query.view(B, T, *query.shape[1:]), self.target.of(m.buffers).view(B, T, self.target.heads, -1)
+
     @override
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
-        B, T = slots.token.shape
-        query = self.query.of(m.buffers).view(B, T, *self.query.of(m.buffers).shape[1:])
-        target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)
+        (query, target), (B, T) = self.views(m), slots.token.shape
         entries, valid = slots.entries(), slots.valid()
         seen = type(cache)([tensor.clone() for tensor in cache.tensors])
         for t in range(T):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.assets import PACKAGED, SHIPPED
-from snapstream.errors import CheckpointError, first_line
+from snapstream.errors import CheckpointError, first_line, listing
 from snapstream.models.gguf import is_gguf
 
 _CONFIGURATION = ("config.json", "generation_config.json")
@@ -165,10 +165,3 @@ def _shards(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not an index of safetensors shards: it has no weight_map")
     return sorted(set(weight_map.values()))
-
-
-def listing(names: Iterable[str], most: int = 5) -> str:
-    """Join the first names, and say how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.errors import CheckpointError, first_line
+from snapstream.errors import CheckpointError, first_line, listing
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.deepseek import Router
-from snapstream.models.files import listing, read_json, weight_files
+from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
 from snapstream.models.rope import rope_frequencies

@@ -10,37 +10,19 @@ from snapstream.models.weights import load_spec
 from tests.models.gguf.files import write
 from tests.models.gguf.test_gguf import logits_of
 
-THETA = {"rope_theta": 5e5}
 
+def scaled(kind=None, factor="rope.scaling.factor", **more):
+    """A change of a file: a factor of 4, with the kind of scaling if it is said, and other numbers."""
 
-def yarn(writer):
-    writer.add_string("qwen2.rope.scaling.type", "yarn")
-    writer.add_float32("qwen2.rope.scaling.factor", 4.0)
-    writer.add_uint32("qwen2.rope.scaling.original_context_length", 256)
+    def change(writer):
+        if kind is not None:
+            writer.add_string("qwen2.rope.scaling.type", kind)
+        writer.add_float32(f"qwen2.{factor}", 4.0)
+        for name, value in more.items():
+            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            add(f"qwen2.rope.scaling.{name}", value)
 
-
-def yarn_of_the_context(writer):
-    writer.add_string("qwen2.rope.scaling.type", "yarn")
-    writer.add_float32("qwen2.rope.scaling.factor", 4.0)
-
-
-def yarn_betas(writer):
-    yarn(writer)
-    writer.add_float32("qwen2.rope.scaling.yarn_beta_fast", 16.0)
-    writer.add_float32("qwen2.rope.scaling.yarn_beta_slow", 2.0)
-
-
-def linear(writer):
-    writer.add_string("qwen2.rope.scaling.type", "linear")
-    writer.add_float32("qwen2.rope.scaling.factor", 4.0)
-
-
-def linear_without_a_type(writer):
-    writer.add_float32("qwen2.rope.scaling.factor", 4.0)
-
-
-def linear_of_old_files(writer):
-    writer.add_float32("qwen2.rope.scale_linear", 4.0)
+    return change
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -50,12 +32,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("change", "parameters", "longest"),
     [
-        (yarn, YARN | {"original_max_position_embeddings": 256}, 1024),
-        (yarn_of_the_context, YARN | {"original_max_position_embeddings": 512}, 2048),
-        (yarn_betas, YARN | {"original_max_position_embeddings": 256, "beta_fast": 16.0, "beta_slow": 2.0}, 1024),
-        (linear, LINEAR, 2048),
-        (linear_without_a_type, LINEAR, 2048),
-        (linear_of_old_files, LINEAR, 2048),
+        (scaled("yarn", original_context_length=256), YARN | {"original_max_position_embeddings": 256}, 1024),
+        (scaled("yarn"), YARN | {"original_max_position_embeddings": 512}, 2048),
+        (
+            scaled("yarn", original_context_length=256, yarn_beta_fast=16.0, yarn_beta_slow=2.0),
+            YARN | {"original_max_position_embeddings": 256, "beta_fast": 16.0, "beta_slow": 2.0},
+            1024,
+        ),
+        (scaled("linear"), LINEAR, 2048),
+        (scaled(), LINEAR, 2048),
+        (scaled(factor="rope.scale_linear"), LINEAR, 2048),
     ],
 )
 def test_scaled_rotation_lengthens_the_context(tmp_path, change, parameters, longest):

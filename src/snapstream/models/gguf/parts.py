@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from snapstream.errors import CheckpointError
+from snapstream.errors import CheckpointError, listing
 
 _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE | re.DOTALL)
 
@@ -41,8 +41,7 @@ def part_paths(path: Path, count: int) -> Sequence[Path]:
         )
     missing = [name.name for name in names if not name.is_file()]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(
-            f"{path} is one of {count} parts of a model; missing in {path.parent}: {', '.join(missing[:5])}{more}"
+            f"{path} is one of {count} parts of a model; missing in {path.parent}: {listing(missing)}"
         )
     return names
