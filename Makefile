@@ -32,9 +32,9 @@ demo: $(STAMP)
 chat: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream serve smollm2 --budget 4k --slots 4 --sessions 4 --open
 
-# Two processes of one thread each: most tests are small, and wait for Python.
+# Two processes of one thread each: most tests are small, and wait for Python. `make test-vllm` has those of the plugin.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15 --ignore tests/integrations/vllm
 
 # The cases that `make test` leaves out: most of those in Triton's interpreter, and others that take long.
 test-slow: $(STAMP)
@@ -113,14 +113,14 @@ docs: $(DOCS_STAMP)
 
 # The vLLM plugin in a real vLLM on this CPU.
 test-vllm: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 15 tests/integrations/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 15 tests/integrations/vllm
 
 # The cases that `make test-vllm` leaves out.
 test-vllm-slow: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 15 -m slow \
 	  tests/integrations/vllm --ignore tests/integrations/vllm/test_many_ranks.py
 
-# The package installed as the docs say, in fresh virtual environments; about five minutes.
+# The package installed as the docs say, in fresh virtual environments.
 test-install: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_install.py
 

@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-EVERY = 3
+EVERY = 5
 """About one case of this many is in the sample, and the first of each test."""
 
 

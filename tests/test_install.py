@@ -50,9 +50,10 @@ def test_the_pages_install_from_the_source():
         assert "snapstream[" not in path.read_text(), path
 
 
-def copy_of_the_source(directory):
-    """As it is now, not as it was committed, and with nothing built."""
-    source = directory / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The source as it is now, not as it was committed, and with nothing built."""
+    source = tmp_path_factory.mktemp("clone") / "source"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source / name)
@@ -65,31 +66,68 @@ def call(environment, *command, **where):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False, **where)
 
 
-def fresh_environment(directory):
-    """A virtual environment, and variables that install with the versions of constraints.txt."""
+def fresh_environment(directory, *besides):
+    """A virtual environment, and variables that install with the versions of constraints.txt.
+
+    Args:
+        directory: Where to make it.
+        *besides: Directories with packages that it sees, behind its own.
+    """
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    (packages / "besides.pth").write_text("".join(f"{path}\n" for path in besides))
     binaries = directory / "bin"
     environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PATH": f"{binaries}:/usr/bin:/bin"}
     environment.pop("PYTHONPATH", None)
     return binaries, environment
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", sorted(WORKS))
-def test_a_fresh_environment(tmp_path, extra):
-    """Each line in an environment of its own, with the versions of constraints.txt: another torch may be gigabytes."""
-    wanted = f".[{extra}]" if extra else "."
-    assert wanted in {what for some in lines().values() for what in some}
-    source = copy_of_the_source(tmp_path)
-    binaries, environment = fresh_environment(tmp_path / "fresh")
-    done = call(environment, binaries / "python", "-m", "pip", "install", "--quiet", wanted, cwd=source)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, source):
+    """Packages of an environment in which `pip install .` was run; the kernels that it built are in the source, too.
+
+    Other environments see them, so that torch is downloaded, and kernels are compiled, once. An extra needs all of
+    these packages anyway.
+    """
+    fresh = tmp_path_factory.mktemp("plain") / "fresh"
+    binaries, environment = fresh_environment(fresh)
+    done = call(environment, binaries / "python", "-m", "pip", "install", "--quiet", ".", cwd=source)
     assert done.returncode == 0, done.stderr
-    done = call(environment, binaries / WORKS[extra][0], *WORKS[extra][1:], cwd=tmp_path)
+    (packages,) = fresh.glob("lib/python*/site-packages")
+    for kernels in (packages / "snapstream/kernels/cpu").glob("*.so"):
+        shutil.copy2(kernels, source / "src/snapstream/kernels/cpu")
+    return packages
+
+
+def works(binaries, environment, extra, directory):
+    """What the installation is for."""
+    done = call(environment, binaries / WORKS[extra][0], *WORKS[extra][1:], cwd=directory)
     assert done.returncode == 0, done.stderr
     assert "Name: snapstream-llm" in call(environment, binaries / "pip", "show", "snapstream-llm").stdout
 
 
+@pytest.mark.slow
+def test_a_fresh_environment(tmp_path, plain):
+    """With the versions of constraints.txt: another torch may be gigabytes."""
+    binaries = plain.parents[2] / "bin"
+    works(binaries, {**os.environ, "PATH": f"{binaries}:/usr/bin:/bin"}, "", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", sorted(filter(None, WORKS)))
+def test_an_extra(tmp_path, source, plain, extra):
+    """Each in an environment of its own: what it forgets is in no other one."""
+    assert f".[{extra}]" in {what for some in lines().values() for what in some}
+    binaries, environment = fresh_environment(tmp_path / "fresh", plain)
+    done = call(environment, binaries / "python", "-m", "pip", "install", "--quiet", f".[{extra}]", cwd=source)
+    assert done.returncode == 0, done.stderr
+    works(binaries, environment, extra, tmp_path)
+
+
 _LOADED = """
+from pathlib import Path
+import snapstream
+assert Path(snapstream.__file__).is_relative_to(PACKAGES)
 from snapstream.kernels.cpu import build, library
 assert build.compiler() is None
 assert library.load() is not None
@@ -102,20 +140,19 @@ assert built == sorted(map(build.library_name, build.LEVELS)), built
 @pytest.mark.slow
 @pytest.mark.skipif(not library.available(), reason="no kernels for this processor")
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-def test_a_wheel_needs_no_compiler(tmp_path):
+def test_a_wheel_needs_no_compiler(tmp_path, source, plain):
     """It brings the kernels for every level of processors, and runs where there is nothing but Python."""
-    source = copy_of_the_source(tmp_path)
-    binaries, environment = fresh_environment(tmp_path / "fresh")
+    fresh = tmp_path / "fresh"
+    binaries, environment = fresh_environment(fresh, plain)
     pip = (binaries / "python", "-m", "pip")
     done = call(environment, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", ".", cwd=source)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     assert re.fullmatch(r"snapstream_llm-[0-9.]+-py3-none-linux_\w+\.whl", wheel.name)
-    done = call(environment, *pip, "install", "--quiet", str(wheel))
+    done = call(environment, *pip, "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel))
     assert done.returncode == 0, done.stderr
-    shutil.rmtree(source)
     bare = {"PATH": str(binaries), "HOME": str(tmp_path / "home"), "CXX": "no-compiler-here"}
-    done = call(bare, binaries / "python", "-c", _LOADED, cwd=tmp_path)
+    done = call(bare, binaries / "python", "-c", f"PACKAGES = {str(fresh)!r}\n{_LOADED}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = call(bare, binaries / "snapstream", *WORKS[""][1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr

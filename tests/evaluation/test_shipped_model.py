@@ -57,7 +57,12 @@ def engine(budget, tokens, model=MODEL):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "samples"), [("multikey", 1024, 49), ("needle", 4096, 14), ("multikey", 8000, 7)]
+    ("name", "tokens", "samples"),
+    [
+        ("multikey", 1024, 49),
+        pytest.param("needle", 4096, 14, marks=pytest.mark.slow),
+        pytest.param("multikey", 8000, 7, marks=pytest.mark.slow),
+    ],
 )
 def test_a_quarter_of_the_cache_keeps_the_answers(name, tokens, samples):
     full = accuracy(engine(None, tokens), name, tokens, samples)

@@ -99,6 +99,8 @@ def agree(got, want, tolerance):
     for mine, theirs in zip((*got.caches, *got.pending), (*want.caches, *want.pending), strict=True):
         for pair in zip(mine.tensors, theirs.tensors, strict=True):
             a, b = (each.transpose(1, 2)[there] for each in pair) if theirs in want.pending else pair
+            if torch.equal(a, b):  # most operations leave them as they are, and to compare them closely takes long
+                continue
             torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
     for a, b in zip(vars(got.slots).values(), vars(want.slots).values(), strict=True):
         assert a is b is None or torch.equal(a, b)

@@ -11,7 +11,6 @@ from snapstream.assets import TASK_MODEL
 from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import BUDGET, MLA
 from tests.integrations.vllm.servers import running
-from tests.integrations.vllm.test_parallel import ranks
 from tests.peers import peer_generate
 from tests.texts import Notes
 
@@ -31,7 +30,7 @@ def test_two_engines_behind_one_server(tmp_path):
     document = Notes(4000, 8)
     prompts = [document.prompt(question) for question in document.questions]
     options = ["--data-parallel-size", "2", "--additional-config", '{"snapstream": 1000}', "--no-enable-prefix-caching"]
-    with running(tmp_path, str(TASK_MODEL), *options, environment=ranks(2)) as (address, _):
+    with running(tmp_path, str(TASK_MODEL), *options) as (address, _):
 
         async def ask_all():
             client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0)
@@ -53,6 +52,7 @@ def test_two_engines_behind_one_server(tmp_path):
     assert sum(compressed.values()) == len(prompts) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
     [
@@ -67,7 +67,7 @@ def test_experts(tmp_path, deepseek, devices):
     options += ["--compilation-config", json.dumps(MLA["compilation_config"]), "--max-model-len", "2048"]
     options += ["--additional-config", json.dumps({"snapstream": BUDGET.as_dict()})]
     options += ["--data-parallel-size", str(devices)] + (["--enable-expert-parallel"] if devices > 1 else [])
-    with running(tmp_path, str(deepseek), *options, environment=ranks(devices)) as (address, _):
+    with running(tmp_path, str(deepseek), *options) as (address, _):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0)
         for tokens in prompts:
             extra = {"ignore_eos": True, "return_token_ids": True}

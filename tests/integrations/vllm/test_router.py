@@ -16,7 +16,6 @@ import pytest
 
 from snapstream.assets import TASK_MODEL
 from tests.integrations.vllm.servers import running, start, wait_for
-from tests.integrations.vllm.test_parallel import CORES
 from tests.texts import Notes
 
 pytest.importorskip("vllm")
@@ -24,6 +23,7 @@ openai = pytest.importorskip("openai")
 
 MODEL = str(TASK_MODEL)
 BUDGET = '{"snapstream": 1000}'
+SECRET = {"SNAPSTREAM_TRANSFER_KEY": "known to both of them"}
 
 
 def free_port():
@@ -35,11 +35,6 @@ def free_port():
 def transfer(role, **settings):
     config = {"kv_connector": "SnapStreamConnector", "kv_role": role, "kv_connector_extra_config": settings}
     return ["--additional-config", BUDGET, "--kv-transfer-config", json.dumps(config)]
-
-
-def core(number):
-    secret = {"SNAPSTREAM_TRANSFER_KEY": "known to both of them"}
-    return secret | {"VLLM_CPU_OMP_THREADS_BIND": str(number % CORES)}
 
 
 @contextlib.contextmanager
@@ -58,7 +53,7 @@ def router(directory, *options):
         log.close()
 
 
-@pytest.fixture(scope="module", params=["directory", "tcp"])
+@pytest.fixture(scope="module", params=["tcp", pytest.param("directory", marks=pytest.mark.slow)])
 def instances(request, tmp_path_factory):
     """Processes and addresses of a prefill and a decode instance."""
     directory = tmp_path_factory.mktemp("instances")
@@ -69,9 +64,9 @@ def instances(request, tmp_path_factory):
         reads, decodes = {"address": place}, {"peers": [place]}
     made = []
     try:
-        for number, (role, settings) in enumerate((("kv_producer", reads), ("kv_consumer", decodes))):
+        for role, settings in (("kv_producer", reads), ("kv_consumer", decodes)):
             (directory / role).mkdir()
-            made.append(start(directory / role, MODEL, *transfer(role, **settings), environment=core(number)))
+            made.append(start(directory / role, MODEL, *transfer(role, **settings), environment=SECRET))
         for process, address, log in made:
             wait_for(process, f"{address}/health", log)
         yield made
@@ -97,7 +92,7 @@ def document():
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory, document):
     """What one instance with the same budget answers."""
-    with running(tmp_path_factory.mktemp("alone"), MODEL, "--additional-config", BUDGET, environment=core(0)) as (
+    with running(tmp_path_factory.mktemp("alone"), MODEL, "--additional-config", BUDGET, environment=SECRET) as (
         address,
         _,
     ):
@@ -205,7 +200,7 @@ def test_either_side_may_die(tmp_path_factory, tmp_path, document, stock):
         made = []
         for number, role in enumerate(("kv_producer", "kv_consumer", "kv_consumer")):
             (tmp_path / str(number)).mkdir()
-            made.append(start(tmp_path / str(number), MODEL, *transfer(role, **parcels), environment=core(number)))
+            made.append(start(tmp_path / str(number), MODEL, *transfer(role, **parcels), environment=SECRET))
             stack.callback(lambda process=made[-1][0]: (process.kill(), process.wait(60)))
         for process, address, log in made:
             wait_for(process, f"{address}/health", log)

@@ -20,7 +20,6 @@ from tests.integrations.vllm.engines import (
     vllm_engine,
 )
 from tests.integrations.vllm.offline import run_offline
-from tests.integrations.vllm.test_parallel import ranks
 from tests.integrations.vllm.travel import decode, read, transfer
 from tests.peers import peer_generate, speculate
 
@@ -202,8 +201,9 @@ def test_caches_that_travel(guess, llama, tmp_path):
         assert accepted(llm) > 90
 
 
+@pytest.mark.slow
 def test_two_ranks(llama):
     prompts = [prompt(20, seed) * 10 for seed in range(4)]
     alone = run_offline(llama, prompts, 120, BUDGET, speculative_config=NGRAM)
-    both = run_offline(llama, prompts, 120, BUDGET, ranks(2), speculative_config=NGRAM, tensor_parallel_size=2)
+    both = run_offline(llama, prompts, 120, BUDGET, speculative_config=NGRAM, tensor_parallel_size=2)
     assert both == alone
