@@ -21,7 +21,11 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-full eval-smollm2 test-install test-kernels \
+# pip compiles nothing to bytecode: Python does that for the modules that are used, a small part of what torch brings.
+# (An option that begins with "no" is switched on by a variable that says so.)
+export PIP_NO_COMPILE := no
+
+.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
@@ -65,6 +69,11 @@ bench-beginnings: $(STAMP)
 eval: $(STAMP)
 	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
 	  --policies full,truncated,streaming,sage-kv,random,snapstream,mixed --output eval-results
+
+# Real models (GGUF files in MODELS) and public questions (files in DATA): hours, resumable; see benchmarks/real_models.py.
+PARTS := pairs,topics,facts,meetings,documents,lectures,libraries,sums,ruler,prose,functions
+eval-real: $(STAMP)
+	$(BIN)/python -m benchmarks.real_models $(MODELS) $(DATA) --parts $(PARTS) --output eval-real
 
 # The matrix of docs/accuracy.md and docs/experiments.md, and the settings behind the defaults; about an hour on two cores.
 # It can be stopped and started again: what is in eval-results is not done twice.
@@ -111,13 +120,13 @@ lint: $(STAMP)
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
-# The vLLM plugin in a real vLLM on this CPU.
+# The vLLM plugin in a real vLLM on this CPU. A process runs whole files, so that servers are started once.
 test-vllm: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 3 --dist worksteal --durations 15 tests/integrations/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 tests/integrations/vllm
 
 # The cases that `make test-vllm` leaves out.
 test-vllm-slow: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal --durations 15 -m slow \
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 -m slow \
 	  tests/integrations/vllm --ignore tests/integrations/vllm/test_many_ranks.py
 
 # The package installed as the docs say, in fresh virtual environments.

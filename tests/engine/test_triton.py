@@ -30,7 +30,7 @@ def test_tokens_of_the_cpu(tmp_path, family):
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
     settings = {"dtype": "bfloat16" if DEVICE == "cuda" and "deepseek" in family else "float32", "max_model_len": 200}
-    prompts = [prompt(n, seed=n) for n in (1, 20, 130, 47)]
+    prompts = [prompt(n, seed=n) for n in (1, 20, 130 if DEVICE == "cuda" else 80, 47)]
     params = [
         greedy(7),
         greedy(5, temperature=0.8, top_p=0.9, seed=4, logprobs=2),

@@ -44,7 +44,7 @@ def run(tmp_path, **changes):
     }
     grid = Grid(**(settings | changes))
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True)
-    host = EngineHost(MODEL, grid, config=config, chat=None, telemetry=True)
+    host = EngineHost(MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, telemetry=True)
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         assert run_grid(host, grid, file) == []
     return host, read_records(tmp_path / "r.jsonl")[1]
@@ -349,7 +349,8 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     """What was running when it stopped is not delivered as an answer to the next."""
     variants = make_variants(["full", "streaming"], ["1/4"], [()], ENGINE_POLICIES)
     grid = Grid(find_tasks(["multikey"]), [LENGTH], variants, 3, [], 80, 0)
-    host = EngineHost(MODEL, grid, config=EngineConfig(slots=5, enforce_eager=True), chat=None, telemetry=False)
+    config = EngineConfig(slots=5, enforce_eager=True)
+    host = EngineHost(MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, telemetry=False)
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,11 +42,13 @@ from snapstream.evaluation.tasks import TASKS, find_tasks
 from snapstream.outputs import check_output, write_text
 
 if TYPE_CHECKING:
+    from snapstream.evaluation.endpoint_host import EndpointHost
     from snapstream.evaluation.grid import Grid
-    from snapstream.evaluation.hosts import Host
+    from snapstream.evaluation.hosts import Host, Prompts
+    from snapstream.evaluation.questions.plan import QuestionPlan
     from snapstream.evaluation.records import RecordFile
 
-LAB, ENDPOINT = "Tasks and caches", "Endpoint"
+LAB, FILES, ENDPOINT = "Tasks and caches", "Questions from files", "Endpoint"
 WRITTEN = RECORDS, REPORT, PAGE = "results.jsonl", "report.md", "report.html"
 """Files in the output directory of a run."""
 
@@ -61,13 +63,40 @@ def evaluate(
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as the argument.")] = None,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Tasks, separated by commas; all (for the shipped model); or prose (for models that know English): "
-            f"{', '.join(TASKS)}.",
+            f"{', '.join(TASKS)}. Default: all; none with --questions.",
             rich_help_panel=LAB,
         ),
-    ] = "all",
+    ] = None,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--questions",
+            "-q",
+            metavar="FILE",
+            help="Questions from a file (.jsonl, .jsonl.gz) or hf://datasets/OWNER/NAME/FILE: your own, or published "
+            "ones. Repeat for several.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    ask: Annotated[
+        str,
+        typer.Option(
+            help="Where they are asked: with the text, after it was compressed (as with a stored context), or "
+            "with,after.",
+            rich_help_panel=FILES,
+        ),
+    ] = "with",
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="Run answers that are code, without a network and with limits of time and memory.",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
     lengths: Annotated[
         str, typer.Option(help="Prompt lengths in tokens of the model, such as 1k,4k.", rich_help_panel=LAB)
     ] = "1k,2k",
@@ -93,8 +122,13 @@ def evaluate(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="Questions per task, length and cache.", rich_help_panel=LAB)
-    ] = 20,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Questions per task, length and cache. Default: 20; all questions of a file.",
+            rich_help_panel=LAB,
+        ),
+    ] = None,
     depths: Annotated[
         int,
         typer.Option(
@@ -176,15 +210,18 @@ def evaluate(
             "cannot be detected, and results of different servers must not be mixed"
         )
     variants = make_variants(chosen, parse_sizes(budgets), parse_sweeps(sweep or []), allowed)
-    grid = Grid(
-        tasks=find_tasks(split_names(tasks, "tasks")),
-        lengths=sorted(set(parse_lengths(lengths))),
-        variants=variants,
-        samples=samples,
-        depths=[index / (depths - 1) for index in range(depths)] if depths > 1 else [0.5] * depths,
-        decode=decode,
-        seed=seed,
-    )
+    grid = None
+    if tasks is not None or not questions:
+        grid = Grid(
+            tasks=find_tasks(split_names(tasks or "all", "tasks")),
+            lengths=sorted(set(parse_lengths(lengths))),
+            variants=variants,
+            samples=samples or 20,
+            depths=[index / (depths - 1) for index in range(depths)] if depths > 1 else [0.5] * depths,
+            decode=decode,
+            seed=seed,
+        )
+    asked = _read_files(questions or [], ask, run_code, samples)
     config = EngineConfig(
         slots=slots,
         prefill_chunk=prefill_chunk,
@@ -205,21 +242,77 @@ def evaluate(
         host: Host
         if endpoint:
             host = _endpoint(endpoint, model, tokenizer, timeout, concurrency, chat, variants, served_as or "")
-            possible = [task for task in grid.tasks if host.refuses(task) is None]
-            notes = replace(grid, tasks=possible or grid.tasks).check(host.max_length)
+            plan = asked and asked(variants, host.prompts, host.max_length)
+            notes = []
+            if grid is not None:
+                possible = [task for task in grid.tasks if host.refuses(task) is None]
+                notes = replace(grid, tasks=possible or grid.tasks).check(host.max_length)
         else:
-            host, notes = _engine(model or TASK_MODEL.name, grid, config, chat, telemetry)
-    _run(host, grid, output, notes)
+            host, plan, notes = _engine(model or TASK_MODEL.name, grid, asked, variants, config, chat, telemetry)
+    _run(host, grid, plan, output, notes, decode)
 
 
-def _engine(model: str, grid: Grid, config: EngineConfig, chat: bool | None, telemetry: bool) -> tuple[Host, list[str]]:
+Asked = Callable[[Sequence[Variant], "Prompts", int | None], "QuestionPlan"]
+"""Plans questions from files for some caches, a tokenizer, and the model's longest sequence."""
+
+
+def _read_files(places: Sequence[str], ask: str, run_code: bool, samples: int | None) -> Asked | None:
+    """Read files of questions, before anything large is loaded."""
+    if not places:
+        if run_code or ask != "with":
+            raise ConfigurationError("--run-code and --ask are about questions from files; give --questions FILE")
+        return None
+    from snapstream.evaluation.questions.code import require_confinement
+    from snapstream.evaluation.questions.files import read_questions
+    from snapstream.evaluation.questions.plan import PLACES, QuestionPlan
+
+    stands = split_names(ask, "ask")
+    unknown = [place for place in stands if place not in PLACES]
+    if unknown:
+        raise ConfigurationError(f"ask: unknown place {', '.join(unknown)}; allowed: {', '.join(PLACES)}")
+    if run_code:
+        require_confinement()
+    files = [read_questions(place) for place in places]
+
+    def plan(variants: Sequence[Variant], prompts: Prompts, longest: int | None) -> QuestionPlan:
+        return QuestionPlan(files, variants, prompts, samples=samples, places=stands, longest=longest, code=run_code)
+
+    return plan
+
+
+def _engine(
+    model: str,
+    grid: Grid | None,
+    asked: Asked | None,
+    variants: Sequence[Variant],
+    config: EngineConfig,
+    chat: bool | None,
+    telemetry: bool,
+) -> tuple[Host, QuestionPlan | None, list[str]]:
+    """Load the model, once everything else is known to fit."""
+    from snapstream.engine.settings import load_tokenizer
     from snapstream.evaluation.engine_host import EngineHost
-    from snapstream.models.files import resolve_config
+    from snapstream.evaluation.hosts import Prompts
+    from snapstream.models.files import resolve_checkpoint, resolve_config
     from snapstream.models.weights import load_spec
 
-    notes = grid.check(load_spec(resolve_config(model)).max_position)  # before anything large is loaded
-    host = EngineHost(model, grid, config=config, chat=chat, telemetry=telemetry)
-    return host, notes
+    longest = load_spec(resolve_config(model)).max_position
+    notes = grid.check(longest) if grid is not None else []
+    plan = None
+    if asked is not None:
+        plan = asked(variants, Prompts(load_tokenizer(str(resolve_checkpoint(model))), chat=chat), longest)
+        # Questions about one text share its prefill; a text that is stored before its questions needs a session.
+        config = replace(config, prefix_contexts=int(plan.shares_texts), sessions=int(plan.stores_texts))
+    parts = [part for part in (grid, plan) if part is not None]
+    host = EngineHost(
+        model,
+        max_length=max(part.longest for part in parts),
+        budgets=[budget for part in parts for budget in part.budgets()],
+        config=config,
+        chat=chat,
+        telemetry=telemetry,
+    )
+    return host, plan, notes
 
 
 def _endpoint(
@@ -231,7 +324,7 @@ def _endpoint(
     chat: bool | None,
     variants: Sequence[Variant],
     served_as: str,
-) -> Host:
+) -> EndpointHost:
     from snapstream.evaluation.endpoint_host import EndpointHost
 
     return EndpointHost(
@@ -247,13 +340,13 @@ def _endpoint(
     )
 
 
-def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
+def _run(host: Host, grid: Grid | None, plan: QuestionPlan | None, output: Path, notes: list[str], decode: int) -> None:
     """Run the questions without a record, then report on all records, also after an error."""
     from snapstream import __version__
-    from snapstream.evaluation.lab import run_grid
+    from snapstream.evaluation.lab import run_grid, run_questions
     from snapstream.evaluation.records import RecordFile
 
-    header: dict[str, Any] = {"snapstream": __version__, **host.describe(), "decode": grid.decode}
+    header: dict[str, Any] = {"snapstream": __version__, **host.describe(), "decode": decode}
     path = output / RECORDS
     try:
         with RecordFile(path, header) as file:
@@ -263,12 +356,14 @@ def _run(host: Host, grid: Grid, output: Path, notes: list[str]) -> None:
             try:
                 with _progress() as progress:
                     bar = progress.add_task("")
-                    notes += run_grid(
-                        host,
-                        grid,
-                        file,
-                        lambda what, done, total: progress.update(bar, description=what, completed=done, total=total),
-                    )
+
+                    def show(what: str, done: int, total: int) -> None:
+                        progress.update(bar, description=what, completed=done, total=total)
+
+                    if plan is not None:
+                        notes += [*plan.notes, *run_questions(host, plan, file, show)]
+                    if grid is not None:
+                        notes += run_grid(host, grid, file, show)
             except (SnapStreamError, KeyboardInterrupt) as error:
                 new = len(file.records) - before
                 told = f"{new} new answers are kept in {path}; the same command continues from there"

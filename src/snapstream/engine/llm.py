@@ -69,7 +69,7 @@ class LLM:
         Raises:
             RequestError: A prompt or parameter cannot be served; none of the prompts is run.
         """
-        many = [self._after(context, prompt) for prompt in _as_list(prompts)]
+        many = [self.after(context, prompt) for prompt in _as_list(prompts)]
         past = None if context is None else context.sequence
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else _as_params(params)
         if len(each) != len(many):
@@ -95,7 +95,7 @@ class LLM:
         name = self.engine.new_name()
         try:
             past = None if context is None else context.sequence
-            self.engine.add_request(self._after(context, prompt), params, name, past=past)
+            self.engine.add_request(self.after(context, prompt), params, name, past=past)
             finished = False
             while not finished:
                 for output in self.engine.step_for([name]):
@@ -283,8 +283,8 @@ class LLM:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return str(text)
 
-    def _after(self, context: Context | None, prompt: Prompt) -> Prompt:
-        """The prompt, or, with a context, the tokens that continue it."""
+    def after(self, context: Context | None, prompt: Prompt) -> Prompt:
+        """The prompt, or, with a context, the tokens that continue it; a question, if it uses the chat template."""
         if context is None or not isinstance(prompt, str):
             return prompt
         if context.chat:

@@ -116,30 +116,34 @@ class EndpointHost:
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
         # This API cannot prefill the assistant's turn with the beginning of an answer.
         prompt = job.sample.prompt + ("" if self.prompts.chat else job.sample.lead)
+        if job.sample.opening:  # nor can it decode words that the model does not choose, so the model is asked to
+            prompt += f"\nBegin with these words: {job.sample.opening}"
+        question = job.sample.question
+        limit = question.max_tokens + self.prompts.count(job.sample.opening) if question else job.task.max_tokens
+        stop: Any = list(question.stop) if question and question.stop else self._openai.NOT_GIVEN
         if job.variant.policy == "truncated":
             assert entries is not None
             tokens = self.prompts.tokenizer.encode(prompt, add_special_tokens=False)
-            room = max(1, entries - self.prompts.overhead - job.task.max_tokens)
+            room = max(1, entries - self.prompts.overhead - limit)
             prompt = self.prompts.tokenizer.decode(self.prompts.truncated(tokens, room))
-        limit = job.task.max_tokens
         if self.prompts.chat:
             messages: Any = [{"role": "user", "content": prompt}]
             reply = self._call(
                 lambda: self.client.chat.completions.create(
-                    model=self.model, messages=messages, max_tokens=limit, temperature=0, extra_body=extra
+                    model=self.model, messages=messages, max_tokens=limit, temperature=0, stop=stop, extra_body=extra
                 )
             )
             text = reply.choices[0].message.content or ""
         else:
             reply = self._call(
                 lambda: self.client.completions.create(
-                    model=self.model, prompt=prompt, max_tokens=limit, temperature=0, extra_body=extra
+                    model=self.model, prompt=prompt, max_tokens=limit, temperature=0, stop=stop, extra_body=extra
                 )
             )
             text = reply.choices[0].text
         usage = reply.usage
         return Answer(
-            text=text,
+            text=text.removeprefix(job.sample.opening),
             prompt_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=usage.completion_tokens if usage else 0,
             finish_reason=reply.choices[0].finish_reason or "",

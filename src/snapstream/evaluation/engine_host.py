@@ -9,11 +9,11 @@ from typing import Any
 
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.config.policy import most_queries
-from snapstream.engine import LLM, RequestOutput
+from snapstream.engine import LLM, Context, RequestOutput
 from snapstream.engine.output import KeptTokens
 from snapstream.errors import ConfigurationError, RequestError
-from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Job, Prompts
+from snapstream.evaluation.policies import Variant
 from snapstream.evaluation.tasks import Sample, Task
 
 BINS = 100
@@ -26,8 +26,9 @@ class EngineHost:
     def __init__(
         self,
         model: str,
-        grid: Grid,
         *,
+        max_length: int,
+        budgets: Sequence[CacheBudget | None],
         config: EngineConfig,
         chat: bool | None,
         telemetry: bool,
@@ -36,16 +37,15 @@ class EngineHost:
 
         Args:
             model: Checkpoint directory or hub id.
-            grid: All questions that will be asked.
+            max_length: Longest prompt plus output, in tokens.
+            budgets: All caches that jobs will have; ``None`` for a full one.
             config: Engine settings; its ``max_model_len`` is set here.
             chat: See :class:`Prompts`.
             telemetry: Record which tokens were kept.
         """
-        self.max_length: int | None = max(grid.lengths) + grid.room
-        asked = {(v, length) for task in grid.tasks for length in grid.lengths for v in grid.variants_of(task, length)}
-        budgets = [variant.budget(length) for variant, length in asked]
+        self.max_length: int | None = max_length
         sized = [budget for budget in budgets if budget is not None]
-        capacity = self.max_length if None in budgets else max(budget.capacity for budget in sized)
+        capacity = max_length if None in budgets else max(budget.capacity for budget in sized)
         # As many queries are kept as any of the policies uses.
         queries = most_queries(*(budget.policy.queries for budget in sized))
         self.full = CacheBudget.preset("full", capacity)
@@ -53,7 +53,7 @@ class EngineHost:
         self.llm = LLM(
             model,
             budget=self.full,
-            config=replace(config, max_model_len=self.max_length, kept_queries=queries),
+            config=replace(config, max_model_len=max_length, kept_queries=queries),
             report_plan=lambda _: None,
         )
         self.prompts = Prompts(self.llm.tokenizer, chat=chat)
@@ -61,7 +61,7 @@ class EngineHost:
 
     def refuses(self, task: Task) -> str | None:
         """A second turn needs a chat template that leaves the first one unchanged."""
-        if task.follow_up == "none":
+        if task.follow_up in ("none", "context"):
             return None
         try:
             self.prompts.then(Sample("", 0, "a", "", " b", " c", "", ()))
@@ -85,24 +85,27 @@ class EngineHost:
         } | ({} if config.speculative == "off" else {"speculative": config.speculative, "guesses": config.guesses})
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
-        """Answer jobs; equal prompts that follow each other are prefilled once."""
+        """Answer jobs; equal prompts that follow each other are prefilled once, and so are texts of contexts."""
+        contexts = self._contexts([job for job in jobs if job.task.follow_up == "context"])
         waiting: dict[str, tuple[Job, int]] = {}
         try:
             for job in jobs:
-                forced = self.prompts.then(job.sample)
-                tokens = self.prompts.first(job.sample)
-                budget = job.variant.budget(job.length)
+                tokens, forced, context = self._turn(job, contexts)
+                past = None if context is None else context.sequence
+                question = job.sample.question
+                most = question.max_tokens if question else job.task.max_tokens
                 if job.variant.policy == "truncated":
                     entries = job.variant.entries(job.length)
                     assert entries is not None
-                    tokens = self.prompts.truncated(tokens, max(1, entries - len(forced) - job.task.max_tokens))
+                    tokens = self.prompts.truncated(tokens, max(1, entries - len(forced) - most))
                 params = SamplingParams(
-                    max_tokens=len(forced) + job.task.max_tokens,
+                    max_tokens=len(forced) + most,
                     forced=tuple(forced),
-                    kv_budget=budget,
+                    stop=question.stop if question else (),
+                    kv_budget=job.variant.budget(job.length),
                     telemetry=self.telemetry,
                 )
-                waiting[self.llm.engine.add_request(tokens, params)] = job, len(forced)
+                waiting[self.llm.engine.add_request(tokens, params, past=past)] = job, len(forced)
             while waiting:
                 for output in self.llm.engine.step():
                     if output.finished and output.request_id in waiting:
@@ -110,6 +113,40 @@ class EngineHost:
                         yield job, self._answer(job, output, forced_tokens)
         finally:
             self.llm.engine.discard(list(waiting))
+
+    def _turn(
+        self, job: Job, contexts: dict[tuple[str, Variant], Context]
+    ) -> tuple[list[int], list[int], Context | None]:
+        """Tokens that are prefilled, tokens that are forced after them, and the context that they continue."""
+        if job.task.follow_up != "context":
+            return self.prompts.first(job.sample), self.prompts.then(job.sample), None
+        context, asked = contexts[job.sample.prompt, job.variant], job.sample.second
+        tokens = self.llm.after(context, asked if context.chat else f"\n\n{asked}")
+        return self.llm.engine.tokenize(tokens), self.prompts.opening(job.sample), context
+
+    def _contexts(self, jobs: Sequence[Job]) -> dict[tuple[str, Variant], Context]:
+        """Texts that are stored before a question is known, compressed as each variant does it."""
+        asked = {(job.sample.prompt, job.variant): job for job in jobs}
+        made: dict[tuple[str, Variant], Context] = {}
+        waiting: dict[str, tuple[tuple[str, Variant], str | None]] = {}
+        try:
+            for key, job in asked.items():
+                budget = job.variant.budget(job.length) or self.full
+                tokens, opened = self.llm.context_tokens(job.sample.prompt, chat=self.prompts.chat, system=None)
+                # A budget that is given whole is used unchanged: it needs the policy's variant for contexts.
+                budget = replace(budget, policy=budget.policy.for_contexts)
+                params = SamplingParams(max_tokens=0, kv_budget=budget)
+                waiting[self.llm.engine.add_request(tokens, params, keep=True)] = key, opened
+            while waiting:
+                for output in self.llm.engine.step():
+                    if output.finished and output.request_id in waiting:
+                        key, opened = waiting.pop(output.request_id)
+                        if output.saved is None:
+                            raise RequestError(f"a text could not be processed: {output.error or output.finish_reason}")
+                        made[key] = self.llm.context_of(output.saved, opened, None)
+        finally:
+            self.llm.engine.discard(list(waiting))
+        return made
 
     def _answer(self, job: Job, output: RequestOutput, forced: int) -> Answer:
         if output.finish_reason in ("error", "abort") or output.cache is None:

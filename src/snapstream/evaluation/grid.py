@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.policies import Variant, misfit
 from snapstream.evaluation.tasks import Task
 
-_SECOND_TURN = {"none": 0, "late": 64, "long": 96, "told": 128}
+_SECOND_TURN = {"none": 0, "context": 0, "late": 64, "long": 96, "told": 128}
 """Maximum forced tokens besides ``decode``: first answer, scored question, end of a sentence, chat template."""
 
 
@@ -40,6 +41,16 @@ class Grid:
     def room(self) -> int:
         """Maximum tokens after a prompt: forced ones and the answer."""
         return max(self.decoded(task) + task.max_tokens for task in self.tasks)
+
+    @property
+    def longest(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return max(self.lengths) + self.room
+
+    def budgets(self) -> list[CacheBudget | None]:
+        """The caches of all questions; ``None`` for a full one."""
+        asked = {(v, length) for task in self.tasks for length in self.lengths for v in self.variants_of(task, length)}
+        return [variant.budget(length) for variant, length in asked]
 
     @property
     def pictured(self) -> int:

@@ -115,7 +115,7 @@ class Prompts:
     def then(self, sample: Sample) -> list[int]:
         """Tokens that are forced in the compressed cache, before the model generates freely."""
         if not sample.second:
-            return []
+            return self.opening(sample)
         text = sample.reply + sample.second
         if self.chat:
             user = {"role": "user", "content": sample.prompt}
@@ -130,7 +130,11 @@ class Prompts:
                     "use --no-chat for tasks with a second turn"
                 )
             text = whole[len(begin) :].removeprefix(sample.lead.lstrip())
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) + self.opening(sample)
+
+    def opening(self, sample: Sample) -> list[int]:
+        """Tokens that the scored answer begins with."""
+        return list(self.tokenizer.encode(sample.opening, add_special_tokens=False)) if sample.opening else []
 
     def truncated(self, tokens: list[int], room: int) -> list[int]:
         """The first and last half of ``room`` tokens: instructions and question stay, the middle is dropped."""

@@ -9,7 +9,6 @@ from typing import Any
 from snapstream.errors import missing_extra
 from snapstream.evaluation import markdown
 from snapstream.evaluation.tables import Results
-from snapstream.evaluation.tasks import TASKS
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -35,7 +34,7 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
         tasks.append(
             {
                 "name": name,
-                "about": TASKS[name].about,
+                "about": markdown.about(name),
                 "weakness": markdown.weakness(results, name) if weak else "",
                 "curve": plots.accuracy_by_size(results, name) if results.sizes and not weak else "",
                 "heat": None if weak else plots.depth_by_length(results, name, size),
@@ -51,6 +50,9 @@ def render_html(header: dict[str, Any], results: Results, notes: Sequence[str] =
         notes=list(notes),
         size=size,
         summary=markdown.summary_rows(results, size),
+        differences=markdown.difference_rows(results),
+        difference_note=markdown.DIFFERENCE_NOTE,
+        alike=markdown.told_apart(results),
         swept=markdown.swept_rows(results),
         swept_note=markdown.SWEPT_NOTE,
         guesses=markdown.guess_rows(results),

@@ -1,14 +1,18 @@
-"""Runs a grid: answers every question that has no record yet, and adds a record for each."""
+"""Answers every question that has no record yet, and adds a record for each."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Host, Job
+from snapstream.evaluation.questions.code import run_code
+from snapstream.evaluation.questions.plan import QuestionPlan
+from snapstream.evaluation.questions.question import Scoring
+from snapstream.evaluation.questions.scores import score
 from snapstream.evaluation.records import Key, Record, RecordFile, make_key
 from snapstream.evaluation.scoring import equal, found_parts
 from snapstream.evaluation.tasks import TASKS, Sample, Task, TooShortError, make_sample
@@ -17,16 +21,18 @@ GROUP = 8
 """Samples whose jobs are passed to a host together, so that its slots stay busy."""
 
 
-def run_grid(
-    host: Host, grid: Grid, file: RecordFile, report: Callable[[str, int, int], None] = lambda *_: None
-) -> list[str]:
-    """Answer everything that is not in the file yet.
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, how many jobs are done, and how many there are."""
+
+
+def run_grid(host: Host, grid: Grid, file: RecordFile, report: Report = lambda *_: None) -> list[str]:
+    """Answer all generated questions that are not in the file yet.
 
     Args:
         host: The host that answers.
         grid: The questions.
         file: The file for the records.
-        report: Called with what is being done, how many jobs are done, and how many there are.
+        report: See :data:`Report`.
 
     Returns:
         Notes for the user on what was left out, and why.
@@ -36,6 +42,52 @@ def run_grid(
     """
     _same_texts(host, grid, file)
     groups, notes = _plan(host, grid)
+
+    def draw(job: Job) -> Sample:
+        return _draw(host, grid, job.task, job.length, job.seed, job.depth)
+
+    return notes + _run(host, groups, file, report, draw, grid.pictured)
+
+
+def run_questions(host: Host, plan: QuestionPlan, file: RecordFile, report: Report = lambda *_: None) -> list[str]:
+    """Answer all questions from files that have no record yet.
+
+    Args:
+        host: The host that answers.
+        plan: The questions.
+        file: The file for the records.
+        report: See :data:`Report`.
+
+    Returns:
+        Notes for the user on what was left out, and why.
+
+    Raises:
+        ConfigurationError: The file has results on other questions of the same names.
+    """
+    samples = {(job.task.name, job.seed): job.sample for group in plan for job in group}
+    for record in file.records:
+        asked = samples.get((record.task, record.seed))
+        if record.question is not None and asked is not None and _hash(asked) != record.prompt_sha256:
+            raise ConfigurationError(
+                f"{file.path} has another question {record.question} of {record.task} than there is now; give another "
+                "--output"
+            )
+    refused = {task.name: reason for task in plan.tasks.values() if (reason := host.refuses(task)) is not None}
+    groups = [group for group in plan if group[0].task.name not in refused]
+    notes = [f"left out: {name}, {reason}" for name, reason in refused.items()]
+    return notes + _run(host, groups, file, report, lambda job: job.sample, None)
+
+
+def _run(
+    host: Host,
+    groups: Sequence[list[Job]],
+    file: RecordFile,
+    report: Report,
+    draw: Callable[[Job], Sample],
+    pictured: int | None,
+) -> list[str]:
+    """Answer all jobs without a record; those of one group together."""
+    notes: list[str] = []
     total = sum(len(group) for group in groups)
     finished = 0
     for group in groups:
@@ -49,14 +101,14 @@ def run_grid(
         for job in todo:
             if job.seed not in drawn:
                 try:
-                    drawn[job.seed] = _draw(host, grid, job.task, job.length, job.seed, job.depth)
+                    drawn[job.seed] = draw(job)
                 except TooShortError as error:
                     drawn[job.seed] = None
                     notes.append(f"left out: {what}, sample {job.seed}: the text is too short ({error})")
         ready = [replace(job, sample=sample) for job in todo if (sample := drawn[job.seed]) is not None]
         finished += len(todo) - len(ready)
         for job, answer in host.run(ready):
-            file.add(_record(job, answer, pictured=job.seed == grid.pictured))
+            file.add(_record(job, answer, pictured=job.seed == pictured))
             finished += 1
             report(what, finished, total)
     report("done", finished, total)
@@ -115,12 +167,12 @@ def _key(job: Job) -> Key:
 
 
 def _hash(sample: Sample) -> str:
-    text = "".join((sample.prompt, sample.lead, sample.reply, sample.second))
+    text = "".join((sample.prompt, sample.lead, sample.reply, sample.second, sample.opening))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
-    sample, variant = job.sample, job.variant
+    sample, variant, question = job.sample, job.variant, job.sample.question
     return Record(
         task=job.task.name,
         length=job.length,
@@ -135,7 +187,7 @@ def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
         prompt_sha256=_hash(sample),
         output=answer.text,
         answer=sample.answer,
-        found=found_parts(sample.parts, sample.rivals, answer.text),
+        found=[] if question else found_parts(sample.parts, sample.rivals, answer.text),
         equal=equal(sample.answer, answer.text),
         output_tokens=answer.output_tokens,
         finish_reason=answer.finish_reason,
@@ -143,4 +195,11 @@ def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
         kept=answer.kept if pictured else None,
         drafted=answer.drafted,
         accepted=answer.accepted,
+        question=question.name if question else None,
+        text=sample.text if question else None,
+        score=_score(question.scoring, answer.text) if question else None,
     )
+
+
+def _score(scoring: Scoring, output: str) -> float:
+    return run_code(scoring, output) if scoring.kind == "code" else score(scoring, output)

@@ -18,8 +18,14 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
     lines = [f"# Accuracy of {header['model']}", "", describe(header, results), ""]
     lines += [f"- {note}" for note in notes]
     for task in results.tasks:
-        lines += ["", f"## {task}", "", f"{TASKS[task].about[0].upper()}{TASKS[task].about[1:]}.", ""]
+        lines += ["", f"## {task}", "", f"{about(task)[0].upper()}{about(task)[1:]}.", ""]
         lines += [weakness(results, task)] if is_weak(results, task) else as_lines(task_rows(results, task))
+    against = difference_rows(results)
+    if against:
+        lines += ["", "## Beside the full cache", "", DIFFERENCE_NOTE, "", *as_lines(against)]
+    alike = told_apart(results)
+    if alike:
+        lines += ["", "## Tasks that cannot tell caches apart", "", *(f"- {line}" for line in alike)]
     swept = swept_rows(results)
     if swept:
         lines += ["", "## Settings", "", SWEPT_NOTE, "", *as_lines(swept)]
@@ -31,6 +37,11 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
         lines += ["", "## Attention kept", "", MASS_NOTE, "", *as_lines(mass)]
     return "\n".join(lines) + "\n"
 
+
+DIFFERENCE_NOTE = (
+    "Right answers beyond those with a full cache, in percentage points, on the same questions, with 95 % intervals; "
+    "all tasks that the model can do. Questions about one text count as one."
+)
 
 SWEPT_NOTE = (
     "Each setting compared with the first one, on the same questions at the same sizes: the difference in right "
@@ -56,10 +67,27 @@ def describe(header: dict[str, Any], results: Results) -> str:
     dtype = f", {header['dtype']}" if "dtype" in header else ""
     return (
         f"Percentage of questions answered correctly, with 95 % intervals; {count} questions per cell, greedy "
-        f"decoding, on {where}{dtype}. An answer is right if the output names every part of it before any other answer "
-        "that the text might suggest. Sizes are shares of the prompt's length, or entries per layer and KV head; "
-        "'full' drops nothing."
+        f"decoding, on {where}{dtype}. {_rule(results)}"
+        "Sizes are shares of the prompt's length, or entries per layer and KV head; 'full' drops nothing."
     )
+
+
+def _rule(results: Results) -> str:
+    """When an answer is right."""
+    rule = ""
+    if any(record.question is None for record in results.records):
+        rule = "An answer is right if the output names every part of it before any other answer that the text might "
+        rule += "suggest. "
+    if any(record.question is not None for record in results.records):
+        rule += "Questions from files are scored as the file says; scores such as F1 count as parts of a right answer. "
+    return rule
+
+
+def about(task: str) -> str:
+    """Description of a task, for its heading."""
+    if task in TASKS:
+        return TASKS[task].about
+    return "questions from a file" + (", asked after the text was compressed" if task.startswith("late-") else "")
 
 
 def is_weak(results: Results, task: str) -> bool:
@@ -86,13 +114,13 @@ def task_rows(results: Results, task: str) -> list[list[str]]:
     """One row per length and cache, one column per size; the first row is the head, as in all tables here."""
     unsized = [label for label in results.labels if label in UNSIZED]
     sized = [label for label in results.labels if label not in UNSIZED]
-    table = [["tokens", *unsized, "cache", *results.sizes]]
+    table = [["tokens" if results.lengths_of(task) != [0] else "mean tokens", *unsized, "cache", *results.sizes]]
     for length in results.lengths_of(task):
         whole = [str(results.cell(task, length, label, "") or "") for label in unsized]
         rows = [label for label in sized if any(results.cell(task, length, label, size) for size in results.sizes)]
         for place, label in enumerate(rows or [""]):
             cells = [str(results.cell(task, length, label, size) or "") for size in results.sizes]
-            shown = [str(length), *whole] if place == 0 else [""] * (1 + len(whole))
+            shown = [f"{length or results.mean_length(task):.0f}", *whole] if place == 0 else [""] * (1 + len(whole))
             table.append([*shown, label, *cells])
     return table
 
@@ -106,14 +134,50 @@ def summary_rows(results: Results, size: str) -> list[list[str]]:
     return table
 
 
+def difference_rows(results: Results) -> list[list[str]]:
+    """Every cache at every size beside the full one, over all tasks that the model can do; empty without a full one."""
+    if "full" not in results.labels or not results.sizes:
+        return []
+    tasks = [task for task in results.tasks if not is_weak(results, task)]
+    table = [["cache", *results.sizes]]
+    for label in results.labels:
+        found = [results.difference(label, "full", tasks, [size]) for size in results.sizes]
+        if any(found) and label not in UNSIZED:
+            table.append([label, *("" if one is None else as_gap(one) for one in found)])
+    return table if len(table) > 1 else []
+
+
+def told_apart(results: Results) -> list[str]:
+    """Tasks in which StreamingLLM, which drops the middle, is as good as a full cache: they tell no caches apart."""
+    if not {"full", "streaming"} <= set(results.labels):
+        return []
+    lines = []
+    for task in results.tasks:
+        sizes = [size for size in results.sizes if any(r.size == size and r.task == task for r in results.records)]
+        if is_weak(results, task) or not sizes:
+            continue
+        found = results.difference("streaming", "full", [task], sizes[-1:])
+        if found is not None and found[2] >= 0:
+            lines.append(f"{task} at {sizes[-1]}: StreamingLLM beside the full cache {as_gap(found)}")
+    return lines
+
+
+def as_gap(difference: tuple[float, float, float, int]) -> str:
+    """A difference in percentage points, with its interval; see :meth:`Results.difference`."""
+    mean, low, high, _ = difference
+    return f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
 def swept_rows(results: Results) -> list[list[str]]:
     """Each swept variant against the first; empty unless there are several."""
     swept = [label for label in results.labels if "=" in label]
     if len(swept) < 2:
         return []
     first = next(record.label for record in results.records if record.label in swept)
-    once = [task for task in results.tasks if TASKS[task].follow_up == "none"]
-    later = [task for task in results.tasks if TASKS[task].follow_up != "none"]
+    later = [
+        task for task in results.tasks if (TASKS[task].follow_up != "none" if task in TASKS else task[:5] == "late-")
+    ]
+    once = [task for task in results.tasks if task not in later]
     table = [["settings", "tasks", "questions", "right", "difference"]]
     for kind, tasks in (("one prompt", once), ("continued", later)):
         for label in swept:
@@ -122,9 +186,8 @@ def swept_rows(results: Results) -> list[list[str]]:
                 continue
             records = [r for r in results.records if r.label == label and r.task in tasks]
             share = f"{100 * sum(r.right for r in records) / len(records):.1f}"
-            mean, low, high, count = found
-            gap = "" if label == first else f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-            table.append([label.partition(" ")[2], kind, str(count), share, gap])
+            gap = "" if label == first else as_gap(found)
+            table.append([label.partition(" ")[2], kind, str(found[3]), share, gap])
     return table
 
 

@@ -29,8 +29,8 @@ class Record:
 
     Attributes:
         task: Name of the task.
-        length: Nominal prompt length in tokens.
-        seed: Seed of the sample; task, length, seed and depth reproduce the text.
+        length: Nominal prompt length in tokens; of a file's questions, the length itself.
+        seed: Seed of the sample; task, length, seed and depth reproduce the text. Of a file, the question's index.
         depth: Depth of the answer in the text, or ``None``.
         policy: Policy of the cache.
         size: Size of the cache as given: entries, a share of the length, or empty.
@@ -49,6 +49,9 @@ class Record:
         kept: Share of tokens kept in each hundredth of the prompt, per layer and KV head; for one seed only.
         drafted: Guesses of speculative decoding that were verified.
         accepted: Guesses that were right.
+        question: Name of the question, if it is from a file.
+        text: Index of its text in this file.
+        score: How much of the answer is right, between 0 and 1, for a question from a file.
     """
 
     task: str
@@ -72,11 +75,26 @@ class Record:
     kept: list[list[list[float]]] | None = None
     drafted: int = 0
     accepted: int = 0
+    question: str | None = None
+    text: int | None = None
+    score: float | None = None
 
     @property
-    def right(self) -> bool:
-        """Whether every part of the answer was found."""
-        return all(self.found)
+    def right(self) -> float:
+        """How much of the answer is right, 0 to 1; of a generated task, whether every part of it was found."""
+        return float(all(self.found)) if self.score is None else self.score
+
+    @property
+    def row(self) -> int:
+        """The nominal length; 0 for questions from a file, whose texts have all kinds of lengths."""
+        return self.length if self.question is None else 0
+
+    @property
+    def cluster(self) -> tuple[object, ...]:
+        """What the answer depends on besides the cache: answers about one text of a file stand or fall together."""
+        if self.question is None:
+            return self.task, self.length, self.seed, self.depth
+        return self.task, self.text
 
     @property
     def key(self) -> Key:
@@ -121,7 +139,8 @@ class RecordFile:
 
     def add(self, record: Record) -> None:
         """Write a record to the file, and flush it."""
-        fields = {name: value for name, value in asdict(record).items() if name != "kept" or value is not None}
+        optional = ("kept", "question", "text", "score")
+        fields = {name: value for name, value in asdict(record).items() if name not in optional or value is not None}
         self._write(fields)
         self.records.append(record)
         self.done.add(record.key)

@@ -21,14 +21,14 @@ class Cell:
 
     Attributes:
         samples: How many.
-        right: How many had every part of the answer.
+        right: How many had every part of the answer; of questions from files, the sum of their scores.
         equal: How many were the answer and nothing else.
         parts: Mean share of parts found.
         mass: Share of attention kept, mean over samples and layers, if known.
     """
 
     samples: int
-    right: int
+    right: float
     equal: int
     parts: float
     mass: float | None
@@ -51,9 +51,13 @@ def make_cell(records: Sequence[Record]) -> Cell:
         samples=len(records),
         right=sum(record.right for record in records),
         equal=sum(record.equal for record in records),
-        parts=sum(sum(record.found) / len(record.found) for record in records) / len(records),
+        parts=sum(_parts(record) for record in records) / len(records),
         mass=sum(masses) / len(masses) if masses else None,
     )
+
+
+def _parts(record: Record) -> float:
+    return sum(record.found) / len(record.found) if record.found else record.right
 
 
 class Results:
@@ -61,13 +65,14 @@ class Results:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = list(records)
-        self.tasks = [name for name in TASKS if any(record.task == name for record in self.records)]
-        self.lengths = sorted({record.length for record in self.records})
+        found = dict.fromkeys(record.task for record in self.records)
+        self.tasks = [*(name for name in TASKS if name in found), *(name for name in found if name not in TASKS)]
+        self.lengths = sorted({record.row for record in self.records})
         self.labels = sorted({record.label for record in self.records}, key=_label_order)
         self.sizes = sorted({record.size for record in self.records if record.size}, key=_size_order)
         self._groups: defaultdict[tuple[str, int, str, str], list[Record]] = defaultdict(list)
         for record in self.records:
-            self._groups[record.task, record.length, record.label, record.size].append(record)
+            self._groups[record.task, record.row, record.label, record.size].append(record)
 
     def of(self, task: str, length: int, label: str, size: str) -> list[Record]:
         """Records of one cell; may be empty."""
@@ -85,6 +90,11 @@ class Results:
     def lengths_of(self, task: str) -> list[int]:
         """Lengths at which a task was run."""
         return [length for length in self.lengths if any(key[:2] == (task, length) for key in self._groups)]
+
+    def mean_length(self, task: str) -> float:
+        """Mean length of a task's prompts in tokens."""
+        lengths = {record.seed: record.length for record in self.records if record.task == task}
+        return sum(lengths.values()) / len(lengths)
 
     def common_lengths(self, task: str, size: str) -> list[int]:
         """Lengths at which every cache that has this size (or none) was run in a task: only these can be compared."""
@@ -114,23 +124,32 @@ class Results:
         ]
         return make_cell(records).mass if records else None
 
-    def difference(self, ours: str, theirs: str, tasks: Sequence[str]) -> tuple[float, float, float, int] | None:
+    def difference(
+        self, ours: str, theirs: str, tasks: Sequence[str], sizes: Sequence[str] = ()
+    ) -> tuple[float, float, float, int] | None:
         """How much more often ``ours`` was right than ``theirs`` on the same questions at the same sizes.
+
+        Args:
+            ours: A cache with a size.
+            theirs: Another one, or one without a size.
+            tasks: Tasks that count.
+            sizes: Sizes of ``ours`` that count; all, if none are given.
 
         Returns:
             The difference, its 95 % interval and the number of questions (texts; their sizes are averaged); ``None`` if
             they have none in common.
         """
-        right: dict[object, bool] = {}
+        right: dict[object, float] = {}
         for record in self.records:
             if record.label == theirs and record.task in tasks:
                 right[record.task, record.length, record.seed, record.depth, record.size] = record.right
-        gaps: defaultdict[object, list[int]] = defaultdict(list)
+        gaps: defaultdict[object, list[float]] = defaultdict(list)
         for record in self.records:
-            question = record.task, record.length, record.seed, record.depth
-            key = (*question, record.size)
-            if record.label == ours and key in right:
-                gaps[question].append(int(record.right) - int(right[key]))
+            # A cache that has no size is compared with all sizes of another one.
+            size = "" if theirs in UNSIZED else record.size
+            key = record.task, record.length, record.seed, record.depth, size
+            if record.label == ours and record.size in (sizes or (record.size,)) and key in right:
+                gaps[record.cluster].append(record.right - right[key])
         if not gaps:
             return None
         return *paired_difference([sum(gap) / len(gap) for gap in gaps.values()]), len(gaps)

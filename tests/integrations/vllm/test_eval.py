@@ -21,6 +21,7 @@ def run(output, *arguments):
     return {record.key: record for record in read_records(output / "results.jsonl")[1]}
 
 
+@pytest.mark.slow
 def test_the_same_scores_on_vllm_and_on_the_engine(tmp_path):
     with running(tmp_path, str(TASK_MODEL), "--additional-config", '{"snapstream": 2000}') as (address, _):
         theirs = run(tmp_path / "vllm", "--endpoint", f"{address}/v1", "--policies", "mixed")

@@ -45,7 +45,8 @@ def test_tensor_parallel_latent_attention(deepseek, prompts):
     assert got == [peer_generate(deepseek, tokens, BUDGET, 60, latent=True) for tokens in prompts]
 
 
-@pytest.mark.parametrize("kind", ["latents", "a head on both", pytest.param("a head per rank", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["latents", "a head on both", "a head per rank"])
 def test_caches_travel_rank_by_rank(request, tmp_path, prompts, kind):
     settings = {"tensor_parallel_size": 2, "travels": str(tmp_path / "parcels")}
     if kind == "latents":

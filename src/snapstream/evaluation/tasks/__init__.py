@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from snapstream.errors import ConfigurationError
+from snapstream.evaluation.questions.question import Question as FileQuestion
 from snapstream.evaluation.tasks import aggregation, needle, number, pairs, prose, reading, tracking
 from snapstream.evaluation.tasks.text import Count, Question, TaskText, TooShortError
 from snapstream.evaluation.tasks.words import filler
@@ -23,10 +24,10 @@ class Task:
 
     Attributes:
         name: Name on the command line and in reports.
-        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading``, ``continued``, or ``prose`` (for models that
-            know English).
+        family: ``retrieval``, ``tracking``, ``aggregation``, ``reading``, ``continued``, ``prose`` (for models that
+            know English), or ``questions`` (from a file).
         about: Description of one line.
-        build: Draws a text of a given maximum length in tokens, and questions about it.
+        build: Draws a text of a given maximum length in tokens, and questions about it; ``None`` for a file's.
         max_tokens: Maximum tokens of an answer.
         has_depth: Whether the answer is at a single place in the text, which can be chosen.
         follow_up: What happens between the prompt, which is compressed, and the question that is scored. All but
@@ -37,15 +38,16 @@ class Task:
               asked again.
             - ``told``: the prompt ends with another question. The answer to the scored one is in the filler that is
               decoded.
+            - ``context``: the prompt is a text alone. The question comes as the next turn of a stored context.
     """
 
     name: str
     family: str
     about: str
-    build: Build
+    build: Build | None
     max_tokens: int
     has_depth: bool = True
-    follow_up: Literal["none", "late", "long", "told"] = "none"
+    follow_up: Literal["none", "late", "long", "told", "context"] = "none"
 
     @property
     def decodes_filler(self) -> bool:
@@ -57,8 +59,8 @@ class Task:
 class Sample:
     """One question of one task, as turns of a conversation.
 
-    The model processes ``prompt`` and ``lead``, and its cache is compressed. Then it is given ``reply`` and ``second``
-    as if they had been generated and asked, and what it generates next is scored.
+    The model processes ``prompt`` and ``lead``, and its cache is compressed. Then it is given ``reply``, ``second`` and
+    ``opening`` as if they had been generated and asked, and what it generates next is scored.
 
     Attributes:
         task: Name of the task.
@@ -70,6 +72,9 @@ class Sample:
         answer: The right continuation.
         parts: What must be found in the output.
         rivals: What must not be found before them.
+        opening: How the scored answer begins, if its beginning is not left to the model.
+        question: The question of a file, which says how it is scored; ``None`` for generated ones.
+        text: Index of the text in this file.
     """
 
     task: str
@@ -81,6 +86,9 @@ class Sample:
     answer: str
     parts: tuple[str, ...]
     rivals: tuple[str, ...] = ()
+    opening: str = ""
+    question: FileQuestion | None = None
+    text: int = 0
 
 
 TASKS: dict[str, Task] = {
@@ -186,6 +194,7 @@ def make_sample(
     Raises:
         TooShortError: The length is too short for the task.
     """
+    assert task.build is not None
     room, over = length, 1
     while over > 0:  # the whole may have more tokens than its pieces
         rng = random.Random(f"{task.name}/{length}/{seed}/{depth}")

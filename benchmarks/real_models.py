@@ -1,0 +1,132 @@
+"""Accuracy of cache policies on real models and public questions: the tables of docs/accuracy.md.
+
+Runs ``snapstream eval`` part by part on every GGUF file of a directory, and prints what all parts have found so far.
+A run takes hours on two cores. It can be stopped at any time, and the same command continues.
+
+    python -m benchmarks.real_models MODELS DATA --output eval-real --parts pairs,topics --samples 100
+    python -m benchmarks.real_models MODELS DATA --output eval-real --parts none      # only the tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapstream.evaluation.markdown import as_gap, as_lines
+from snapstream.evaluation.policies import ENGINE_POLICIES
+from snapstream.evaluation.records import Record, read_records
+from snapstream.evaluation.tables import Results
+
+POLICIES = tuple(policy for policy in ENGINE_POLICIES if policy != "random")
+SIZES = "1/4,1/8,1/16,1/32"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the evaluation.
+
+    Attributes:
+        files: Patterns of files with questions.
+        ask: Where the questions are asked.
+        tasks: Generated tasks, instead of files.
+        lengths: Their lengths.
+        options: Further options.
+    """
+
+    files: tuple[str, ...] = ()
+    ask: str = "with,after"
+    tasks: str = ""
+    lengths: str = ""
+    options: tuple[str, ...] = ()
+
+
+PARTS = {
+    "pairs": Part(("kv*75*.jsonl*",)),
+    "topics": Part(("*topic_retrieval*.jsonl*",)),
+    "facts": Part(("*altqa*.jsonl*",)),
+    "meetings": Part(("*meetingqa*.jsonl*", "*paperqa*.jsonl*")),
+    "documents": Part(("*multidoc_qa*.jsonl*",)),
+    "lectures": Part(("*tpo*.jsonl*", "*coursera*.jsonl*")),
+    "libraries": Part(("*private_eval*.jsonl*",)),
+    "sums": Part(("*gsm*.jsonl*",), ask="with"),
+    "ruler": Part(tasks="needle,multikey,tracking,common-words", lengths="4k,8k,16k", options=("--depths", "5")),
+    "prose": Part(tasks="phone,phones,room,late-phone", lengths="4k", options=("--depths", "5")),
+    "functions": Part(("*humaneval*.jsonl*",), ask="with", options=("--run-code",)),
+}
+
+
+def run(model: Path, part: Part, data: Path, output: Path, samples: int, rest: Sequence[str]) -> int:
+    """Run one part on one model; returns the exit status."""
+    files = [str(path) for pattern in part.files for path in sorted(data.glob(pattern))]
+    if part.files and not files:
+        print(f"left out: no file {' or '.join(part.files)} in {data}", file=sys.stderr)
+        return 0
+    asked = [option for file in files for option in ("--questions", file)]
+    asked += ["--ask", part.ask] if files else ["--tasks", part.tasks, "--lengths", part.lengths]
+    command = [sys.executable, "-m", "snapstream.cli", "eval", str(model), *asked, "--samples", str(samples)]
+    command += ["--budgets", SIZES, "--policies", ",".join(POLICIES), "--no-telemetry", "--output", str(output)]
+    return subprocess.run([*command, *part.options, *rest], check=False, stdout=subprocess.DEVNULL).returncode
+
+
+def half(records: Iterable[Record], which: str) -> list[Record]:
+    """The texts with even or odd numbers: defaults are chosen on the even ones, and reported on the odd ones."""
+    wanted = {"even": (0,), "odd": (1,), "all": (0, 1)}[which]
+    return [r for r in records if (r.seed if r.text is None else r.text) % 2 in wanted]
+
+
+def tables(records: list[Record]) -> list[str]:
+    """A table per size: a row per task, a column per policy; the last rows compare with the full cache."""
+    results = Results(records)
+    lines: list[str] = []
+    for size in results.sizes:
+        table = [["task", "tokens", "questions", *results.labels]]
+        for task in results.tasks:
+            for length in results.lengths_of(task):
+                cells = [results.cell(task, length, label, size) for label in results.labels]
+                count = max((cell.samples for cell in cells if cell is not None), default=0)
+                shown = ["" if cell is None else f"{100 * cell.share:.0f}" for cell in cells]
+                table.append([task, f"{length or results.mean_length(task):.0f}", str(count), *shown])
+        compared = [results.difference(label, "full", results.tasks, [size]) for label in results.labels]
+        gaps = ["" if one is None else as_gap(one) for one in compared]
+        table.append(["beside the full cache", "", "", *gaps])
+        lines += ["", f"### {size} of the prompt", "", *as_lines(table)]
+    return lines
+
+
+def main() -> None:
+    """Run the parts that were chosen, and print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, help="directory of GGUF files")
+    parser.add_argument("data", type=Path, help="directory of files with questions")
+    parser.add_argument("--output", type=Path, default=Path("eval-real"))
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, or none")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--samples", type=int, default=100, help="questions per task and place")
+    parser.add_argument("--half", choices=("even", "odd", "all"), default="all", help="which texts the tables show")
+    known, rest = parser.parse_known_args()
+    chosen = [] if known.parts == "none" else known.parts.split(",")
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {', '.join(unknown)}; allowed: {', '.join(PARTS)}")
+    models = [path for path in sorted(known.models.glob("*.gguf")) if known.only in path.name]
+    if not models:
+        parser.error(f"no GGUF file in {known.models}")
+    for name in chosen:
+        for model in models:
+            print(f"{name}: {model.stem}", file=sys.stderr)
+            status = run(model, PARTS[name], known.data, known.output / model.stem / name, known.samples, rest)
+            if status:
+                sys.exit(status)
+    for model in models:
+        written = sorted((known.output / model.stem).glob("*/results.jsonl"))
+        records = [record for path in written for record in read_records(path)[1]]
+        if records:
+            print("\n".join(["", f"## {model.stem}", *tables(half(records, known.half))]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Questions from files: a documented form of our own, and published files in theirs."""

@@ -1,0 +1,205 @@
+"""Turns files of questions into jobs: which are asked, where they stand, and which caches measure something."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from snapstream.config import CacheBudget
+from snapstream.errors import ConfigurationError
+from snapstream.evaluation.hosts import Job, Prompts
+from snapstream.evaluation.policies import Variant, misfit
+from snapstream.evaluation.questions.files import QuestionFile
+from snapstream.evaluation.questions.question import Question, Text
+from snapstream.evaluation.tasks import Sample, Task
+
+PLACES = ("with", "after")
+"""Where a question stands: at the end of the prompt, so that the cache is compressed with it in view; or after a text
+that was compressed before anyone had asked."""
+TOGETHER = 4
+"""Texts with one question each whose jobs are passed to a host together, so that its slots stay busy."""
+AFTER_ROOM = 64
+"""Tokens that a chat template may put around a question that comes after its text."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question in its file.
+
+    Attributes:
+        text: Index of its text.
+        number: Index of the question in the file.
+        question: The question.
+    """
+
+    text: int
+    number: int
+    question: Question
+
+
+class QuestionPlan:
+    """All jobs about files of questions, in groups that share a text.
+
+    Attributes:
+        tasks: Tasks by name: one per file and place of its questions.
+        notes: What is left out, and why.
+        longest: Longest prompt plus output, in tokens.
+        shares_texts: Whether several questions at the end of the prompt share a text.
+        stores_texts: Whether texts are stored before their questions.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[QuestionFile],
+        variants: Sequence[Variant],
+        prompts: Prompts,
+        *,
+        samples: int | None = None,
+        places: Sequence[str] = PLACES[:1],
+        longest: int | None = None,
+        code: bool = False,
+    ) -> None:
+        """Plan which questions are asked.
+
+        Args:
+            files: The files; their names must differ.
+            variants: Caches to compare.
+            prompts: Tokenizes questions for the model.
+            samples: Maximum number of questions per file, spread over its texts; ``None`` for all.
+            places: Where questions stand: some of :data:`PLACES`.
+            longest: Longest sequence of the model; questions about longer texts are left out.
+            code: Whether answers that are code may be run; otherwise they are left out.
+
+        Raises:
+            ConfigurationError: Two files have the same name, or nothing is left.
+        """
+        twice = [name for name, times in Counter(file.name for file in files).items() if times > 1]
+        if twice:
+            raise ConfigurationError(f"questions: two files are named {twice[0]!r}; rename one of them")
+        self.tasks: dict[str, Task] = {}
+        self.notes: list[str] = []
+        self.longest = 0
+        self._groups: list[list[Job]] = []
+        self.shares_texts = self.stores_texts = False
+        for file in files:
+            for place in places:
+                self._add(file, place, variants, prompts, samples, longest, code)
+        if not self._groups:
+            raise ConfigurationError("; ".join(["questions: nothing is left to ask", *self.notes]))
+
+    def __iter__(self) -> Iterator[list[Job]]:
+        """Groups of jobs; those about one text are in one group, those with one prompt follow each other."""
+        return iter(self._groups)
+
+    def budgets(self) -> list[CacheBudget | None]:
+        """The caches of all jobs; ``None`` for a full one."""
+        asked = {(job.variant, job.length) for group in self._groups for job in group}
+        return [variant.budget(length) for variant, length in asked]
+
+    def _add(
+        self,
+        file: QuestionFile,
+        place: str,
+        variants: Sequence[Variant],
+        prompts: Prompts,
+        samples: int | None,
+        longest: int | None,
+        code: bool,
+    ) -> None:
+        later = place == "after"
+        name = f"late-{file.name}" if later else file.name
+        left: Counter[str] = Counter()
+        skipped: Counter[str] = Counter()
+        group: list[Job] = []
+        chosen = groupby(_spread(file.texts, samples), lambda asked: asked.text)
+        for about, (index, listed) in enumerate(chosen):
+            text, questions = file.texts[index], list(listed)
+            for asked in questions:
+                question = asked.question
+                sample = make_sample(name, asked, text.text, later)
+                length, forced = len(prompts.first(sample)), len(prompts.opening(sample))
+                if later:
+                    forced += AFTER_ROOM + prompts.count(question.ask)
+                whole = length + forced + question.max_tokens
+                reason = _refusal(question, text, later=later, code=code)
+                if reason is None and longest is not None and whole > longest:
+                    reason = f"that take more than the model's {longest:,} tokens"
+                if reason is not None:
+                    left[reason] += 1
+                    continue
+                fitting = []
+                for variant in variants:
+                    misfits = misfit(variant, length, question.max_tokens, forced + question.max_tokens)
+                    if misfits is None and later and variant.policy == "truncated":
+                        misfits = "a stored text cannot be truncated for its question"
+                    if misfits is None:
+                        fitting.append(variant)
+                    else:
+                        skipped[f"{variant.label} at {variant.size}, {misfits}"] += 1
+                self.longest = max(self.longest, whole)
+                fitting.sort(key=lambda variant: variant.policy == "truncated")
+                task = self._task(name, file, question, later)
+                group += [Job(task, length, asked.number, None, variant, sample) for variant in fitting]
+            self.stores_texts |= later
+            self.shares_texts |= not later and len(questions) > 1
+            if len(questions) > 1 or about % TOGETHER == TOGETHER - 1:
+                self._groups.append(group)
+                group = []
+        self._groups.append(group)
+        self._groups = [group for group in self._groups if group]
+        for why, times in left.items():
+            self.notes.append(f"left out: {times} questions of {name} {why}")
+        for why, times in skipped.items():
+            self.notes.append(f"left out: {why}, for {times} questions of {name}")
+
+    def _task(self, name: str, file: QuestionFile, question: Question, later: bool) -> Task:
+        about = f"{file.questions} questions about {len(file.texts)} texts of a file of the form {file.form}"
+        if later:
+            about += ", asked after the text was compressed"
+        known = self.tasks.get(name)
+        most = max(question.max_tokens, known.max_tokens if known else 0)
+        task = Task(name, "questions", about, None, most, False, "context" if later else "none")
+        self.tasks[name] = task
+        return task
+
+
+def _refusal(question: Question, text: Text, *, later: bool, code: bool) -> str | None:
+    """Why a question cannot be asked; ``None`` if it can."""
+    if question.scoring.kind == "code" and not code:
+        return "whose answers are code; give --run-code to run it"
+    if later and not text.text:
+        return "that have no text, so that they cannot come after it"
+    return None
+
+
+def make_sample(name: str, asked: Asked, text: str, later: bool) -> Sample:
+    """A question as turns of a conversation, with its text or after it."""
+    question = asked.question
+    between = "\n\n" if text and question.ask else ""
+    return Sample(
+        task=name,
+        seed=asked.number,
+        prompt=text if later else f"{text}{between}{question.ask}",
+        lead="",
+        reply="",
+        second=question.ask if later else "",
+        answer=question.scoring.answer,
+        parts=(),
+        opening=question.opening,
+        question=question,
+        text=asked.text,
+    )
+
+
+def _spread(texts: Sequence[Text], samples: int | None) -> list[Asked]:
+    """The questions that are asked: the first one about every text, then the second ones, until there are enough."""
+    every = []
+    number = 0
+    for index, text in enumerate(texts):
+        for place, question in enumerate(text.questions):
+            every.append((place, Asked(index, number, question)))
+            number += 1
+    every.sort(key=lambda one: (one[0], one[1].number))
+    return sorted((asked for _, asked in every[:samples]), key=lambda asked: asked.number)

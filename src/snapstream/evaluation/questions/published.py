@@ -1,0 +1,274 @@
+"""Readers of published benchmarks: a line of their files, as they are, becomes a text and its questions.
+
+The wording of instructions is ours; texts, questions, answers and the kind of scoring are the benchmark's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from snapstream.evaluation.questions.question import (
+    CHOICE_OPENING,
+    MAX_TOKENS,
+    Kind,
+    Question,
+    Scoring,
+    Text,
+    with_choices,
+)
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a benchmark's files.
+
+    Attributes:
+        recognizes: Whether a line's object is of this form.
+        read: Reads a line's object, given the name of its file and the number of the line.
+    """
+
+    recognizes: Callable[[Fields], bool]
+    read: Callable[[Fields, str, int], Text]
+
+
+def form_of(fields: Fields) -> str | None:
+    """The form of a line's object; ``None`` if it is of no form that is known."""
+    for name, form in FORMS.items():
+        if form.recognizes(fields):
+            return name
+    own = {"question", "answers", "choices", "questions", "score", "test"}
+    return "snapstream" if own & fields.keys() and "context" not in fields else None
+
+
+def _one(
+    text: str,
+    ask: str,
+    kind: Kind,
+    answers: Any,
+    number: int,
+    *,
+    choices: tuple[str, ...] = (),
+    most: int | None = None,
+    opening: str | None = None,
+) -> Text:
+    """A text with one question."""
+    return Text(text, (_question(ask, kind, answers, str(number), choices=choices, most=most, opening=opening),))
+
+
+def _question(
+    ask: str,
+    kind: Kind,
+    answers: Any,
+    name: str,
+    *,
+    choices: tuple[str, ...] = (),
+    most: int | None = None,
+    opening: str | None = None,
+) -> Question:
+    listed = tuple(str(answer).strip() for answer in (answers if isinstance(answers, list | tuple) else [answers]))
+    if not any(listed):
+        raise ValueError("there is no answer")
+    if opening is None:
+        opening = CHOICE_OPENING if kind == "choice" else ""
+    return Question(name, ask, Scoring(kind, listed, choices), most or MAX_TOKENS.get(kind, 64), opening)
+
+
+# -- L-Eval ---------------------------------------------------------------------------------------------------------
+
+
+def _l_eval(fields: Fields, file: str, number: int) -> Text:
+    """``instructions`` and ``outputs`` about one ``input``."""
+    pairs = list(zip(fields["instructions"], fields["outputs"], strict=True))
+    letters = all(re.fullmatch("[A-Z]{1,8}", answer.strip()) for _, answer in pairs)
+    several = any(len(answer.strip()) > 1 for _, answer in pairs)
+    tail, opening = "Give the letter of the right choice.", None
+    if several:  # also for those with one right choice, which must not be told apart
+        tail, opening = "Give the letters of all right choices.", "The right choices are ("
+    questions = []
+    for index, (ask, answer) in enumerate(pairs, 1):
+        name = f"{number}.{index}"
+        if letters and fields.get("evaluation") == "exam":
+            questions.append(_question(f"{ask}\n{tail}", "choice", list(answer.strip()), name, opening=opening))
+        else:
+            questions.append(_l_eval_question(fields.get("evaluation", ""), ask, answer, name))
+    return Text(fields["input"], tuple(questions))
+
+
+def _l_eval_question(evaluation: str, ask: str, answer: str, name: str) -> Question:
+    if evaluation == "exam" and re.fullmatch(r"-?[\d.,]+", answer.strip()):
+        return _question(ask, "number", answer, name)
+    if evaluation == "exam":
+        # Of "True [fact: False]" the first part is what the text says.
+        return _question(ask, "contains", answer.partition("[")[0].strip().rstrip("."), name)
+    return _question(ask, "f1" if evaluation == "f1" else "rouge-l", answer, name)
+
+
+# -- BAMBOO ---------------------------------------------------------------------------------------------------------
+
+_QUESTION_FIRST = re.compile(r"^(.*?)\n+Question:\n(.*?)\n+Document:\n(.*)$", re.DOTALL)
+_QUESTION_LAST = re.compile(r"^(.*?)\n+Document:\n(.*)\n+Question:\n(.*)$", re.DOTALL)
+
+
+def _bamboo(fields: Fields, name: str, number: int) -> Text:
+    """Choices about meetings and papers, numbers from articles, and code by its documentation."""
+    if "options" in fields:
+        ask = with_choices(fields["question"], [])
+        listed = "\n".join(fields["options"])
+        choices = tuple(re.sub(r"^[A-Z]\s*[.:)]\s*", "", option) for option in fields["options"])
+        return _one(fields["content"], f"{ask.strip()}\n{listed}", "choice", fields["answer"], number, choices=choices)
+    if "canonical_solution" in fields:
+        return _private_library(fields, number)
+    if set(fields) != {"content", "answer"} or not isinstance(fields["content"], str):
+        raise ValueError("of BAMBOO, altqa, meetingqa, paperqa and private_eval can be scored here")
+    first, last = _QUESTION_FIRST.match(fields["content"]), _QUESTION_LAST.match(fields["content"])
+    if first:
+        task, ask, text = first.groups()
+    elif last:
+        task, text, ask = last.groups()
+    else:
+        raise ValueError("the content has no 'Document:' and 'Question:'")
+    return _one(f"{task}\n\nDocument:\n{text}", f"Question: {ask.strip()}", "contains", fields["answer"], number)
+
+
+def _private_library(fields: Fields, number: int) -> Text:
+    """Code that needs a function whose name is in the documentation alone: libraries are renamed.
+
+    The file cannot be run, as it does not say how names were changed. So an answer is right to the share of the
+    documented names of its solution that it uses.
+    """
+    documentation, _, task = fields["prompt"].partition("# [end]")
+    documented = set(re.findall(r"^[# ]*(\w+)\(", documentation, re.MULTILINE))
+    solution = "\n".join(fields["canonical_solution"])
+    names = [name for name in dict.fromkeys(re.findall(r"\w+", solution)) if name in documented]
+    if not names:  # it uses what everybody knows
+        names = [max(re.findall(r"\w+", solution), key=len)]
+    ask = f"Complete this code. Write the missing lines and nothing else.\n\n```python\n{task.strip()}\n```"
+    return _one(f"{documentation}# [end]", ask, "contains-all", names, number, most=128)
+
+
+# -- Lost in the Middle ---------------------------------------------------------------------------------------------
+
+
+def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
+    """A value of a JSON object of random ids, or a question whose answer is in one of several documents."""
+    if "ctxs" in fields:
+        documents = [
+            f"Document [{at}] (Title: {one['title']}) {one['text']}" for at, one in enumerate(fields["ctxs"], 1)
+        ]
+        ask = f"Question: {fields['question']}\nAnswer with a name, a number or a phrase from these documents."
+        return _one("\n\n".join(documents), ask, "contains", fields["answers"], number)
+    pairs = [(str(key), str(value)) for key, value in fields["ordered_kv_records"]]
+    wanted = (fields["key"], fields["value"])
+    # The file has the wanted pair at the beginning of every object; which place it gets is up to its user.
+    pairs.remove(wanted)
+    pairs.insert(7919 * number % (len(pairs) + 1), wanted)
+    listed = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in pairs)
+    text = f"A JSON object with random keys and values:\n\n{{{listed}}}"
+    ask = f"Which value does this object have for the key {json.dumps(wanted[0])}? Answer with the value alone."
+    return _one(text, ask, "contains", wanted[1], number)
+
+
+# -- LongBench ------------------------------------------------------------------------------------------------------
+
+_SUMMARIES = ("gov_report", "qmsum", "multi_news", "samsum", "vcsum", "dureader")
+_LABELS = ("trec", "lsht", "passage_retrieval_en", "passage_retrieval_zh")
+
+
+def _long_bench(fields: Fields, name: str, number: int) -> Text:
+    """``input`` is the question about ``context``; ``dataset`` says which task it is."""
+    dataset = str(fields["dataset"]).removesuffix("_e")
+    text, ask, answers = fields["context"], fields["input"].strip(), fields["answers"]
+    if dataset in ("lcc", "repobench-p"):
+        ask = f"{ask}\n\nWrite the next line of this code and nothing else.".strip()
+        return _one(text, ask, "similarity", answers, number)
+    if dataset in _SUMMARIES:
+        ask = ask or "Summarize this text."
+        return _one(text, ask, "rouge-l", answers, number, most=512)
+    if dataset in _LABELS:
+        what = "Which paragraph is this a summary of?" if dataset.startswith("passage") else ""
+        return _one(text, f"{what}\n{ask}".strip(), "contains", answers, number)
+    if dataset == "passage_count":
+        ask = "How many different paragraphs does this text have, if equal ones count once? Answer with the number."
+        return _one(text, ask, "number", answers, number, most=32)
+    ask = f"Question: {ask}\nAnswer in a few words." if fields.get("language", "en") == "en" else ask
+    return _one(text, ask, "f1", answers, number)
+
+
+def _long_bench_2(fields: Fields, name: str, number: int) -> Text:
+    """Four choices about a ``context``."""
+    choices = [fields[f"choice_{letter}"] for letter in "ABCD"]
+    ask = with_choices(fields["question"].strip(), choices)
+    return _one(fields["context"], ask, "choice", fields["answer"], number, choices=tuple(choices))
+
+
+# -- InfiniteBench --------------------------------------------------------------------------------------------------
+
+
+def _infinite_bench(fields: Fields, name: str, number: int) -> Text:
+    """``input`` is the question about ``context``; the file's name says which task it is."""
+    text, ask = fields["context"], fields["input"].strip()
+    answers = fields["answer"] if isinstance(fields["answer"], list) else [fields["answer"]]
+    if fields.get("options"):
+        choices = tuple(str(option) for option in fields["options"])
+        right = ["ABCDEFGH"[choices.index(answer)] if answer in choices else answer for answer in answers[:1]]
+        return _one(text, with_choices(ask, list(choices)), "choice", right, number, choices=choices)
+    if "sum" in name:
+        return _one(text, ask or "Summarize this text.", "rouge-l", answers, number, most=512)
+    if "qa" in name and "kv" not in name:
+        return _one(text, f"{ask}\nAnswer in a few words.", "f1", answers, number)
+    return _one(text, ask, "contains", answers, number)
+
+
+# -- RULER, HumanEval -----------------------------------------------------------------------------------------------
+
+
+def _ruler(fields: Fields, name: str, number: int) -> Text:
+    """What RULER's generators write: ``input`` ends with the question, and asks for all of ``outputs``.
+
+    The beginning of the answer is part of the input, or in ``answer_prefix``.
+    """
+    given = fields["input"].rstrip()
+    text, _, ask = given.rpartition("\n")
+    # Two documents' worth of questions accept any of several answers; all others need all of theirs.
+    kind: Kind = "contains" if name.startswith("qa") else "contains-all"
+    opening = str(fields.get("answer_prefix") or "").strip()
+    return _one(text, ask.strip(), kind, fields["outputs"], number, most=128, opening=opening)
+
+
+def _human_eval(fields: Fields, name: str, number: int) -> Text:
+    """The head of a function, and a test that calls it."""
+    head = fields["prompt"]
+    ask = f"Complete this function. Write all of it, in one code block.\n\n```python\n{head.rstrip()}\n```"
+    test = f"{fields['test']}\ncheck({fields['entry_point']})"
+    question = Question(str(fields["task_id"]), ask, Scoring("code", (), (), head, test), MAX_TOKENS["code"])
+    return Text("", (question,))
+
+
+FORMS: dict[str, Form] = {
+    "l-eval": Form(lambda one: {"instructions", "outputs", "input"} <= one.keys(), _l_eval),
+    "bamboo": Form(
+        lambda one: (
+            {"content", "answer"} <= one.keys()
+            or ({"prompt", "canonical_solution"} <= one.keys() and isinstance(one["canonical_solution"], list))
+        ),
+        _bamboo,
+    ),
+    "lost-in-the-middle": Form(
+        lambda one: (
+            {"ordered_kv_records", "key", "value"} <= one.keys() or {"question", "answers", "ctxs"} <= one.keys()
+        ),
+        _lost_in_the_middle,
+    ),
+    "longbench": Form(lambda one: {"input", "context", "answers", "dataset"} <= one.keys(), _long_bench),
+    "longbench-v2": Form(lambda one: {"context", "question", "choice_A", "answer"} <= one.keys(), _long_bench_2),
+    "infinitebench": Form(lambda one: {"context", "input", "answer"} <= one.keys(), _infinite_bench),
+    "humaneval": Form(lambda one: {"prompt", "entry_point", "test"} <= one.keys(), _human_eval),
+    "ruler": Form(lambda one: {"input", "outputs"} <= one.keys(), _ruler),
+}
+"""Forms by name; a line is of the first one that recognizes it."""
