@@ -23,9 +23,9 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
     against = difference_rows(results)
     if against:
         lines += ["", "## Beside the full cache", "", DIFFERENCE_NOTE, "", *as_lines(against)]
-    alike = told_apart(results)
+    alike = not_told_apart(results)
     if alike:
-        lines += ["", "## Tasks that cannot tell caches apart", "", *(f"- {line}" for line in alike)]
+        lines += ["", "## Tasks that do not tell caches apart", "", *(f"- {line}" for line in alike)]
     swept = swept_rows(results)
     if swept:
         lines += ["", "## Settings", "", SWEPT_NOTE, "", *as_lines(swept)]
@@ -147,7 +147,7 @@ def difference_rows(results: Results) -> list[list[str]]:
     return table if len(table) > 1 else []
 
 
-def told_apart(results: Results) -> list[str]:
+def not_told_apart(results: Results) -> list[str]:
     """Tasks in which StreamingLLM, which drops the middle, is as good as a full cache: they tell no caches apart."""
     if not {"full", "streaming"} <= set(results.labels):
         return []
