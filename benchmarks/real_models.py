@@ -1,4 +1,4 @@
-"""Accuracy of cache policies on real models and public questions: the tables of docs/accuracy.md.
+"""Accuracy of cache policies on real models and public questions.
 
 Runs ``snapstream eval`` part by part on every GGUF file of a directory, and prints what all parts have found so far.
 A run takes hours on two cores. It can be stopped at any time, and the same command continues.
@@ -19,7 +19,7 @@ from pathlib import Path
 from snapstream.evaluation.markdown import as_gap, as_lines
 from snapstream.evaluation.policies import ENGINE_POLICIES
 from snapstream.evaluation.records import Record, read_records
-from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tables import Cell, Results
 
 POLICIES = tuple(policy for policy in ENGINE_POLICIES if policy != "random")
 SIZES = "1/4,1/8,1/16,1/32"
@@ -79,7 +79,7 @@ def half(records: Iterable[Record], which: str) -> list[Record]:
 
 
 def tables(records: list[Record]) -> list[str]:
-    """A table per size: a row per task, a column per policy; the last rows compare with the full cache."""
+    """A table per size: a row per task, a column per policy; the last row compares with the full cache."""
     results = Results(records)
     lines: list[str] = []
     for size in results.sizes:
@@ -88,13 +88,18 @@ def tables(records: list[Record]) -> list[str]:
             for length in results.lengths_of(task):
                 cells = [results.cell(task, length, label, size) for label in results.labels]
                 count = max((cell.samples for cell in cells if cell is not None), default=0)
-                shown = ["" if cell is None else f"{100 * cell.share:.0f}" for cell in cells]
+                shown = ["" if cell is None else f"{100 * cell.share:.0f}{mark(cell, count)}" for cell in cells]
                 table.append([task, f"{length or results.mean_length(task):.0f}", str(count), *shown])
         compared = [results.difference(label, "full", results.tasks, [size]) for label in results.labels]
         gaps = ["" if one is None else as_gap(one) for one in compared]
-        table.append(["beside the full cache", "", "", *gaps])
+        table.append(["against the full cache", "", "", *gaps])
         lines += ["", f"### {size} of the prompt", "", *as_lines(table)]
     return lines
+
+
+def mark(cell: Cell, count: int) -> str:
+    """The number of questions of a cell, if others have more: not every cache fits every text."""
+    return "" if cell.samples == count else f" of {cell.samples}"
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path, question
         question = text.questions[record.seed]
         opening = llm.tokenizer.encode(question.opening, add_special_tokens=False)
         later = record.task == "late-notes"
-        tokens = llm.tokenizer.encode(text.text if later else f"{text.text}\n\n{question.ask}")
+        tokens = llm.tokenizer.encode(text.text if later else f"{text.text}\n\n{question.ask}" + "\n" * bool(opening))
         assert record.length == len(tokens)
         entries = record.length // 4
         budget = CacheBudget.preset("full", 1400)
@@ -99,7 +99,7 @@ def test_texts_are_read_once(tmp_path, questions, monkeypatch):
     monkeypatch.setattr(executor, "begin", lambda *args: (begin(*args), begun.append(executor.reading.skipped))[0])
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         run_questions(host, plan, file)
-    assert len(begun) == 3  # two of the four questions are the same
+    assert len(begun) == 4
     assert begun[0] == 0
     assert all(skipped > 700 for skipped in begun[1:])
 
@@ -111,7 +111,7 @@ def test_the_command(tmp_path, questions):
     assert done.returncode == 0, done.stderr
     assert "## notes" in done.stdout
     assert "Questions from a file." in done.stdout
-    assert "## Beside the full cache" in done.stdout
+    assert "## Compared with the full cache" in done.stdout
     header, records = read_records(tmp_path / "out" / "results.jsonl")
     assert len(records) == 4 * 3
     full = [record for record in records if record.policy == "full"]
@@ -144,7 +144,7 @@ def test_the_command(tmp_path, questions):
         (["--ask", "after"], "give --questions FILE"),
         (["--run-code"], "give --questions FILE"),
         (["-q", "{file}", "--ask", "before"], "ask: unknown place before; allowed: with, after"),
-        (["-q", "{file}", "-q", "{file}"], "two files are named 'notes'"),
+        (["-q", "{file}", "-q", "{file}"], "'notes' is taken by another task"),
     ],
 )
 def test_what_cannot_be_asked_is_said(tmp_path, questions, arguments, message):
@@ -177,7 +177,7 @@ def test_scores_between_0_and_1_have_intervals(tmp_path):
     report = render_markdown({"model": "m", "host": "engine"}, results)
     assert re.search(r"\| mean tokens \| full \| cache \| 1/4 \|", report)
     assert "| 502 |" in report
-    assert "StreamingLLM beside the full cache -37.5" in report
+    assert "StreamingLLM against the full cache -37.5" in report
 
 
 def test_a_changed_file_is_no_continuation(tmp_path, questions):

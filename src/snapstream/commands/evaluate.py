@@ -301,8 +301,10 @@ def _engine(
     plan = None
     if asked is not None:
         plan = asked(variants, Prompts(load_tokenizer(str(resolve_checkpoint(model))), chat=chat), longest)
-        # Questions about one text share its prefill; a text that is stored before its questions needs a session.
-        config = replace(config, prefix_contexts=int(plan.shares_texts), sessions=int(plan.stores_texts))
+        # Questions about one text share its prefill, which multi-token prediction cannot do yet; a text that is stored
+        # before its questions needs a session.
+        shares = plan.shares_texts and config.speculative != "mtp"
+        config = replace(config, prefix_contexts=int(shares), sessions=int(plan.stores_texts))
     parts = [part for part in (grid, plan) if part is not None]
     host = EngineHost(
         model,

@@ -153,8 +153,11 @@ class EngineHost:
             raise RequestError(f"{job.task.name} at {job.length} tokens failed: {output.error or output.finish_reason}")
         use, written = output.cache, output.token_ids[forced:]
         budget = job.variant.budget(job.length) or self.full
+        text = str(self.llm.tokenizer.decode(list(written), skip_special_tokens=True))
+        for stop in job.sample.question.stop if job.sample.question else ():
+            text = text.partition(stop)[0]
         return Answer(
-            text=str(self.llm.tokenizer.decode(list(written), skip_special_tokens=True)),
+            text=text,
             prompt_tokens=use.prompt_tokens,
             output_tokens=len(written),
             finish_reason=output.finish_reason or "",

@@ -108,7 +108,8 @@ class Prompts:
     def first(self, sample: Sample) -> list[int]:
         """Tokens that are prefilled, and then compressed."""
         if not self.chat:
-            return list(self.tokenizer.encode(sample.prompt + sample.lead))
+            between = "\n" if sample.opening and not sample.second else ""
+            return list(self.tokenizer.encode(sample.prompt + sample.lead + between))
         text = self._render([{"role": "user", "content": sample.prompt}]) + sample.lead.lstrip()
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 

@@ -69,8 +69,8 @@ def run_questions(host: Host, plan: QuestionPlan, file: RecordFile, report: Repo
         asked = samples.get((record.task, record.seed))
         if record.question is not None and asked is not None and _hash(asked) != record.prompt_sha256:
             raise ConfigurationError(
-                f"{file.path} has another question {record.question} of {record.task} than there is now; give another "
-                "--output"
+                f"{file.path} has another question {record.question} of {record.task} than there is now, or one that "
+                "is scored differently; give another --output"
             )
     refused = {task.name: reason for task in plan.tasks.values() if (reason := host.refuses(task)) is not None}
     groups = [group for group in plan if group[0].task.name not in refused]
@@ -168,6 +168,8 @@ def _key(job: Job) -> Key:
 
 def _hash(sample: Sample) -> str:
     text = "".join((sample.prompt, sample.lead, sample.reply, sample.second, sample.opening))
+    if sample.question is not None:  # nor may anything that scores depend on differ
+        text += repr(sample.question)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -188,7 +190,7 @@ def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
         output=answer.text,
         answer=sample.answer,
         found=[] if question else found_parts(sample.parts, sample.rivals, answer.text),
-        equal=equal(sample.answer, answer.text),
+        equal=any(equal(one, answer.text) for one in (question.scoring.answers if question else (sample.answer,))),
         output_tokens=answer.output_tokens,
         finish_reason=answer.finish_reason,
         mass=None if answer.mass is None else list(answer.mass),

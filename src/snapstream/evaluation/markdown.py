@@ -13,6 +13,10 @@ FLOOR = 0.2
 """Minimum share of right answers with a full cache: below it, the model cannot do the task, and the rest is noise."""
 
 
+GRADED_FLOOR = 0.05
+"""The same for scores between 0 and 1, such as ROUGE-L, which are low for good answers, too."""
+
+
 def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[str] = ()) -> str:
     """The whole report, including its title."""
     lines = [f"# Accuracy of {header['model']}", "", describe(header, results), ""]
@@ -22,10 +26,10 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
         lines += [weakness(results, task)] if is_weak(results, task) else as_lines(task_rows(results, task))
     against = difference_rows(results)
     if against:
-        lines += ["", "## Beside the full cache", "", DIFFERENCE_NOTE, "", *as_lines(against)]
+        lines += ["", "## Compared with the full cache", "", DIFFERENCE_NOTE, "", *as_lines(against)]
     alike = not_told_apart(results)
     if alike:
-        lines += ["", "## Tasks that do not tell caches apart", "", *(f"- {line}" for line in alike)]
+        lines += ["", "## Tasks that do not distinguish the caches", "", *(f"- {line}" for line in alike)]
     swept = swept_rows(results)
     if swept:
         lines += ["", "## Settings", "", SWEPT_NOTE, "", *as_lines(swept)]
@@ -39,8 +43,8 @@ def render_markdown(header: dict[str, Any], results: Results, notes: Sequence[st
 
 
 DIFFERENCE_NOTE = (
-    "Right answers beyond those with a full cache, in percentage points, on the same questions, with 95 % intervals; "
-    "all tasks that the model can do. Questions about one text count as one."
+    "Difference from the full cache in percentage points, on the same questions, with 95 % intervals, over all "
+    "tasks that the model can do. Questions about one text count as one."
 )
 
 SWEPT_NOTE = (
@@ -93,7 +97,8 @@ def about(task: str) -> str:
 def is_weak(results: Results, task: str) -> bool:
     """Whether the model cannot do a task even with a full cache."""
     ceiling = results.ceiling(task)
-    return ceiling is not None and ceiling < FLOOR
+    graded = any(record.task == task and record.right not in (0, 1) for record in results.records)
+    return ceiling is not None and ceiling < (GRADED_FLOOR if graded else FLOOR)
 
 
 def weakness(results: Results, task: str) -> str:
@@ -119,10 +124,19 @@ def task_rows(results: Results, task: str) -> list[list[str]]:
         whole = [str(results.cell(task, length, label, "") or "") for label in unsized]
         rows = [label for label in sized if any(results.cell(task, length, label, size) for size in results.sizes)]
         for place, label in enumerate(rows or [""]):
-            cells = [str(results.cell(task, length, label, size) or "") for size in results.sizes]
+            cells = [_shown(results, task, length, label, size) for size in results.sizes]
             shown = [f"{length or results.mean_length(task):.0f}", *whole] if place == 0 else [""] * (1 + len(whole))
             table.append([*shown, label, *cells])
     return table
+
+
+def _shown(results: Results, task: str, length: int, label: str, size: str) -> str:
+    """A cell, with its number of questions if other cells of this size have more: not every cache fits every text."""
+    cell = results.cell(task, length, label, size)
+    if cell is None:
+        return ""
+    most = max(len(results.of(task, length, each, size)) for each in results.labels)
+    return str(cell) if cell.samples == most else f"{cell} of {cell.samples}"
 
 
 def summary_rows(results: Results, size: str) -> list[list[str]]:
@@ -148,7 +162,7 @@ def difference_rows(results: Results) -> list[list[str]]:
 
 
 def not_told_apart(results: Results) -> list[str]:
-    """Tasks in which StreamingLLM, which drops the middle, is as good as a full cache: they tell no caches apart."""
+    """Tasks in which StreamingLLM, which drops the middle, is as good as a full cache: they do not distinguish any."""
     if not {"full", "streaming"} <= set(results.labels):
         return []
     lines = []
@@ -158,7 +172,7 @@ def not_told_apart(results: Results) -> list[str]:
             continue
         found = results.difference("streaming", "full", [task], sizes[-1:])
         if found is not None and found[2] >= 0:
-            lines.append(f"{task} at {sizes[-1]}: StreamingLLM beside the full cache {as_gap(found)}")
+            lines.append(f"{task} at {sizes[-1]}: StreamingLLM against the full cache {as_gap(found)}")
     return lines
 
 

@@ -25,7 +25,7 @@ def make_key(
 
 @dataclass(frozen=True)
 class Record:
-    """One answered question, with everything that is needed to ask it again.
+    """One answered question, with everything that is needed to ask it again; besides its file, if it is from one.
 
     Attributes:
         task: Name of the task.
@@ -38,7 +38,7 @@ class Record:
         entries: Cache entries, or ``None`` for all.
         budget: All fields of the cache budget, if known.
         prompt_tokens: Length of the prompt as it was processed.
-        prompt_sha256: SHA-256 of the prompt's text.
+        prompt_sha256: SHA-256 of the prompt's text, and of how a question from a file is scored.
         output: What the model wrote.
         answer: The right answer.
         found: Whether each part of it was found.
@@ -94,7 +94,7 @@ class Record:
         """What the answer depends on besides the cache: answers about one text of a file stand or fall together."""
         if self.question is None:
             return self.task, self.length, self.seed, self.depth
-        return self.task, self.text
+        return self.task.removeprefix("late-"), self.text
 
     @property
     def key(self) -> Key:

@@ -1,7 +1,7 @@
 """Runs code that a model wrote against its test: in a process of its own, with limits, and without a network.
 
-The limits contain mistakes: endless loops, memory, files, requests to other machines. They do not contain code that
-tries to do harm to the machine it runs on, such as reading files that the user may read.
+The limits contain mistakes: endless loops, memory, files, requests to other machines. They do not contain malicious
+code, which can read whatever the user can read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ SECONDS = 10
 BYTES = 2**31
 """Address space of a program; a file that it writes may have a hundredth of it."""
 
-_FENCE = re.compile(r"```[a-zA-Z0-9]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PASSED = 77
+"""Exit status of a program that has run to its end, test included. A program that ends itself has another one."""
+
+_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _CONFINED = f"""
 import ctypes, os, resource, sys
 for limit, most in (
@@ -34,48 +37,59 @@ for limit, most in (
 ):
     resource.setrlimit(limit, (most, most))
 unshare = ctypes.CDLL(None).unshare
-NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000
-if unshare(NEW_NETWORK) != 0 and unshare(NEW_USER | NEW_NETWORK) != 0:
-    sys.exit("no network namespace")
-os.execv(sys.executable, [sys.executable, "-I", sys.argv[1]])
+NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+if unshare(NEW_NETWORK | NEW_PROCESSES) != 0 and unshare(NEW_USER | NEW_NETWORK | NEW_PROCESSES) != 0:
+    sys.exit("no namespaces")
+child = os.fork()
+if child == 0:
+    run = "import runpy, sys; runpy.run_path(sys.argv[1])"  # not as __main__, whose end would not be the test's
+    os.execv(sys.executable, [sys.executable, "-I", "-c", run, sys.argv[1]])
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 """
-"""Limits its process, and then becomes the program. Limits and namespaces outlive ``exec``."""
+"""Limits its process, and starts the program. Limits and namespaces are inherited; when the first process of a
+namespace ends, all others in it do."""
 
 
 def program(scoring: Scoring, output: str) -> str:
     """The program that an output stands for, with its test.
 
     An output in a code block, as chat models write it, replaces the head that it was asked to continue if it repeats
-    it. Other outputs continue the head, up to the first line that belongs to neither.
+    it. Other outputs continue the head; if it is the head of a function, up to the end of its body.
     """
-    block = _FENCE.search(output)
-    written = block[1] if block else output
-    names = re.findall(r"^\s*def\s+(\w+)", scoring.program, re.MULTILINE)
-    if names and re.search(rf"^def\s+{names[-1]}\b", written, re.MULTILINE):
+    heads = list(re.finditer(r"^def\s+(\w+)", scoring.program, re.MULTILINE))
+    wanted = re.compile(rf"^def\s+{heads[-1][1]}\b", re.MULTILINE) if heads else None
+    blocks = [found[1] for found in _FENCE.finditer(output)]
+    blocks.sort(key=lambda block: (wanted is not None and wanted.search(block) is not None, len(block)))
+    written = blocks[-1] if blocks else output
+    if wanted is not None and wanted.search(written):
         # Imports and helpers above the head stay; the head itself is there again.
-        head = scoring.program[: scoring.program.rindex(f"def {names[-1]}")]
-        return f"{head}\n{written}\n\n{scoring.test}\n"
-    if names and scoring.program.rstrip().endswith((":", '"""', "'''")):
-        written = _body(written)
-    return f"{scoring.program}{written}\n\n{scoring.test}\n"
+        written = f"{scoring.program[: heads[-1].start()]}\n{written}"
+    else:
+        if heads and scoring.program.rstrip().endswith((":", '"""', "'''")):
+            written = _body(written)
+        written = f"{scoring.program}{written}"
+    return f"{written}\n\n{scoring.test}\n\n__import__('os')._exit({PASSED})\n"
 
 
 def run_code(scoring: Scoring, output: str) -> float:
-    """1 if the program ends without an error, within its limits; else 0."""
-    with tempfile.TemporaryDirectory(prefix="snapstream-code-") as directory:
+    """1 if the program and its test run to their end within the limits; else 0."""
+    with tempfile.TemporaryDirectory(prefix="snapstream-code-", ignore_cleanup_errors=True) as directory:
         path = Path(directory) / "program.py"
         path.write_text(program(scoring, output), "utf-8", errors="replace")
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _CONFINED, str(path)],
             cwd=directory,
-            env={"PATH": "/usr/bin:/bin", "HOME": directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=dict.fromkeys(("HOME", "TMPDIR"), directory)
+            | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+            | {"PATH": "/usr/bin:/bin"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            return float(process.wait(2 * SECONDS) == 0)
+            return float(process.wait(2 * SECONDS) == PASSED)
         except subprocess.TimeoutExpired:
             return 0.0
         finally:  # whatever it has started, too
@@ -94,8 +108,9 @@ def require_confinement() -> None:
         raise ConfigurationError("--run-code needs Linux, where a process can be cut off from the network")
     if not run_code(Scoring("code"), "pass"):
         raise ConfigurationError(
-            "--run-code: a process cannot be cut off from the network here, because user namespaces are disabled; run "
-            "this command as root in a container, or enable them (sysctl kernel.unprivileged_userns_clone=1)"
+            "--run-code: a test program did not run. A process cannot be cut off from the network here if user "
+            "namespaces are disabled (see sysctl kernel.unprivileged_userns_clone and, on Ubuntu, "
+            "kernel.apparmor_restrict_unprivileged_userns) or if a container does not allow them"
         )
 
 

@@ -6,17 +6,20 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.questions.form import parse_line
-from snapstream.evaluation.questions.published import FORMS, form_of
+from snapstream.evaluation.questions.published import FORMS, LeftOutError, form_of
 from snapstream.evaluation.questions.question import Text
 
 HUB = "hf://datasets/"
+_MARK = b"\xef\xbb\xbf"
+"""What some editors put at the beginning of a file in UTF-8."""
 MAX_LINE = 2**28
 """Bytes of a line; a longer one is no question."""
 
@@ -29,13 +32,15 @@ class QuestionFile:
         name: Name of the task in reports: the file's name without its endings.
         form: ``snapstream`` for the documented form, or the name of a benchmark.
         sha256: Hash of the file's (uncompressed) content.
-        texts: Its texts; neighbours that are equal are one.
+        texts: Its texts; neighbors that are equal are one.
+        left_out: Why lines are not asked, and how many.
     """
 
     name: str
     form: str
     sha256: str
     texts: tuple[Text, ...]
+    left_out: tuple[tuple[str, int], ...] = ()
 
     @property
     def questions(self) -> int:
@@ -53,24 +58,24 @@ def read_questions(place: str) -> QuestionFile:
     Raises:
         ConfigurationError: There is no such file, it cannot be read, or a line is not a question.
     """
-    given, _, rest = place.partition(":")
-    form = given if given in (*FORMS, "snapstream") else None
-    path = _fetch(rest) if form and rest.startswith(HUB) else _fetch(place) if place.startswith(HUB) else None
-    if path is None:
-        path = Path(rest if form else place)
+    given, colon, rest = place.partition(":")
+    form = given if colon and given in (*FORMS, "snapstream") else None
+    where = rest if form else place
+    path, name = (_fetch(where), where) if where.startswith(HUB) else (Path(where), str(Path(where).absolute()))
     digest = hashlib.sha256()
     lines = list(_lines(path, digest))
     if not lines:
         raise ConfigurationError(f"{path} has no questions")
-    name = _name(path)
+    name = _name(PurePosixPath(name.replace("\\", "/")))
     number, first = lines[0]
     form = form or form_of(first)
     if form is None:
         raise ConfigurationError(
-            f"{path}, line {number}: the fields {', '.join(sorted(first))} are those of no form that is known; see "
-            f"docs/evaluation.md for the form of this package. Published forms: {', '.join(FORMS)}"
+            f"{path}, line {number}: the fields {', '.join(sorted(first))} match no known form; see docs/evaluation.md "
+            f"for the form of this package. Published forms: {', '.join(FORMS)}"
         )
     texts: list[Text] = []
+    left_out: Counter[str] = Counter()
     for number, fields in lines:
         where = f"{path}, line {number}"
         if form == "snapstream":
@@ -78,14 +83,17 @@ def read_questions(place: str) -> QuestionFile:
         else:
             try:
                 text = FORMS[form].read(fields, name, number)
+            except LeftOutError as reason:
+                left_out[str(reason)] += 1
+                continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 told = f"no field {error}" if isinstance(error, KeyError) else str(error)
-                raise ConfigurationError(f"{where} is no question of {form}: {told}") from error
+                raise ConfigurationError(f"{where} is not a valid {form} question: {told}") from error
         if texts and text.text and texts[-1].text == text.text:
             texts[-1] = Text(text.text, texts[-1].questions + text.questions)
         else:
             texts.append(text)
-    made = QuestionFile(name, form, digest.hexdigest(), tuple(texts))
+    made = QuestionFile(name, form, digest.hexdigest(), tuple(texts), tuple(left_out.items()))
     seen: set[str] = set()
     for question in (question for text in texts for question in text.questions):
         if question.name in seen:
@@ -98,25 +106,33 @@ def _lines(path: Path, digest: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbers and objects of all lines; a file that is one JSON array counts as one object a line."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            start = file.peek(1)[:1]
-            if start == b"[":
+            begin = file.read(64).removeprefix(_MARK).lstrip()[:1]
+            file.seek(0)
+            if begin == b"[":
                 content = file.read()
                 digest.update(content)
-                listed = json.loads(content)
-            else:
-                listed = None
-                for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
-                    digest.update(line)
-                    if line.strip():
-                        yield number, _object(json.loads(line), path, number)
-        for number, one in enumerate(listed or [], 1):
-            yield number, _object(one, path, number)
+                listed = _parsed(content, path, 1)
+                if isinstance(listed, list):
+                    for number, one in enumerate(listed, 1):
+                        yield number, _object(one, path, number)
+                return
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+                digest.update(line)
+                if line.strip():
+                    yield number, _object(_parsed(line, path, number), path, number)
     except FileNotFoundError as error:
         raise ConfigurationError(f"questions: {path}: no such file") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigurationError(f"questions: {path} cannot be read: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"questions: {path} is not JSON, one object a line: {error}") from error
+
+
+def _parsed(content: bytes, path: Path, number: int) -> Any:
+    try:
+        value = json.loads(content.removeprefix(_MARK))
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"questions: {path}, line {number}, is not valid JSON: {error}") from error
+    return value
 
 
 def _object(value: Any, path: Path, number: int) -> dict[str, Any]:
@@ -125,12 +141,12 @@ def _object(value: Any, path: Path, number: int) -> dict[str, Any]:
     return value
 
 
-def _name(path: Path) -> str:
+def _name(path: PurePosixPath) -> str:
     name = path.name
     for ending in (".gz", ".jsonl", ".json"):
         name = name.removesuffix(ending)
     # RULER writes every task to a file of this name, in a directory of its own.
-    return path.resolve().parent.name if name in ("validation", "test", "train") else name
+    return path.parent.name if name in ("validation", "test", "train") else name
 
 
 def _fetch(place: str) -> Path:

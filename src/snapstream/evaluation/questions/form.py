@@ -89,6 +89,9 @@ def parse_line(fields: dict[str, Any], where: str, number: int) -> Text:
         unknown = first["type"] == "extra_forbidden"
         message = f"unknown field; allowed: {allowed}" if unknown else first["msg"]
         raise ConfigurationError(f"{where}: {place}: {message}") from error
+    asked = [line] if line.questions is None else line.questions
+    if not line.text.strip() and not all(one.question.strip() for one in asked):
+        raise ConfigurationError(f"{where}: there is neither a text nor a question")
     if line.questions is None:
         return Text(line.text, (make_question(line, where, str(number)),))
     own = sorted(line.model_fields_set - {"text", "questions"})
@@ -111,8 +114,11 @@ def make_question(fields: QuestionFields, where: str, name: str) -> Question:
     kind: Kind = fields.score or ("choice" if fields.choices else "code" if fields.test else "contains")
     if kind == "code" and not fields.test:
         raise ConfigurationError(f"{where}: code is scored by running it, but there is no 'test'")
-    if kind != "code" and not any(answer.strip() for answer in answers):
-        raise ConfigurationError(f"{where}: there is no 'answers' to score against")
+    if kind != "code" and not (answers and all(answer.strip() for answer in answers)):
+        raise ConfigurationError(f"{where}: 'answers' is missing, or one of them is empty")
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    if not all(stop) and fields.stop:
+        raise ConfigurationError(f"{where}: a stop string is empty")
     if kind == "choice":
         answers = [_letter(answer, fields.choices, where) for answer in answers]
     return Question(
@@ -121,7 +127,7 @@ def make_question(fields: QuestionFields, where: str, name: str) -> Question:
         scoring=Scoring(kind, tuple(answers), tuple(fields.choices), fields.program, fields.test),
         max_tokens=fields.max_tokens or MAX_TOKENS.get(kind, 64),
         opening=(CHOICE_OPENING if kind == "choice" else "") if fields.opening is None else fields.opening,
-        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        stop=tuple(filter(None, stop)),
     )
 
 

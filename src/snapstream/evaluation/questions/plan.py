@@ -13,13 +13,16 @@ from snapstream.evaluation.hosts import Job, Prompts
 from snapstream.evaluation.policies import Variant, misfit
 from snapstream.evaluation.questions.files import QuestionFile
 from snapstream.evaluation.questions.question import Question, Text
-from snapstream.evaluation.tasks import Sample, Task
+from snapstream.evaluation.questions.scores import require_rouge
+from snapstream.evaluation.tasks import TASKS, Sample, Task
 
 PLACES = ("with", "after")
 """Where a question stands: at the end of the prompt, so that the cache is compressed with it in view; or after a text
 that was compressed before anyone had asked."""
 TOGETHER = 4
 """Texts with one question each whose jobs are passed to a host together, so that its slots stay busy."""
+ASKED_ROOM = 8
+"""Tokens with which an endpoint is asked to begin an answer with certain words, besides these words."""
 AFTER_ROOM = 64
 """Tokens that a chat template may put around a question that comes after its text."""
 
@@ -73,11 +76,12 @@ class QuestionPlan:
             code: Whether answers that are code may be run; otherwise they are left out.
 
         Raises:
-            ConfigurationError: Two files have the same name, or nothing is left.
+            ConfigurationError: The name of a file is taken, nothing is left, or a package is missing.
         """
-        twice = [name for name, times in Counter(file.name for file in files).items() if times > 1]
+        names = [f"late-{file.name}" if place == "after" else file.name for file in files for place in places]
+        twice = [name for name, times in Counter(names).items() if times > 1 or name in TASKS]
         if twice:
-            raise ConfigurationError(f"questions: two files are named {twice[0]!r}; rename one of them")
+            raise ConfigurationError(f"questions: the name {twice[0]!r} is taken by another task; rename the file")
         self.tasks: dict[str, Task] = {}
         self.notes: list[str] = []
         self.longest = 0
@@ -110,7 +114,7 @@ class QuestionPlan:
     ) -> None:
         later = place == "after"
         name = f"late-{file.name}" if later else file.name
-        left: Counter[str] = Counter()
+        left = Counter(dict(file.left_out))
         skipped: Counter[str] = Counter()
         group: list[Job] = []
         chosen = groupby(_spread(file.texts, samples), lambda asked: asked.text)
@@ -119,9 +123,7 @@ class QuestionPlan:
             for asked in questions:
                 question = asked.question
                 sample = make_sample(name, asked, text.text, later)
-                length, forced = len(prompts.first(sample)), len(prompts.opening(sample))
-                if later:
-                    forced += AFTER_ROOM + prompts.count(question.ask)
+                length, forced = _tokens(prompts, sample, later=later)
                 whole = length + forced + question.max_tokens
                 reason = _refusal(question, text, later=later, code=code)
                 if reason is None and longest is not None and whole > longest:
@@ -150,9 +152,9 @@ class QuestionPlan:
         self._groups.append(group)
         self._groups = [group for group in self._groups if group]
         for why, times in left.items():
-            self.notes.append(f"left out: {times} questions of {name} {why}")
+            self.notes.append(f"left out of {name}: {times} questions {why}")
         for why, times in skipped.items():
-            self.notes.append(f"left out: {why}, for {times} questions of {name}")
+            self.notes.append(f"left out of {name}: {why}, for {times} questions")
 
     def _task(self, name: str, file: QuestionFile, question: Question, later: bool) -> Task:
         about = f"{file.questions} questions about {len(file.texts)} texts of a file of the form {file.form}"
@@ -165,12 +167,24 @@ class QuestionPlan:
         return task
 
 
+def _tokens(prompts: Prompts, sample: Sample, *, later: bool) -> tuple[int, int]:
+    """Tokens of a prompt, and of what comes after it besides the answer."""
+    forced = len(prompts.opening(sample))
+    if forced:  # an endpoint is asked for it in words, too
+        forced += ASKED_ROOM + forced
+    if later:
+        forced += AFTER_ROOM + prompts.count(sample.second)
+    return len(prompts.first(sample)), forced
+
+
 def _refusal(question: Question, text: Text, *, later: bool, code: bool) -> str | None:
     """Why a question cannot be asked; ``None`` if it can."""
+    if question.scoring.kind == "rouge-l":
+        require_rouge()
     if question.scoring.kind == "code" and not code:
         return "whose answers are code; give --run-code to run it"
-    if later and not text.text:
-        return "that have no text, so that they cannot come after it"
+    if later and not text.text.strip():
+        return "without a text to come after"
     return None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from snapstream.evaluation.questions.question import (
     CHOICE_OPENING,
+    LETTERS,
     MAX_TOKENS,
     Kind,
     Question,
@@ -22,6 +23,10 @@ from snapstream.evaluation.questions.question import (
 )
 
 Fields = dict[str, Any]
+
+
+class LeftOutError(Exception):
+    """A line is of its form, but cannot be asked; the message completes "questions ..."."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +75,35 @@ def _question(
     choices: tuple[str, ...] = (),
     most: int | None = None,
     opening: str | None = None,
+    stop: tuple[str, ...] = (),
 ) -> Question:
     listed = tuple(str(answer).strip() for answer in (answers if isinstance(answers, list | tuple) else [answers]))
-    if not any(listed):
-        raise ValueError("there is no answer")
+    if not all(listed) or not listed:
+        raise ValueError("an answer is missing")
     if opening is None:
         opening = CHOICE_OPENING if kind == "choice" else ""
-    return Question(name, ask, Scoring(kind, listed, choices), most or MAX_TOKENS.get(kind, 64), opening)
+    return Question(name, ask, Scoring(kind, listed, choices), most or MAX_TOKENS.get(kind, 64), opening, stop)
 
 
 # -- L-Eval ---------------------------------------------------------------------------------------------------------
 
 
+_LETTERED = re.compile(r"\(?([A-H]{1,8})(?:\)?$|[.)]\s)")
+
+
 def _l_eval(fields: Fields, file: str, number: int) -> Text:
     """``instructions`` and ``outputs`` about one ``input``."""
     pairs = list(zip(fields["instructions"], fields["outputs"], strict=True))
-    letters = all(re.fullmatch("[A-Z]{1,8}", answer.strip()) for _, answer in pairs)
-    several = any(len(answer.strip()) > 1 for _, answer in pairs)
-    tail, opening = "Give the letter of the right choice.", None
-    if several:  # also for those with one right choice, which must not be told apart
-        tail, opening = "Give the letters of all right choices.", "The right choices are ("
+    lettered = [_LETTERED.match(answer.strip()) for _, answer in pairs]
+    # Also questions with one right choice, which must not be told apart.
+    several = any(found and len(found[1]) > 1 for found in lettered)
+    tail = "Give the letters of all right choices." if several else "Give the letter of the right choice."
+    opening = "The right choices are (" if several else None
     questions = []
-    for index, (ask, answer) in enumerate(pairs, 1):
+    for index, ((ask, answer), letters) in enumerate(zip(pairs, lettered, strict=True), 1):
         name = f"{number}.{index}"
         if letters and fields.get("evaluation") == "exam":
-            questions.append(_question(f"{ask}\n{tail}", "choice", list(answer.strip()), name, opening=opening))
+            questions.append(_question(f"{ask}\n{tail}", "choice", list(letters[1]), name, opening=opening))
         else:
             questions.append(_l_eval_question(fields.get("evaluation", ""), ask, answer, name))
     return Text(fields["input"], tuple(questions))
@@ -102,10 +111,11 @@ def _l_eval(fields: Fields, file: str, number: int) -> Text:
 
 def _l_eval_question(evaluation: str, ask: str, answer: str, name: str) -> Question:
     if evaluation == "exam" and re.fullmatch(r"-?[\d.,]+", answer.strip()):
-        return _question(ask, "number", answer, name)
+        # Examples stand before the question, and models continue with another one.
+        return _question(ask, "number", answer, name, stop=("\nQuestion:", "\n\nQuestion"))
     if evaluation == "exam":
-        # Of "True [fact: False]" the first part is what the text says.
-        return _question(ask, "contains", answer.partition("[")[0].strip().rstrip("."), name)
+        # Of "True [fact: False]", the first part is what the text says.
+        return _question(ask, "contains", answer.partition("[fact:")[0].strip().rstrip("."), name)
     return _question(ask, "f1" if evaluation == "f1" else "rouge-l", answer, name)
 
 
@@ -118,14 +128,13 @@ _QUESTION_LAST = re.compile(r"^(.*?)\n+Document:\n(.*)\n+Question:\n(.*)$", re.D
 def _bamboo(fields: Fields, name: str, number: int) -> Text:
     """Choices about meetings and papers, numbers from articles, and code by its documentation."""
     if "options" in fields:
-        ask = with_choices(fields["question"], [])
-        listed = "\n".join(fields["options"])
-        choices = tuple(re.sub(r"^[A-Z]\s*[.:)]\s*", "", option) for option in fields["options"])
-        return _one(fields["content"], f"{ask.strip()}\n{listed}", "choice", fields["answer"], number, choices=choices)
+        choices = _options(fields["options"], fields["answer"].strip())
+        ask = with_choices(fields["question"].strip(), list(choices))
+        return _one(fields["content"], ask, "choice", fields["answer"], number, choices=choices)
     if "canonical_solution" in fields:
         return _private_library(fields, number)
     if set(fields) != {"content", "answer"} or not isinstance(fields["content"], str):
-        raise ValueError("of BAMBOO, altqa, meetingqa, paperqa and private_eval can be scored here")
+        raise ValueError("only altqa, meetingqa, paperqa and private_eval can be scored here")
     first, last = _QUESTION_FIRST.match(fields["content"]), _QUESTION_LAST.match(fields["content"])
     if first:
         task, ask, text = first.groups()
@@ -136,18 +145,31 @@ def _bamboo(fields: Fields, name: str, number: int) -> Text:
     return _one(f"{task}\n\nDocument:\n{text}", f"Question: {ask.strip()}", "contains", fields["answer"], number)
 
 
+def _options(listed: list[str], answer: str) -> tuple[str, ...]:
+    """The texts of ``A. ...``, ``B: ...``; some lines hold sentences of the text instead, or besides."""
+    text = "\n".join(listed)
+    marks = list(re.finditer(r"(?:^|\n)\s*([A-H])\s*[.:)]", text))
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    found = {mark[1]: text[mark.end() : end] for mark, end in zip(marks, ends, strict=False)}
+    letters = "".join(sorted(found))
+    if not letters or not LETTERS.startswith(letters) or answer not in letters:
+        raise LeftOutError("whose choices are not in the file")
+    return tuple(found[letter].strip().split("\n")[0].strip() for letter in letters)
+
+
 def _private_library(fields: Fields, number: int) -> Text:
     """Code that needs a function whose name is in the documentation alone: libraries are renamed.
 
-    The file cannot be run, as it does not say how names were changed. So an answer is right to the share of the
-    documented names of its solution that it uses.
+    The code cannot be run, because the file does not say how names were changed. So an answer is scored by the share of
+    documented names that it uses, of those in the first solution that has any.
     """
     documentation, _, task = fields["prompt"].partition("# [end]")
     documented = set(re.findall(r"^[# ]*(\w+)\(", documentation, re.MULTILINE))
-    solution = "\n".join(fields["canonical_solution"])
-    names = [name for name in dict.fromkeys(re.findall(r"\w+", solution)) if name in documented]
-    if not names:  # it uses what everybody knows
-        names = [max(re.findall(r"\w+", solution), key=len)]
+    words = [list(dict.fromkeys(re.findall(r"\w+", solution))) for solution in fields["canonical_solution"]]
+    named = [[word for word in each if word in documented] for each in words]
+    names = next(filter(None, named), None)
+    if names is None:
+        raise LeftOutError("whose solutions use nothing that is documented")
     ask = f"Complete this code. Write the missing lines and nothing else.\n\n```python\n{task.strip()}\n```"
     return _one(f"{documentation}# [end]", ask, "contains-all", names, number, most=128)
 
@@ -165,9 +187,8 @@ def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
         return _one("\n\n".join(documents), ask, "contains", fields["answers"], number)
     pairs = [(str(key), str(value)) for key, value in fields["ordered_kv_records"]]
     wanted = (fields["key"], fields["value"])
-    # The file has the wanted pair at the beginning of every object; which place it gets is up to its user.
-    pairs.remove(wanted)
-    pairs.insert(7919 * number % (len(pairs) + 1), wanted)
+    if wanted not in pairs:
+        raise ValueError("its key and value are not among its pairs")
     listed = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in pairs)
     text = f"A JSON object with random keys and values:\n\n{{{listed}}}"
     ask = f"Which value does this object have for the key {json.dumps(wanted[0])}? Answer with the value alone."
@@ -214,13 +235,17 @@ def _infinite_bench(fields: Fields, name: str, number: int) -> Text:
     """``input`` is the question about ``context``; the file's name says which task it is."""
     text, ask = fields["context"], fields["input"].strip()
     answers = fields["answer"] if isinstance(fields["answer"], list) else [fields["answer"]]
+    if "math_calc" in name:
+        raise LeftOutError("of math_calc, which is scored by the number of right steps")
     if fields.get("options"):
         choices = tuple(str(option) for option in fields["options"])
         right = ["ABCDEFGH"[choices.index(answer)] if answer in choices else answer for answer in answers[:1]]
         return _one(text, with_choices(ask, list(choices)), "choice", right, number, choices=choices)
     if "sum" in name:
         return _one(text, ask or "Summarize this text.", "rouge-l", answers, number, most=512)
-    if "qa" in name and "kv" not in name:
+    if "code_run" in name:
+        return _one(text, ask, "number", answers, number)
+    if "qa" in name and "dialogue" not in name:
         return _one(text, f"{ask}\nAnswer in a few words.", "f1", answers, number)
     return _one(text, ask, "contains", answers, number)
 
@@ -235,7 +260,7 @@ def _ruler(fields: Fields, name: str, number: int) -> Text:
     """
     given = fields["input"].rstrip()
     text, _, ask = given.rpartition("\n")
-    # Two documents' worth of questions accept any of several answers; all others need all of theirs.
+    # The question-answering tasks accept any of several answers; all others need all of theirs.
     kind: Kind = "contains" if name.startswith("qa") else "contains-all"
     opening = str(fields.get("answer_prefix") or "").strip()
     return _one(text, ask.strip(), kind, fields["outputs"], number, most=128, opening=opening)

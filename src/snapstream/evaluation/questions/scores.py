@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from difflib import SequenceMatcher
+from typing import Any
 
 from snapstream.errors import missing_extra
 from snapstream.evaluation.questions.question import LETTERS, Scoring
-from snapstream.evaluation.scoring import equal, found_parts
+from snapstream.evaluation.scoring import equal
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_LETTER = r"[A-Z](?![a-z'])"
+_CHARACTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+"""Chinese, Japanese and Korean characters, each of which counts as a word."""
+_NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
+_LETTER = r"(?:A(?! (?!and\b)[a-z])|[B-Z])(?![a-z'])"
+"""A letter that is no word: not the article ``A``."""
 _LETTERS = re.compile(rf"[\s(\"'*]*({_LETTER}(?:(?:\)?\s*(?:,\s*and\b|,|/|&|and\b)\s*\(?)?{_LETTER})*)")
 """One letter or several at the beginning of an output: ``B``, ``(B)``, ``BD``, ``B, D``, ``B and D``."""
 
@@ -55,12 +59,12 @@ def choice(scoring: Scoring, output: str) -> float:
 
 def chosen(scoring: Scoring, output: str) -> set[str]:
     """The letters that an output chooses."""
-    allowed = LETTERS[: len(scoring.choices)] if scoring.choices else LETTERS
+    allowed = LETTERS[: len(scoring.choices) or 8]
     begin = _LETTERS.match(output)
     letters = re.findall("[A-Z]", begin[1]) if begin else []
     if letters and set(letters) <= set(allowed):
         return set(letters)
-    alone = re.search(rf"(?<![A-Za-z])[{allowed}](?![A-Za-z'])", output)
+    alone = [found[0] for found in re.finditer(rf"(?<![A-Za-z]){_LETTER}(?![A-Za-z])", output) if found[0] in allowed]
     if alone:
         return {alone[0]}
     named = [letter for letter, text in zip(allowed, scoring.choices, strict=False) if _has(text, output)]
@@ -77,12 +81,31 @@ def f1(scoring: Scoring, output: str) -> float:
 
 def rouge_l(scoring: Scoring, output: str) -> float:
     """ROUGE-L's F-measure, by the package rouge-score with stemming; the best over all answers."""
+    scorers = require_rouge()
+    # Its own tokenizer knows no letters but Latin ones.
+    own = None if all(answer.isascii() for answer in scoring.answers) else _Words()
+    scorer = scorers.RougeScorer(["rougeL"], use_stemmer=True, tokenizer=own)
+    return max(float(scorer.score(answer, output)["rougeL"].fmeasure) for answer in scoring.answers)
+
+
+def require_rouge() -> Any:
+    """The module of rouge-score.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
     try:
-        from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score import rouge_scorer
     except ImportError as error:
         raise missing_extra("ROUGE-L needs rouge-score", "eval") from error
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    return max(float(scorer.score(answer, output)["rougeL"].fmeasure) for answer in scoring.answers)
+    return rouge_scorer
+
+
+class _Words:
+    """A tokenizer as rouge-score wants it."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return _words(text)
 
 
 def similarity(scoring: Scoring, output: str) -> float:
@@ -93,7 +116,11 @@ def similarity(scoring: Scoring, output: str) -> float:
 
 
 def _has(answer: str, output: str) -> bool:
-    return found_parts([answer], [], output)[0]
+    """Whether an output has an answer as whole words; a number is not part of a longer one, such as 9 of 2.9."""
+    words = r"\s+".join(map(re.escape, answer.split()))
+    before = r"(?<!\w)(?<!\d[.,])" if answer.strip()[:1].isdigit() else r"(?<!\w)"
+    behind = r"(?!\w)(?![.,]\d)" if answer.strip()[-1:].isdigit() else r"(?!\w)"
+    return re.search(before + words + behind, output, re.IGNORECASE) is not None
 
 
 def _numbers(text: str) -> list[float]:
@@ -101,8 +128,8 @@ def _numbers(text: str) -> list[float]:
 
 
 def _words(text: str) -> list[str]:
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    words = re.findall(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+", text)
+    text = "".join(letter for letter in text.lower() if not unicodedata.category(letter).startswith("P"))
+    words = re.findall(rf"[{_CHARACTERS}]|[^\s{_CHARACTERS}]+", text)
     return [word for word in words if word not in ("a", "an", "the")]
 
 
