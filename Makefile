@@ -21,10 +21,6 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-# pip compiles nothing to bytecode: Python does that for the modules that are used, a small part of what torch brings.
-# (An option that begins with "no" is switched on by a variable that says so.)
-export PIP_NO_COMPILE := no
-
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
