@@ -87,9 +87,9 @@ def tables(records: list[Record]) -> list[str]:
         for task in results.tasks:
             for length in results.lengths_of(task):
                 cells = [results.cell(task, length, label, size) for label in results.labels]
-                count = max((cell.samples for cell in cells if cell is not None), default=0)
+                count = results.most(task, length, size)
                 shown = ["" if cell is None else f"{100 * cell.share:.0f}{mark(cell, count)}" for cell in cells]
-                table.append([task, f"{length or results.mean_length(task):.0f}", str(count), *shown])
+                table.append([task, str(results.tokens(task, length)), str(count), *shown])
         compared = [results.difference(label, "full", results.tasks, [size]) for label in results.labels]
         gaps = ["" if one is None else as_gap(one) for one in compared]
         table.append(["against the full cache", "", "", *gaps])

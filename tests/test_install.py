@@ -84,7 +84,7 @@ def fresh_environment(directory, *besides):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, source):
-    """Packages of an environment in which `pip install .` was run; the kernels that it built are in the source, too.
+    """An environment with `pip install .`: binaries, variables, packages. The kernels that it built are in the source, too.
 
     Other environments see them, so that torch is downloaded, and kernels are compiled, once. An extra needs all of
     these packages anyway.
@@ -96,7 +96,7 @@ def plain(tmp_path_factory, source):
     (packages,) = fresh.glob("lib/python*/site-packages")
     for kernels in (packages / "snapstream/kernels/cpu").glob("*.so"):
         shutil.copy2(kernels, source / "src/snapstream/kernels/cpu")
-    return packages
+    return binaries, environment, packages
 
 
 def works(binaries, environment, extra, directory):
@@ -109,8 +109,8 @@ def works(binaries, environment, extra, directory):
 @pytest.mark.slow
 def test_a_fresh_environment(tmp_path, plain):
     """With the versions of constraints.txt: another torch may be gigabytes."""
-    binaries = plain.parents[2] / "bin"
-    works(binaries, {**os.environ, "PATH": f"{binaries}:/usr/bin:/bin"}, "", tmp_path)
+    binaries, environment, _ = plain
+    works(binaries, environment, "", tmp_path)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_fresh_environment(tmp_path, plain):
 def test_an_extra(tmp_path, source, plain, extra):
     """Each in an environment of its own: what it forgets is in no other one."""
     assert f".[{extra}]" in {what for some in lines().values() for what in some}
-    binaries, environment = fresh_environment(tmp_path / "fresh", plain)
+    binaries, environment = fresh_environment(tmp_path / "fresh", plain[-1])
     done = call(environment, binaries / "python", "-m", "pip", "install", "--quiet", f".[{extra}]", cwd=source)
     assert done.returncode == 0, done.stderr
     works(binaries, environment, extra, tmp_path)
@@ -143,7 +143,7 @@ assert built == sorted(map(build.library_name, build.LEVELS)), built
 def test_a_wheel_needs_no_compiler(tmp_path, source, plain):
     """It brings the kernels for every level of processors, and runs where there is nothing but Python."""
     fresh = tmp_path / "fresh"
-    binaries, environment = fresh_environment(fresh, plain)
+    binaries, environment = fresh_environment(fresh, plain[-1])
     pip = (binaries / "python", "-m", "pip")
     done = call(environment, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", ".", cwd=source)
     assert done.returncode == 0, done.stderr

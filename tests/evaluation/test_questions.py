@@ -3,6 +3,8 @@
 import gzip
 import json
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -117,6 +119,24 @@ def test_a_file_that_is_one_array(tmp_path):
         json.dumps([{"question": "a?", "answers": "b"}, {"question": "c?", "answers": "c"}])
     )
     assert read_questions(str(tmp_path / "data.json")).questions == 2
+
+
+def test_the_lab_needs_no_extra():
+    """Without one, it runs generated tasks and writes Markdown; files of questions say what they need."""
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(("pydantic", "rouge_score", "matplotlib", "openai", "lm_eval")))
+import snapstream.evaluation.lab, snapstream.evaluation.engine_host, snapstream.evaluation.markdown
+from snapstream.errors import ConfigurationError
+try:
+    import snapstream.evaluation.questions.files
+except ConfigurationError as error:
+    assert "need pydantic" in str(error), error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # -- published forms ------------------------------------------------------------------------------------------------
@@ -300,6 +320,9 @@ def test_choices_of_bamboo_may_be_incomplete(tmp_path):
     assert made.left_out == (("whose choices are not in the file", 2),)
     (note,) = QuestionPlan([made], [Variant("full")], Prompts(Words(), chat=False)).notes
     assert note == "left out of meetingqa: 2 questions whose choices are not in the file"
+    none = read_questions(write(tmp_path / "paperqa.jsonl", line | {"options": options[2]}))
+    with pytest.raises(ConfigurationError, match="nothing is left to ask; left out of paperqa: 1 questions"):
+        QuestionPlan([none], [Variant("full")], Prompts(Words(), chat=False))
 
 
 def test_rulers_files_are_named_by_their_directory(tmp_path):

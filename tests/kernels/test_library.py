@@ -202,24 +202,24 @@ print(llm.engine.executor.decode.loop is None)
 """
 
 
-def test_without_kernels_plain_torch_says_the_same(built, tmp_path):
+def test_without_kernels_plain_torch_says_the_same(request, tmp_path):
     """And how to change that; with a compiler they are built once, when they are first needed.
 
     The compiler has compiled them before: of two compilations in this file, one is enough.
     """
     from tests.conftest import save_tokenizer
 
-    ready = tmp_path / "compiler"
-    ready.write_text(f'''#!/bin/sh
-while [ "$1" != -o ]; do shift; done
-cp "{built[a_level().name]}" "$2"
-''')
-    ready.chmod(0o755)
-
+    compilers = ["no-compiler-here"]
+    if build.compiler() is not None:
+        built = request.getfixturevalue("built")[a_level().name]
+        ready = tmp_path / "compiler"
+        ready.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{built}" "$2"\n')
+        ready.chmod(0o755)
+        compilers += [str(ready)] * 2
     save_checkpoint(tmp_path / "model", "qwen3")
     save_tokenizer(tmp_path / "model")
     said = []
-    for compiler in ("no-compiler-here", str(ready), str(ready)):
+    for compiler in compilers:
         environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
         command = [sys.executable, "-c", _FALLS_BACK, str(tmp_path / "model"), str(tmp_path)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -227,6 +227,7 @@ cp "{built[a_level().name]}" "$2"
         said.append((done.stdout.splitlines(), done.stderr))
     assert said[0][0][1] == "True"
     assert "Install g++" in said[0][1]
-    assert said[1][0] == said[2][0] == [said[0][0][0], "False"]
-    assert "Building the CPU kernels" in said[1][1]
-    assert "Building the CPU kernels" not in said[2][1]
+    if build.compiler() is not None:
+        assert said[1][0] == said[2][0] == [said[0][0][0], "False"]
+        assert "Building the CPU kernels" in said[1][1]
+        assert "Building the CPU kernels" not in said[2][1]

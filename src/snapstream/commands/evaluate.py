@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +45,7 @@ from snapstream.outputs import check_output, write_text
 if TYPE_CHECKING:
     from snapstream.evaluation.endpoint_host import EndpointHost
     from snapstream.evaluation.grid import Grid
-    from snapstream.evaluation.hosts import Host, Prompts
+    from snapstream.evaluation.hosts import Host
     from snapstream.evaluation.questions.plan import QuestionPlan
     from snapstream.evaluation.records import RecordFile
 
@@ -242,7 +243,7 @@ def evaluate(
         host: Host
         if endpoint:
             host = _endpoint(endpoint, model, tokenizer, timeout, concurrency, chat, variants, served_as or "")
-            plan = asked and asked(variants, host.prompts, host.max_length)
+            plan = None if asked is None else asked(variants, host.prompts, longest=host.max_length)
             notes = []
             if grid is not None:
                 possible = [task for task in grid.tasks if host.refuses(task) is None]
@@ -252,12 +253,8 @@ def evaluate(
     _run(host, grid, plan, output, notes, decode)
 
 
-Asked = Callable[[Sequence[Variant], "Prompts", int | None], "QuestionPlan"]
-"""Plans questions from files for some caches, a tokenizer, and the model's longest sequence."""
-
-
-def _read_files(places: Sequence[str], ask: str, run_code: bool, samples: int | None) -> Asked | None:
-    """Read files of questions, before anything large is loaded."""
+def _read_files(places: Sequence[str], ask: str, run_code: bool, samples: int | None) -> partial[QuestionPlan] | None:
+    """Read files of questions, before anything large is loaded; the plan still needs caches and a tokenizer."""
     if not places:
         if run_code or ask != "with":
             raise ConfigurationError("--run-code and --ask are about questions from files; give --questions FILE")
@@ -273,17 +270,13 @@ def _read_files(places: Sequence[str], ask: str, run_code: bool, samples: int | 
     if run_code:
         require_confinement()
     files = [read_questions(place) for place in places]
-
-    def plan(variants: Sequence[Variant], prompts: Prompts, longest: int | None) -> QuestionPlan:
-        return QuestionPlan(files, variants, prompts, samples=samples, places=stands, longest=longest, code=run_code)
-
-    return plan
+    return partial(QuestionPlan, files, samples=samples, places=stands, code=run_code)
 
 
 def _engine(
     model: str,
     grid: Grid | None,
-    asked: Asked | None,
+    asked: partial[QuestionPlan] | None,
     variants: Sequence[Variant],
     config: EngineConfig,
     chat: bool | None,
@@ -300,7 +293,7 @@ def _engine(
     notes = grid.check(longest) if grid is not None else []
     plan = None
     if asked is not None:
-        plan = asked(variants, Prompts(load_tokenizer(str(resolve_checkpoint(model))), chat=chat), longest)
+        plan = asked(variants, Prompts(load_tokenizer(str(resolve_checkpoint(model))), chat=chat), longest=longest)
         # Questions about one text share its prefill, which multi-token prediction cannot do yet; a text that is stored
         # before its questions needs a session.
         shares = plan.shares_texts and config.speculative != "mtp"

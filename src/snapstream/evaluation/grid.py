@@ -11,7 +11,7 @@ from snapstream.errors import ConfigurationError
 from snapstream.evaluation.policies import Variant, misfit
 from snapstream.evaluation.tasks import Task
 
-_SECOND_TURN = {"none": 0, "context": 0, "late": 64, "long": 96, "told": 128}
+_SECOND_TURN = {"none": 0, "late": 64, "long": 96, "told": 128}
 """Maximum forced tokens besides ``decode``: first answer, scored question, end of a sentence, chat template."""
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.grid import Grid
 from snapstream.evaluation.hosts import Answer, Host, Job
-from snapstream.evaluation.questions.code import run_code
-from snapstream.evaluation.questions.plan import QuestionPlan
-from snapstream.evaluation.questions.question import Scoring
 from snapstream.evaluation.questions.scores import score
 from snapstream.evaluation.records import Key, Record, RecordFile, make_key
 from snapstream.evaluation.scoring import equal, found_parts
 from snapstream.evaluation.tasks import TASKS, Sample, Task, TooShortError, make_sample
 
+if TYPE_CHECKING:
+    from snapstream.evaluation.questions.plan import QuestionPlan
+
 GROUP = 8
 """Samples whose jobs are passed to a host together, so that its slots stay busy."""
-
 
 Report = Callable[[str, int, int], None]
 """Called with what is being done, how many jobs are done, and how many there are."""
@@ -50,16 +50,7 @@ def run_grid(host: Host, grid: Grid, file: RecordFile, report: Report = lambda *
 
 
 def run_questions(host: Host, plan: QuestionPlan, file: RecordFile, report: Report = lambda *_: None) -> list[str]:
-    """Answer all questions from files that have no record yet.
-
-    Args:
-        host: The host that answers.
-        plan: The questions.
-        file: The file for the records.
-        report: See :data:`Report`.
-
-    Returns:
-        Notes for the user on what was left out, and why.
+    """Answer all questions from files that have no record yet; otherwise as :func:`run_grid`.
 
     Raises:
         ConfigurationError: The file has results on other questions of the same names.
@@ -199,9 +190,5 @@ def _record(job: Job, answer: Answer, *, pictured: bool) -> Record:
         accepted=answer.accepted,
         question=question.name if question else None,
         text=sample.text if question else None,
-        score=_score(question.scoring, answer.text) if question else None,
+        score=score(question.scoring, answer.text) if question else None,
     )
-
-
-def _score(scoring: Scoring, output: str) -> float:
-    return run_code(scoring, output) if scoring.kind == "code" else score(scoring, output)

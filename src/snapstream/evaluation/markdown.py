@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from snapstream.evaluation.policies import UNSIZED
+from snapstream.evaluation.questions.question import LATE
 from snapstream.evaluation.tables import Results
 from snapstream.evaluation.tasks import TASKS
 
@@ -91,7 +92,7 @@ def about(task: str) -> str:
     """Description of a task, for its heading."""
     if task in TASKS:
         return TASKS[task].about
-    return "questions from a file" + (", asked after the text was compressed" if task.startswith("late-") else "")
+    return "questions from a file" + (", asked after the text was compressed" if task.startswith(LATE) else "")
 
 
 def is_weak(results: Results, task: str) -> bool:
@@ -125,7 +126,7 @@ def task_rows(results: Results, task: str) -> list[list[str]]:
         rows = [label for label in sized if any(results.cell(task, length, label, size) for size in results.sizes)]
         for place, label in enumerate(rows or [""]):
             cells = [_shown(results, task, length, label, size) for size in results.sizes]
-            shown = [f"{length or results.mean_length(task):.0f}", *whole] if place == 0 else [""] * (1 + len(whole))
+            shown = [str(results.tokens(task, length)), *whole] if place == 0 else [""] * (1 + len(whole))
             table.append([*shown, label, *cells])
     return table
 
@@ -135,8 +136,7 @@ def _shown(results: Results, task: str, length: int, label: str, size: str) -> s
     cell = results.cell(task, length, label, size)
     if cell is None:
         return ""
-    most = max(len(results.of(task, length, each, size)) for each in results.labels)
-    return str(cell) if cell.samples == most else f"{cell} of {cell.samples}"
+    return str(cell) if cell.samples == results.most(task, length, size) else f"{cell} of {cell.samples}"
 
 
 def summary_rows(results: Results, size: str) -> list[list[str]]:
@@ -188,9 +188,7 @@ def swept_rows(results: Results) -> list[list[str]]:
     if len(swept) < 2:
         return []
     first = next(record.label for record in results.records if record.label in swept)
-    later = [
-        task for task in results.tasks if (TASKS[task].follow_up != "none" if task in TASKS else task[:5] == "late-")
-    ]
+    later = [task for task in results.tasks if _continues(task)]
     once = [task for task in results.tasks if task not in later]
     table = [["settings", "tasks", "questions", "right", "difference"]]
     for kind, tasks in (("one prompt", once), ("continued", later)):
@@ -203,6 +201,11 @@ def swept_rows(results: Results) -> list[list[str]]:
             gap = "" if label == first else as_gap(found)
             table.append([label.partition(" ")[2], kind, str(found[3]), share, gap])
     return table
+
+
+def _continues(task: str) -> bool:
+    """Whether a task's question comes after its text was compressed."""
+    return TASKS[task].follow_up != "none" if task in TASKS else task.startswith(LATE)
 
 
 def guess_rows(results: Results) -> list[list[str]]:

@@ -50,7 +50,7 @@ def accuracy_by_size(results: Results, task: str) -> str:
                 elinewidth=0.8,
                 label=label,
             )
-        axis.set_title(f"{length or results.mean_length(task):.0f} tokens", fontsize=9)
+        axis.set_title(f"{results.tokens(task, length)} tokens", fontsize=9)
         axis.set_xticks(places, results.sizes)
         axis.set_ylim(-4, 104)
         axis.set_xlabel("cache size")

@@ -12,6 +12,7 @@ from typing import Any
 
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.policies import label_of
+from snapstream.evaluation.questions.question import LATE
 
 Key = tuple[str, int, int, float | None, str, str, tuple[tuple[str, str], ...]]
 
@@ -94,7 +95,7 @@ class Record:
         """What the answer depends on besides the cache: answers about one text of a file stand or fall together."""
         if self.question is None:
             return self.task, self.length, self.seed, self.depth
-        return self.task.removeprefix("late-"), self.text
+        return self.task.removeprefix(LATE), self.text
 
     @property
     def key(self) -> Key:

@@ -91,10 +91,16 @@ class Results:
         """Lengths at which a task was run."""
         return [length for length in self.lengths if any(key[:2] == (task, length) for key in self._groups)]
 
-    def mean_length(self, task: str) -> float:
-        """Mean length of a task's prompts in tokens."""
+    def tokens(self, task: str, length: int) -> int:
+        """Tokens of a task's prompts: the nominal length, or for a file's questions the mean."""
+        if length:
+            return length
         lengths = {record.seed: record.length for record in self.records if record.task == task}
-        return sum(lengths.values()) / len(lengths)
+        return round(sum(lengths.values()) / len(lengths))
+
+    def most(self, task: str, length: int, size: str) -> int:
+        """Number of questions of the cache that was used for the most of them: not every cache fits every text."""
+        return max(len(self.of(task, length, label, size)) for label in self.labels)
 
     def common_lengths(self, task: str, size: str) -> list[int]:
         """Lengths at which every cache that has this size (or none) was run in a task: only these can be compared."""

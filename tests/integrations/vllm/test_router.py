@@ -16,6 +16,7 @@ import pytest
 
 from snapstream.assets import TASK_MODEL
 from tests.integrations.vllm.servers import running, start, wait_for
+from tests.serving.servers import wait_until
 from tests.texts import Notes
 
 pytest.importorskip("vllm")
@@ -227,8 +228,7 @@ def test_either_side_may_die(tmp_path_factory, tmp_path, document, stock):
         # A prompt that is read for an instance that has died is read again for another one; the first cache would stay
         # in the directory until it is too old.
         dead = first_at if victim is first else second_at
-        while numbers(address, "snapstream_router_instance_well")[f'does="decode",url="{dead}"']:
-            time.sleep(0.05)
+        wait_until(lambda: not numbers(address, "snapstream_router_instance_well")[f'does="decode",url="{dead}"'])
         for number in (0, 1):
             assert ask(client, document.prompt(document.questions[number]), 60) == stock[0][number]
         kill_all(reads)

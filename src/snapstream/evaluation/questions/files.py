@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import zlib
 from collections import Counter
@@ -31,14 +30,12 @@ class QuestionFile:
     Attributes:
         name: Name of the task in reports: the file's name without its endings.
         form: ``snapstream`` for the documented form, or the name of a benchmark.
-        sha256: Hash of the file's (uncompressed) content.
         texts: Its texts; neighbors that are equal are one.
         left_out: Why lines are not asked, and how many.
     """
 
     name: str
     form: str
-    sha256: str
     texts: tuple[Text, ...]
     left_out: tuple[tuple[str, int], ...] = ()
 
@@ -62,8 +59,7 @@ def read_questions(place: str) -> QuestionFile:
     form = given if colon and given in (*FORMS, "snapstream") else None
     where = rest if form else place
     path, name = (_fetch(where), where) if where.startswith(HUB) else (Path(where), str(Path(where).absolute()))
-    digest = hashlib.sha256()
-    lines = list(_lines(path, digest))
+    lines = list(_lines(path))
     if not lines:
         raise ConfigurationError(f"{path} has no questions")
     name = _name(PurePosixPath(name.replace("\\", "/")))
@@ -93,7 +89,7 @@ def read_questions(place: str) -> QuestionFile:
             texts[-1] = Text(text.text, texts[-1].questions + text.questions)
         else:
             texts.append(text)
-    made = QuestionFile(name, form, digest.hexdigest(), tuple(texts), tuple(left_out.items()))
+    made = QuestionFile(name, form, tuple(texts), tuple(left_out.items()))
     seen: set[str] = set()
     for question in (question for text in texts for question in text.questions):
         if question.name in seen:
@@ -102,22 +98,19 @@ def read_questions(place: str) -> QuestionFile:
     return made
 
 
-def _lines(path: Path, digest: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbers and objects of all lines; a file that is one JSON array counts as one object a line."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             begin = file.read(64).removeprefix(_MARK).lstrip()[:1]
             file.seek(0)
             if begin == b"[":
-                content = file.read()
-                digest.update(content)
-                listed = _parsed(content, path, 1)
+                listed = _parsed(file.read(), path, 1)
                 if isinstance(listed, list):
                     for number, one in enumerate(listed, 1):
                         yield number, _object(one, path, number)
                 return
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
-                digest.update(line)
                 if line.strip():
                     yield number, _object(_parsed(line, path, number), path, number)
     except FileNotFoundError as error:

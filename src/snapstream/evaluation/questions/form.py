@@ -8,16 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from snapstream.errors import ConfigurationError, missing_extra
-from snapstream.evaluation.questions.question import (
-    CHOICE_OPENING,
-    LETTERS,
-    MAX_TOKENS,
-    Kind,
-    Question,
-    Scoring,
-    Text,
-    with_choices,
-)
+from snapstream.evaluation.questions.question import LETTERS, Kind, Question, Scoring, Text, make_question, with_choices
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -93,18 +84,18 @@ def parse_line(fields: dict[str, Any], where: str, number: int) -> Text:
     if not line.text.strip() and not all(one.question.strip() for one in asked):
         raise ConfigurationError(f"{where}: there is neither a text nor a question")
     if line.questions is None:
-        return Text(line.text, (make_question(line, where, str(number)),))
+        return Text(line.text, (_question(line, where, str(number)),))
     own = sorted(line.model_fields_set - {"text", "questions"})
     if own:
         raise ConfigurationError(f"{where}: {', '.join(own)} belong to a question; put them into one of the questions")
     names = [f"{number}.{index}" for index in range(1, len(line.questions) + 1)]
     return Text(
         line.text,
-        tuple(make_question(one, f"{where}: {name}", name) for one, name in zip(line.questions, names, strict=True)),
+        tuple(_question(one, f"{where}: {name}", name) for one, name in zip(line.questions, names, strict=True)),
     )
 
 
-def make_question(fields: QuestionFields, where: str, name: str) -> Question:
+def _question(fields: QuestionFields, where: str, name: str) -> Question:
     """A question from its fields.
 
     Raises:
@@ -121,12 +112,12 @@ def make_question(fields: QuestionFields, where: str, name: str) -> Question:
         raise ConfigurationError(f"{where}: a stop string is empty")
     if kind == "choice":
         answers = [_letter(answer, fields.choices, where) for answer in answers]
-    return Question(
-        name=fields.id or name,
-        ask=with_choices(fields.question, fields.choices),
-        scoring=Scoring(kind, tuple(answers), tuple(fields.choices), fields.program, fields.test),
-        max_tokens=fields.max_tokens or MAX_TOKENS.get(kind, 64),
-        opening=(CHOICE_OPENING if kind == "choice" else "") if fields.opening is None else fields.opening,
+    return make_question(
+        fields.id or name,
+        with_choices(fields.question, fields.choices),
+        Scoring(kind, tuple(answers), tuple(fields.choices), fields.program, fields.test),
+        max_tokens=fields.max_tokens,
+        opening=fields.opening,
         stop=tuple(filter(None, stop)),
     )
 

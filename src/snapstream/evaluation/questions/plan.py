@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.evaluation.hosts import Job, Prompts
 from snapstream.evaluation.policies import Variant, misfit
-from snapstream.evaluation.questions.files import QuestionFile
-from snapstream.evaluation.questions.question import Question, Text
+from snapstream.evaluation.questions.question import LATE, Question, Text
 from snapstream.evaluation.questions.scores import require_rouge
 from snapstream.evaluation.tasks import TASKS, Sample, Task
+
+if TYPE_CHECKING:
+    from snapstream.evaluation.questions.files import QuestionFile
 
 PLACES = ("with", "after")
 """Where a question stands: at the end of the prompt, so that the cache is compressed with it in view; or after a text
@@ -78,7 +81,8 @@ class QuestionPlan:
         Raises:
             ConfigurationError: The name of a file is taken, nothing is left, or a package is missing.
         """
-        names = [f"late-{file.name}" if place == "after" else file.name for file in files for place in places]
+        asked = [(file, place == "after") for file in files for place in places]
+        names = [f"{LATE}{file.name}" if later else file.name for file, later in asked]
         twice = [name for name, times in Counter(names).items() if times > 1 or name in TASKS]
         if twice:
             raise ConfigurationError(f"questions: the name {twice[0]!r} is taken by another task; rename the file")
@@ -87,9 +91,8 @@ class QuestionPlan:
         self.longest = 0
         self._groups: list[list[Job]] = []
         self.shares_texts = self.stores_texts = False
-        for file in files:
-            for place in places:
-                self._add(file, place, variants, prompts, samples, longest, code)
+        for name, (file, later) in zip(names, asked, strict=True):
+            self._add(name, file, later, variants, prompts, samples, longest, code)
         if not self._groups:
             raise ConfigurationError("; ".join(["questions: nothing is left to ask", *self.notes]))
 
@@ -104,16 +107,19 @@ class QuestionPlan:
 
     def _add(
         self,
+        name: str,
         file: QuestionFile,
-        place: str,
+        later: bool,
         variants: Sequence[Variant],
         prompts: Prompts,
         samples: int | None,
         longest: int | None,
         code: bool,
     ) -> None:
-        later = place == "after"
-        name = f"late-{file.name}" if later else file.name
+        most = max((question.max_tokens for text in file.texts for question in text.questions), default=0)
+        self.tasks[name] = task = Task(
+            name, "questions", "questions from a file", None, most, False, "context" if later else "none"
+        )
         left = Counter(dict(file.left_out))
         skipped: Counter[str] = Counter()
         group: list[Job] = []
@@ -142,7 +148,6 @@ class QuestionPlan:
                         skipped[f"{variant.label} at {variant.size}, {misfits}"] += 1
                 self.longest = max(self.longest, whole)
                 fitting.sort(key=lambda variant: variant.policy == "truncated")
-                task = self._task(name, file, question, later)
                 group += [Job(task, length, asked.number, None, variant, sample) for variant in fitting]
             self.stores_texts |= later
             self.shares_texts |= not later and len(questions) > 1
@@ -155,16 +160,6 @@ class QuestionPlan:
             self.notes.append(f"left out of {name}: {times} questions {why}")
         for why, times in skipped.items():
             self.notes.append(f"left out of {name}: {why}, for {times} questions")
-
-    def _task(self, name: str, file: QuestionFile, question: Question, later: bool) -> Task:
-        about = f"{file.questions} questions about {len(file.texts)} texts of a file of the form {file.form}"
-        if later:
-            about += ", asked after the text was compressed"
-        known = self.tasks.get(name)
-        most = max(question.max_tokens, known.max_tokens if known else 0)
-        task = Task(name, "questions", about, None, most, False, "context" if later else "none")
-        self.tasks[name] = task
-        return task
 
 
 def _tokens(prompts: Prompts, sample: Sample, *, later: bool) -> tuple[int, int]:

@@ -11,16 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from snapstream.evaluation.questions.question import (
-    CHOICE_OPENING,
-    LETTERS,
-    MAX_TOKENS,
-    Kind,
-    Question,
-    Scoring,
-    Text,
-    with_choices,
-)
+from snapstream.evaluation.questions.question import LETTERS, Kind, Question, Scoring, Text, make_question, with_choices
 
 Fields = dict[str, Any]
 
@@ -51,38 +42,13 @@ def form_of(fields: Fields) -> str | None:
     return "snapstream" if own & fields.keys() and "context" not in fields else None
 
 
-def _one(
-    text: str,
-    ask: str,
-    kind: Kind,
-    answers: Any,
-    number: int,
-    *,
-    choices: tuple[str, ...] = (),
-    most: int | None = None,
-    opening: str | None = None,
-) -> Text:
-    """A text with one question."""
-    return Text(text, (_question(ask, kind, answers, str(number), choices=choices, most=most, opening=opening),))
-
-
 def _question(
-    ask: str,
-    kind: Kind,
-    answers: Any,
-    name: str,
-    *,
-    choices: tuple[str, ...] = (),
-    most: int | None = None,
-    opening: str | None = None,
-    stop: tuple[str, ...] = (),
+    ask: str, kind: Kind, answers: Any, name: str | int, *, choices: tuple[str, ...] = (), **options: Any
 ) -> Question:
     listed = tuple(str(answer).strip() for answer in (answers if isinstance(answers, list | tuple) else [answers]))
     if not all(listed) or not listed:
         raise ValueError("an answer is missing")
-    if opening is None:
-        opening = CHOICE_OPENING if kind == "choice" else ""
-    return Question(name, ask, Scoring(kind, listed, choices), most or MAX_TOKENS.get(kind, 64), opening, stop)
+    return make_question(str(name), ask, Scoring(kind, listed, choices), **options)
 
 
 # -- L-Eval ---------------------------------------------------------------------------------------------------------
@@ -130,7 +96,7 @@ def _bamboo(fields: Fields, name: str, number: int) -> Text:
     if "options" in fields:
         choices = _options(fields["options"], fields["answer"].strip())
         ask = with_choices(fields["question"].strip(), list(choices))
-        return _one(fields["content"], ask, "choice", fields["answer"], number, choices=choices)
+        return Text(fields["content"], (_question(ask, "choice", fields["answer"], number, choices=choices),))
     if "canonical_solution" in fields:
         return _private_library(fields, number)
     if set(fields) != {"content", "answer"} or not isinstance(fields["content"], str):
@@ -142,7 +108,9 @@ def _bamboo(fields: Fields, name: str, number: int) -> Text:
         task, text, ask = last.groups()
     else:
         raise ValueError("the content has no 'Document:' and 'Question:'")
-    return _one(f"{task}\n\nDocument:\n{text}", f"Question: {ask.strip()}", "contains", fields["answer"], number)
+    return Text(
+        f"{task}\n\nDocument:\n{text}", (_question(f"Question: {ask.strip()}", "contains", fields["answer"], number),)
+    )
 
 
 def _options(listed: list[str], answer: str) -> tuple[str, ...]:
@@ -171,7 +139,7 @@ def _private_library(fields: Fields, number: int) -> Text:
     if names is None:
         raise LeftOutError("whose solutions use nothing that is documented")
     ask = f"Complete this code. Write the missing lines and nothing else.\n\n```python\n{task.strip()}\n```"
-    return _one(f"{documentation}# [end]", ask, "contains-all", names, number, most=128)
+    return Text(f"{documentation}# [end]", (_question(ask, "contains-all", names, number, max_tokens=128),))
 
 
 # -- Lost in the Middle ---------------------------------------------------------------------------------------------
@@ -184,7 +152,7 @@ def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
             f"Document [{at}] (Title: {one['title']}) {one['text']}" for at, one in enumerate(fields["ctxs"], 1)
         ]
         ask = f"Question: {fields['question']}\nAnswer with a name, a number or a phrase from these documents."
-        return _one("\n\n".join(documents), ask, "contains", fields["answers"], number)
+        return Text("\n\n".join(documents), (_question(ask, "contains", fields["answers"], number),))
     pairs = [(str(key), str(value)) for key, value in fields["ordered_kv_records"]]
     wanted = (fields["key"], fields["value"])
     if wanted not in pairs:
@@ -192,7 +160,7 @@ def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
     listed = ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in pairs)
     text = f"A JSON object with random keys and values:\n\n{{{listed}}}"
     ask = f"Which value does this object have for the key {json.dumps(wanted[0])}? Answer with the value alone."
-    return _one(text, ask, "contains", wanted[1], number)
+    return Text(text, (_question(ask, "contains", wanted[1], number),))
 
 
 # -- LongBench ------------------------------------------------------------------------------------------------------
@@ -207,25 +175,25 @@ def _long_bench(fields: Fields, name: str, number: int) -> Text:
     text, ask, answers = fields["context"], fields["input"].strip(), fields["answers"]
     if dataset in ("lcc", "repobench-p"):
         ask = f"{ask}\n\nWrite the next line of this code and nothing else.".strip()
-        return _one(text, ask, "similarity", answers, number)
+        return Text(text, (_question(ask, "similarity", answers, number),))
     if dataset in _SUMMARIES:
         ask = ask or "Summarize this text."
-        return _one(text, ask, "rouge-l", answers, number, most=512)
+        return Text(text, (_question(ask, "rouge-l", answers, number, max_tokens=512),))
     if dataset in _LABELS:
         what = "Which paragraph is this a summary of?" if dataset.startswith("passage") else ""
-        return _one(text, f"{what}\n{ask}".strip(), "contains", answers, number)
+        return Text(text, (_question(f"{what}\n{ask}".strip(), "contains", answers, number),))
     if dataset == "passage_count":
         ask = "How many different paragraphs does this text have, if equal ones count once? Answer with the number."
-        return _one(text, ask, "number", answers, number, most=32)
+        return Text(text, (_question(ask, "number", answers, number, max_tokens=32),))
     ask = f"Question: {ask}\nAnswer in a few words." if fields.get("language", "en") == "en" else ask
-    return _one(text, ask, "f1", answers, number)
+    return Text(text, (_question(ask, "f1", answers, number),))
 
 
 def _long_bench_2(fields: Fields, name: str, number: int) -> Text:
     """Four choices about a ``context``."""
     choices = [fields[f"choice_{letter}"] for letter in "ABCD"]
     ask = with_choices(fields["question"].strip(), choices)
-    return _one(fields["context"], ask, "choice", fields["answer"], number, choices=tuple(choices))
+    return Text(fields["context"], (_question(ask, "choice", fields["answer"], number, choices=tuple(choices)),))
 
 
 # -- InfiniteBench --------------------------------------------------------------------------------------------------
@@ -240,14 +208,14 @@ def _infinite_bench(fields: Fields, name: str, number: int) -> Text:
     if fields.get("options"):
         choices = tuple(str(option) for option in fields["options"])
         right = ["ABCDEFGH"[choices.index(answer)] if answer in choices else answer for answer in answers[:1]]
-        return _one(text, with_choices(ask, list(choices)), "choice", right, number, choices=choices)
+        return Text(text, (_question(with_choices(ask, list(choices)), "choice", right, number, choices=choices),))
     if "sum" in name:
-        return _one(text, ask or "Summarize this text.", "rouge-l", answers, number, most=512)
+        return Text(text, (_question(ask or "Summarize this text.", "rouge-l", answers, number, max_tokens=512),))
     if "code_run" in name:
-        return _one(text, ask, "number", answers, number)
+        return Text(text, (_question(ask, "number", answers, number),))
     if "qa" in name and "dialogue" not in name:
-        return _one(text, f"{ask}\nAnswer in a few words.", "f1", answers, number)
-    return _one(text, ask, "contains", answers, number)
+        return Text(text, (_question(f"{ask}\nAnswer in a few words.", "f1", answers, number),))
+    return Text(text, (_question(ask, "contains", answers, number),))
 
 
 # -- RULER, HumanEval -----------------------------------------------------------------------------------------------
@@ -263,7 +231,7 @@ def _ruler(fields: Fields, name: str, number: int) -> Text:
     # The question-answering tasks accept any of several answers; all others need all of theirs.
     kind: Kind = "contains" if name.startswith("qa") else "contains-all"
     opening = str(fields.get("answer_prefix") or "").strip()
-    return _one(text, ask.strip(), kind, fields["outputs"], number, most=128, opening=opening)
+    return Text(text, (_question(ask.strip(), kind, fields["outputs"], number, max_tokens=128, opening=opening),))
 
 
 def _human_eval(fields: Fields, name: str, number: int) -> Text:
@@ -271,8 +239,7 @@ def _human_eval(fields: Fields, name: str, number: int) -> Text:
     head = fields["prompt"]
     ask = f"Complete this function. Write all of it, in one code block.\n\n```python\n{head.rstrip()}\n```"
     test = f"{fields['test']}\ncheck({fields['entry_point']})"
-    question = Question(str(fields["task_id"]), ask, Scoring("code", (), (), head, test), MAX_TOKENS["code"])
-    return Text("", (question,))
+    return Text("", (make_question(str(fields["task_id"]), ask, Scoring("code", (), (), head, test)),))
 
 
 FORMS: dict[str, Form] = {

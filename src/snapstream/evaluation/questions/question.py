@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Kind = Literal["contains", "contains-all", "equals", "number", "choice", "f1", "rouge-l", "similarity", "code"]
-KINDS: tuple[str, ...] = get_args(Kind)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 CHOICE_OPENING = "The right choice is ("
@@ -14,6 +13,8 @@ CHOICE_OPENING = "The right choice is ("
 of the output: that one comes from prefill, which sees the whole prompt under every policy."""
 MAX_TOKENS = {"choice": 8, "number": 256, "rouge-l": 256, "code": 512}
 """Maximum tokens of an answer by kind, if a file does not say; 64 for all others."""
+LATE = "late-"
+"""Begins the names of tasks whose questions come after their texts were compressed."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Scoring:
     """How an output is scored.
 
     Attributes:
-        kind: One of :data:`KINDS`; :mod:`snapstream.evaluation.questions.scores` has what each means.
+        kind: :mod:`snapstream.evaluation.questions.scores` has what each kind means.
         answers: Right answers: any of them, or all of them for ``contains-all``; letters for ``choice``.
         choices: Texts of the choices, in the order of their letters; may be empty if the question lists them.
         program: For ``code``: what the output continues, such as imports and the head of a function.
@@ -72,6 +73,21 @@ class Text:
 
     text: str
     questions: tuple[Question, ...]
+
+
+def make_question(
+    name: str,
+    ask: str,
+    scoring: Scoring,
+    *,
+    max_tokens: int | None = None,
+    opening: str | None = None,
+    stop: tuple[str, ...] = (),
+) -> Question:
+    """A question; what is not given is what its kind of scoring needs."""
+    if opening is None:
+        opening = CHOICE_OPENING if scoring.kind == "choice" else ""
+    return Question(name, ask, scoring, max_tokens or MAX_TOKENS.get(scoring.kind, 64), opening, stop)
 
 
 def with_choices(question: str, choices: list[str]) -> str:

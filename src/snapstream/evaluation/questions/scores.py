@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from snapstream.errors import missing_extra
+from snapstream.evaluation.questions.code import run_code
 from snapstream.evaluation.questions.question import LETTERS, Scoring
 from snapstream.evaluation.scoring import equal
 
@@ -23,7 +24,7 @@ _LETTERS = re.compile(rf"[\s(\"'*]*({_LETTER}(?:(?:\)?\s*(?:,\s*and\b|,|/|&|and\
 
 
 def score(scoring: Scoring, output: str) -> float:
-    """Score an output; code is scored by :func:`snapstream.evaluation.questions.code.run_code`."""
+    """Score an output."""
     return _SCORES[scoring.kind](scoring, output)
 
 
@@ -51,8 +52,8 @@ def number(scoring: Scoring, output: str) -> float:
 def choice(scoring: Scoring, output: str) -> float:
     """1 if the letters at the beginning of the output are exactly those of the answer.
 
-    If it begins with none, the first letter that stands alone counts; if there is none either, a choice that the output
-    quotes, if it is the only one.
+    If it does not begin with a letter, the first letter that stands alone counts. Failing that, the output must quote
+    exactly one choice.
     """
     return float(chosen(scoring, output) == set("".join(scoring.answers)))
 
@@ -150,4 +151,5 @@ _SCORES: dict[str, Callable[[Scoring, str], float]] = {
     "f1": f1,
     "rouge-l": rouge_l,
     "similarity": similarity,
+    "code": run_code,
 }
