@@ -84,7 +84,7 @@ def fresh_environment(directory, *besides):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, source):
-    """An environment with `pip install .`: binaries, variables, packages. The kernels that it built are in the source, too.
+    """An environment with `pip install .`: binaries, variables, packages. The source gets the kernels it built, too.
 
     Other environments see them, so that torch is downloaded, and kernels are compiled, once. An extra needs all of
     these packages anyway.
