@@ -44,31 +44,40 @@ def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[in
 
 
 def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> list[dict[int, float]]:
-    """Attention of the window to every candidate; under the mixed policy keys' differences, too."""
-    votes = [naive_attention_votes(queries, keys, budget, first_voter, budget.window)]
+    """Attention of the window to every candidate; for spans that of more voters, under mixed keys' differences, too."""
+    window = getattr(budget.policy, "window", budget.window)
+    votes = [naive_attention_votes(queries, keys, budget, first_voter, window)]
+    if budget.policy.name == "spans":
+        votes.append(naive_attention_votes(queries, keys, budget, first_voter, budget.policy.voters, largest=True))
     if budget.policy.name == "mixed":
         votes.append(naive_key_differences(keys, budget, budget.policy.near))
     return votes
 
 
-def naive_attention_votes(queries: Tensor, keys: Tensor, budget, first_voter, window) -> dict[int, float]:
-    """Attention of the last tokens to every candidate."""
+def naive_attention_votes(
+    queries: Tensor, keys: Tensor, budget, first_voter, window, *, largest=False
+) -> dict[int, float]:
+    """Attention of the last tokens to every candidate: their sum, or the largest share of attention to candidates."""
     length, dim = keys.shape
     queries, keys = queries.double(), keys.double()
     candidates = naive_candidates(length, budget)
     voters = [p for p in range(length - window, length) if p >= first_voter]
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
+        of_head = dict.fromkeys(candidates, 0.0)
         for voter in voters:
             seen = list(range(voter + 1))
-            if getattr(budget.policy, "normalize", "all") == "candidates":
+            if largest or getattr(budget.policy, "normalize", "all") == "candidates":
                 seen = [p for p in candidates if p <= voter]
             logits = {p: float(queries[head, voter] @ keys[p]) / math.sqrt(dim) for p in seen}
             top = max(logits.values(), default=0.0)
             total = sum(math.exp(x - top) for x in logits.values())
             for p in candidates:
                 if p in logits:
-                    votes[p] += math.exp(logits[p] - top) / total / queries.shape[0]
+                    share = math.exp(logits[p] - top) / total
+                    of_head[p] = max(of_head[p], share) if largest else of_head[p] + share
+        for p in candidates:
+            votes[p] += of_head[p] / queries.shape[0]
     return votes
 
 
@@ -76,7 +85,11 @@ def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     """Scores of votes."""
     policy = budget.policy
     pooled = naive_pool(votes[0], getattr(policy, "kernel", 1), getattr(policy, "pooling", "avg"))
-    if policy.name != "mixed" or not votes[0]:  # nothing is chosen
+    if not votes[0]:  # nothing is chosen
+        return pooled
+    if policy.name == "spans":
+        return naive_in_turn([pooled, naive_pool(votes[1], policy.span, shift=policy.shift)])
+    if policy.name != "mixed":
         return pooled
     return naive_in_turn([pooled, naive_pool(votes[1], policy.key_kernel), votes[1]])
 
@@ -93,12 +106,12 @@ def naive_candidates(length: int, budget) -> list[int]:
     return list(range(budget.sink, length if pins_recent else length - budget.recent))
 
 
-def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg") -> dict[int, float]:
-    """Smooth votes along the sequence."""
+def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg", shift: int = 0) -> dict[int, float]:
+    """Smooth votes along the sequence; a token's score is that of the one ``shift`` tokens before it."""
     half = kernel // 2
     pooled = {}
     for p in votes:
-        neighbours = [votes.get(p + d, 0.0) for d in range(-half, half + 1)]
+        neighbours = [votes.get(p - shift + d, 0.0) for d in range(-half, half + 1)]
         pooled[p] = max(neighbours) if pooling == "max" else sum(neighbours) / kernel
     return pooled
 

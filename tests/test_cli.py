@@ -186,7 +186,7 @@ def test_reading_a_prompt_takes_one_layer_and_its_hidden_states(tmp_path):
     assert layer + hidden < beyond <= 2 * 2**30  # with all layers' keys and values it would be 16.5 GiB
     plan = plan_of(save_config(tmp_path / "r1", DEEPSEEK_R1), budget=4096, slots=16, max_model_len=length)
     latent, hidden = length * 576 * 2, length * 7168 * 2
-    queries = 128 * 32 * 576 * 2
+    queries = 128 * 64 * 576 * 2
     assert plan["staging"] == latent + packed_values(1, length, 512) + hidden + queries + 7168 * 2
     assert plan["total"] - plan["weights"] - plan["slots"] <= 4 * 2**30  # 1.9 GiB, and a chunk's rows for each expert
 

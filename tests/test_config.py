@@ -11,13 +11,15 @@ from tests.policies import OWN
 def test_presets_have_the_asked_capacity(policy, capacity):
     budget = CacheBudget.preset(policy, capacity)
     assert budget.capacity == capacity
-    assert budget.window <= budget.recent
+    assert budget.window <= max(1, capacity // 4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window": 65}, "raise recent to at least 65"),
+        ({"voters": 0}, "at least one token must vote"),
+        ({"span": 4}, "span is 4; use an odd number"),
+        ({"shift": -1}, "shift is -1"),
         ({"window": 0}, "at least one token must vote"),
         ({"kernel": 4}, "odd number"),
         ({"pooling": "median"}, "allowed: avg, max"),

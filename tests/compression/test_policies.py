@@ -110,7 +110,7 @@ def test_votes_of_a_batch_are_those_of_each(name):
 
 @settings(deadline=None, max_examples=80)
 @given(
-    st.sampled_from(["keydiff", "local-keydiff", "mixed"]),
+    st.sampled_from(["keydiff", "local-keydiff", "mixed", "spans"]),
     st.integers(1, 120),
     st.integers(0, 20),
     st.sampled_from([(1, 1), (4, 2), (3, 1)]),
@@ -194,6 +194,20 @@ def test_settings_of_a_policy_of_others():
     assert CacheBudget(4, 30, 30, policy=LargeValues()).as_dict()["policy"] == "large-values"
 
 
+def test_what_follows_a_name_is_kept_whole():
+    """A query 40 tokens before the end looks for the token at 300; an id of 40 tokens follows that one."""
+    keys, queries = torch.zeros(1, 1, 1000, 8), torch.zeros(1, 1, 1000, 8)
+    keys[0, 0, 300, 0] = queries[0, 0, 960, 0] = 20.0
+    parts, wanted = {"queries": queries, "keys": keys, "values": keys}, set(range(290, 341))
+    kept = {}
+    for name in ("spans", "mixed", "snapstream"):
+        budget = CacheBudget.preset(name, 256)
+        kept[name] = set(choose(parts, [lay_out(1000, budget)], budget)[0, 0].tolist())
+    assert kept["spans"] >= wanted
+    assert not kept["mixed"] >= wanted
+    assert not kept["snapstream"] >= wanted
+
+
 def test_what_is_no_policy_is_refused():
     for name, message in [
         ("nobody's", 'unknown policy "nobody\'s"; allowed: full, streaming'),
@@ -210,8 +224,10 @@ def test_budgets_written_for_earlier_versions_are_read():
     assert (old.ring, old.policy.settings()) == ("paper", settings)
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("mixed", {"window": 1})
+    small = {"window": 1, "span": 15, "shift": 4, "voters": 16}
+    assert replace(CacheBudget.preset("spans", 64), window=1).policy == make_policy("spans", small)
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
-    for name in ("mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "spread"):
+    for name in ("spans", "mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "spread"):
         assert replace(CacheBudget.preset(name, 64), selection="random").policy == make_policy("random", {})
     assert replace(CacheBudget.preset("streaming", 64), selection="random").policy == make_policy("streaming", {})
     assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("mixed", {})
@@ -225,8 +241,8 @@ def test_budgets_written_for_earlier_versions_are_read():
 def test_a_request_for_more_queries_than_are_kept_is_refused(checkpoint):
     llm = make(checkpoint, CacheBudget.of(64))
     for budget, message in [
-        (CacheBudget(4, 40, 10, window=33), "its window is 33, but 32 queries are kept here"),
-        (CacheBudget.preset("spread", 48), "its policy needs all queries, but 32 queries are kept"),
+        (CacheBudget(4, 40, 10, window=65), "its window is 65, but 64 queries are kept here"),
+        (CacheBudget.preset("spread", 48), "its policy needs all queries, but 64 queries are kept"),
     ]:
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt(100), greedy(3, kv_budget=budget))

@@ -58,8 +58,9 @@ def test_every_question_begins_from_the_same_state(checkpoint):
 @pytest.mark.parametrize(
     ("policy", "asked", "want"),
     [
+        ("spans", None, CacheBudget.preset("local-keydiff", 64)),
+        ("spans", 48, CacheBudget.preset("local-keydiff", 48)),
         ("mixed", None, CacheBudget.preset("local-keydiff", 64)),
-        ("mixed", 48, CacheBudget.preset("local-keydiff", 48)),
         ("snapstream", 48, CacheBudget.preset("local-keydiff", 48)),  # a number is the same cache everywhere
         ("snapstream", None, CacheBudget.preset("snapstream", 64)),
         ("mixed", CacheBudget.preset("mixed", 48), CacheBudget.preset("mixed", 48)),

@@ -38,7 +38,7 @@ def check_turns(checkpoint, seed):
         ring=rng.choice(["elastic", "paper", "resnap"]),
         normalize=rng.choice(["all", "candidates"]),
         pooling=rng.choice(["avg", "max"]),
-        policy=rng.choice(["snapstream", "mixed"]),
+        policy=rng.choice(["snapstream", "mixed", "spans"]),
     )
     llm = make(checkpoint, budget=budget, sessions=1, decode_steps=STEPS)
     naive, saved, pending = NaiveConversation(checkpoint, budget, overrun=STEPS), None, []

@@ -93,7 +93,7 @@ def test_equals_naive_decoding(checkpoint, ring, length):
     assert got.finish_reason == "length"
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming", "sage-kv", "snapstream", "mixed"])
+@pytest.mark.parametrize("policy", ["full", "streaming", "sage-kv", "snapstream", "mixed", "spans"])
 def test_every_policy_equals_naive_decoding(checkpoint, policy):
     budget = CacheBudget.preset(policy, 48 if policy != "full" else 256)
     got = make(checkpoint, budget).generate(prompt(150), greedy(60))[0]

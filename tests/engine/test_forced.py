@@ -144,7 +144,7 @@ def test_what_cannot_be_served_is_refused(checkpoint):
         ({"forced": (10**6,)}, "vocabulary"),
         ({"forced": FORCED * 10, "max_tokens": 500}, "max_model_len"),
         ({"kv_budget": CacheBudget.preset("streaming", 64)}, "a cache has 48 entries here"),
-        ({"kv_budget": CacheBudget(sink=0, recent=40, top_k=8, window=33)}, "window is 33, but 32 queries are kept"),
+        ({"kv_budget": CacheBudget(sink=0, recent=40, top_k=8, window=65)}, "window is 65, but 64 queries are kept"),
         ({"kv_budget": "48"}, "kv_budget"),
     ]:
         with pytest.raises(RequestError, match=message):

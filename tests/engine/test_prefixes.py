@@ -79,8 +79,8 @@ def test_the_second_prompt_keeps_what_the_third_goes_on_behind(checkpoint):
     llm = make(checkpoint, prefix_contexts=2)
     params, begins = SamplingParams(max_tokens=2, ignore_eos=True), prompt(100)
     found = [run(llm, begins + prompt(40, seed=n), params).reused for n in range(1, 5)]
-    assert found == [0, 0, 96, 96]
-    assert run(llm, begins, params).reused == 64  # the last 32 queries vote, and have to be known
+    assert found == [0, 0, 64, 64]
+    assert run(llm, begins, params).reused == 32  # the last 64 queries vote, and have to be known
     assert run(llm, begins[:70] + prompt(60, seed=9), params).reused == 64
     assert run(llm, begins[:31] + prompt(60, seed=9), params).reused == 0
 
@@ -89,7 +89,7 @@ def test_prompts_that_wait_together_are_seen_at_once(checkpoint):
     llm = make(checkpoint, slots=1, prefix_contexts=1)
     begins = prompt(100)
     outputs = llm.generate([begins + prompt(40, seed=n) for n in range(4)], SamplingParams(max_tokens=2))
-    assert [output.reused for output in outputs] == [0, 96, 96, 96]
+    assert [output.reused for output in outputs] == [0, 64, 64, 64]
 
 
 def test_equal_prompts_that_wait_together_are_read_once_and_nothing_is_kept(checkpoint):
@@ -121,7 +121,7 @@ def test_a_reading_that_ends_early_keeps_nothing(checkpoint):
     llm.engine.step()
     assert not len(llm.engine.executor.prefixes)
     assert run(llm, begins + prompt(40, seed=2), SamplingParams(max_tokens=1)).reused == 0
-    assert run(llm, begins + prompt(40, seed=3), SamplingParams(max_tokens=1)).reused == 192
+    assert run(llm, begins + prompt(40, seed=3), SamplingParams(max_tokens=1)).reused == 160
 
 
 def test_the_one_used_longest_ago_makes_room():
@@ -148,7 +148,7 @@ def test_a_known_beginning_is_not_kept_again(checkpoint):
     kept = llm.engine.executor.prefixes._kept
     before = [id(prefix) for prefix in kept]
     for n in range(3):
-        assert run(llm, begins + prompt(5, seed=n), params).reused == 64
+        assert run(llm, begins + prompt(5, seed=n), params).reused == 32
     assert [id(prefix) for prefix in llm.engine.executor.prefixes._kept] == before
 
 

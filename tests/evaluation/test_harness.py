@@ -150,7 +150,7 @@ def test_a_long_context_loses_its_first_tokens(checkpoint, peer, caplog):
 def test_a_continuation_is_scored_from_the_compressed_cache(checkpoint, full):
     """All but its first token, which comes from prefill: that has seen the whole prompt."""
     model, context = make(checkpoint, **SMALL), prompt(150)
-    budget = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
+    budget = CacheBudget.parse({"capacity": 48, "recent": 24, "window": 8, "kernel": 5})
     assert model.llm.engine.budget == budget
     continuations = [prompt(steps, seed=steps) for steps in (1, 2, 40)]
     got = [value for value, _ in score(model, *((context, c) for c in continuations))]

@@ -55,7 +55,7 @@ def random_budget(rng):
         ring=rng.choice(["elastic", "paper"]),
         normalize=rng.choice(["all", "candidates"]),
         pooling=rng.choice(["avg", "max"]),
-        policy=rng.choice(["snapstream", "mixed"]),
+        policy=rng.choice(["snapstream", "mixed", "spans"]),
     )
 
 

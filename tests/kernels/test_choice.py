@@ -34,7 +34,7 @@ def scores_of(generator, levels, *shape):
     recent=st.integers(16, 40),
     top_k=st.integers(0, 90),
     levels=st.sampled_from((1, 2, 7, 10**6)),
-    policy=st.sampled_from(("snapstream", "mixed")),
+    policy=st.sampled_from(("snapstream", "mixed", "spans")),
     ring=st.sampled_from(("elastic", "paper")),
     seed=st.integers(0, 99),
 )
@@ -117,7 +117,7 @@ def test_operations_choose_the_kernels(monkeypatch):
     for name in ("plain_selected", "plain_taken_in_turn", "plain_differences_of_keys"):
         own = getattr(compression, name)
         monkeypatch.setattr(compression, name, lambda *given, name=name, own=own: (plain.append(name), own(*given))[1])
-    budget = CacheBudget(2, 10, 8, window=4)
+    budget = CacheBudget(2, 10, 8, policy="mixed")
     layout = layout_tensors([lay_out(50, budget)])
     for size, want in ((64, []), (40, ["plain_differences_of_keys"])):
         scores = keys.key_differences(torch.randn(1, 1, 50, size), layout, sink=2)

@@ -17,23 +17,29 @@ from tests.kernels.threads import on_threads
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
 
-def attend(queries, keys, lengths, scale, members, instructions):
-    return kernels.attend_window(queries, keys, *lengths, scale, members, instructions)
+def attend(queries, keys, lengths, scale, members, largest, instructions):
+    return kernels.attend_window(queries, keys, *lengths, scale, members, largest, instructions)
 
 
-def exactly(queries, keys, lengths, scale, members):
+def exactly(queries, keys, lengths, scale, members, largest):
     """The definition, query by query."""
     (_, H, W, _), N = queries.shape, keys.shape[1]
     votes = torch.zeros(keys.shape[:3], dtype=torch.float64)
     for b, (length, first_voter, candidate_end) in enumerate(zip(*(each.tolist() for each in lengths), strict=True)):
         for h in range(H):
+            of_head = torch.zeros(keys.shape[2], dtype=torch.float64)
             for w in range(W):
                 position = length - W + w
                 end = position + 1 if members == scoring.EVERYTHING else min(position + 1, candidate_end)
                 first = max(members, 0)
                 if position >= first_voter and end > first:
                     seen = keys[b, h // (H // N), first:end].double()
-                    votes[b, h // (H // N), first:end] += (seen @ queries[b, h, w].double() * scale).softmax(0)
+                    attention = (seen @ queries[b, h, w].double() * scale).softmax(0)
+                    if largest:
+                        of_head[first:end] = of_head[first:end].maximum(attention)
+                    else:
+                        of_head[first:end] += attention
+            votes[b, h // (H // N)] += of_head
     return votes / (H // N)
 
 
@@ -43,13 +49,16 @@ def exactly(queries, keys, lengths, scale, members):
     size=st.sampled_from([32, 64, 96, 256, 576]),
     heads=st.integers(1, 3),
     group=st.integers(1, 7),
-    window=st.integers(1, 9),
+    window=st.integers(1, 9) | st.sampled_from([16, 17, 32, 33, 64]),
     length=st.integers(9, 200),
     other=st.integers(9, 200),
     everything=st.booleans(),
+    largest=st.booleans(),
     data=st.data(),
 )
-def test_equals_the_definition(dtype, instructions, size, heads, group, window, length, other, everything, data):
+def test_equals_the_definition(
+    dtype, instructions, size, heads, group, window, length, other, everything, largest, data
+):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     entries = max(length, other) + data.draw(st.integers(0, 70))
     queries = (torch.randn(2, heads * group, window, size, generator=generator) * 3).to(dtype)
@@ -60,18 +69,19 @@ def test_equals_the_definition(dtype, instructions, size, heads, group, window, 
     for b, n in enumerate((length, other)):
         keys[b, :, n:] = float("nan")
     members = scoring.EVERYTHING if everything else data.draw(st.integers(0, 8))
-    got = attend(queries, keys, lengths, 0.1, members, instructions)
-    want = exactly(queries, keys, lengths, 0.1, members)
+    got = attend(queries, keys, lengths, 0.1, members, largest, instructions)
+    want = exactly(queries, keys, lengths, 0.1, members, largest)
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)
-def test_long_prompts_equal_plain_torch_and_threads_do_not_change_a_bit(dtype, instructions):
+def test_long_prompts_equal_plain_torch_and_threads_do_not_change_a_bit(dtype, instructions, largest):
     queries, keys = torch.randn(1, 6, 32, 64).to(dtype) * 4, torch.randn(1, 2, 5000, 64).to(dtype)
     lengths = [torch.tensor([4900]), torch.tensor([4880]), torch.tensor([4800])]
-    got = on_threads(lambda: attend(queries, keys, lengths, 0.125, scoring.EVERYTHING, instructions))
+    got = on_threads(lambda: attend(queries, keys, lengths, 0.125, scoring.EVERYTHING, largest, instructions))
     want = scoring.plain_window_attention(
-        queries.double(), keys.double(), *lengths, 0.125, scoring.EVERYTHING, scoring.KEY_CHUNK
+        queries.double(), keys.double(), *lengths, 0.125, scoring.EVERYTHING, largest, scoring.KEY_CHUNK
     )
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-6)
 
@@ -91,9 +101,9 @@ def test_the_operation_chooses_the_kernel(monkeypatch):
     monkeypatch.setattr(compression, "plain_window_attention", lambda *arguments: plain.append(arguments[0].shape[-1]))
     queries, keys = torch.randn(1, 2, 4, 32), torch.randn(1, 1, 50, 32)
     lengths = [torch.tensor([50]), torch.tensor([0]), torch.tensor([40])]
-    got = scoring.window_attention(queries, keys, *lengths, 0.1, scoring.EVERYTHING, 1024)
+    got = scoring.window_attention(queries, keys, *lengths, 0.1, scoring.EVERYTHING, False, 1024)
     torch.testing.assert_close(got.sum(), torch.tensor(4.0))
     assert plain == []
     monkeypatch.undo()
-    odd = scoring.window_attention(queries[..., :20], keys[..., :20], *lengths, 0.1, scoring.EVERYTHING, 1024)
+    odd = scoring.window_attention(queries[..., :20], keys[..., :20], *lengths, 0.1, scoring.EVERYTHING, False, 1024)
     torch.testing.assert_close(odd.sum(), torch.tensor(4.0))

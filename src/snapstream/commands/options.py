@@ -40,8 +40,8 @@ Budget = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help="Which tokens the budget keeps: mixed, snapstream (the paper's rule), local-keydiff, keydiff, sage-kv, "
-        "streaming, random, full, or the policy of an installed package.",
+        help="Which tokens the budget keeps: mixed, snapstream (the paper's rule), spans, local-keydiff, keydiff, "
+        "sage-kv, streaming, random, full, or the policy of an installed package.",
         rich_help_panel=CACHE,
     ),
 ]

@@ -2,7 +2,7 @@
 
 The last ``W`` queries of the prompt attend to the candidate keys, ``A = softmax(Q_obs K^T * scale)``; a candidate's
 vote is the sum of its column of ``A`` over the window, averaged over the query heads that share the KV head, then
-pooled along the sequence (paper, equation 3 and listing 6).
+pooled along the sequence (paper, equation 3 and listing 6). A policy may take the largest entry of the column instead.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def observation_votes(
     sink: int,
     scale: float,
     normalize: Normalize = "all",
+    largest: bool = False,
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
-    """Sum the attention that the observation window pays to each candidate.
+    """Sum the attention that the observation window pays to each candidate, or take the largest.
 
     Args:
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
@@ -41,6 +42,7 @@ def observation_votes(
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
+        largest: Take the largest attention that any voter pays, instead of the sum over all voters.
         key_chunk: Keys scored at once; bounds memory and affects the result only by rounding.
 
     Returns:
@@ -48,8 +50,8 @@ def observation_votes(
         candidates.
     """
     members = EVERYTHING if normalize == "all" else sink
-    sums = _attention(queries, keys, layout, scale, members, key_chunk)
-    return sums.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
+    votes = _attention(queries, keys, layout, scale, members, largest, key_chunk)
+    return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
 def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
@@ -79,10 +81,11 @@ def _attention(
     layout: LayoutTensors,
     scale: float,
     members: int = EVERYTHING,
+    largest: bool = False,
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
     lengths = (layout.length, layout.first_voter, layout.candidate_end)
-    result: Tensor = window_attention(queries, keys, *lengths, scale, members, key_chunk)
+    result: Tensor = window_attention(queries, keys, *lengths, scale, members, largest, key_chunk)
     return result
 
 
@@ -94,9 +97,10 @@ def plain_window_attention(
     candidate_end: Tensor,
     scale: float,
     members: int,
+    largest: bool,
     key_chunk: int,
 ) -> Tensor:
-    """Attention that the voters pay to each token, summed over them and averaged over the heads of a group.
+    """Attention that the voters pay to each token: summed over them, or the largest; averaged over a group's heads.
 
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
@@ -107,6 +111,7 @@ def plain_window_attention(
         scale: Factor on the logits.
         members: Number of sinks if the softmax runs over the candidates alone; :data:`EVERYTHING` if it runs over the
             whole causal prompt.
+        largest: The largest attention of any voter instead of the sum over all voters.
         key_chunk: Keys scored at once.
 
     Returns:
@@ -144,7 +149,7 @@ def plain_window_attention(
     for start in starts:
         values, member = logits(start)
         attention = torch.exp(values - normalizer[..., None]).masked_fill(~(member & voter), 0.0)
-        chunks.append(attention.sum(3).mean(2))
+        chunks.append((attention.amax(3) if largest else attention.sum(3)).mean(2))
     return torch.cat(chunks, -1)
 
 

@@ -4,6 +4,7 @@ from snapstream.config.budget import MIN_CAPACITY, CacheBudget, Ring
 from snapstream.config.engine import EngineConfig
 from snapstream.config.policy import (
     DEFAULT_POLICY,
+    KEPT_QUERIES,
     WINDOW,
     LayerPrompt,
     Normalize,
@@ -16,6 +17,7 @@ from snapstream.config.sampling import SamplingParams
 
 __all__ = [
     "DEFAULT_POLICY",
+    "KEPT_QUERIES",
     "MIN_CAPACITY",
     "WINDOW",
     "CacheBudget",

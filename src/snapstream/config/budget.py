@@ -11,7 +11,7 @@ from snapstream.config.checks import is_integer, require_integer
 from snapstream.config.policy import (
     ALL,
     DEFAULT_POLICY,
-    WINDOW,
+    KEPT_QUERIES,
     Policy,
     enough_queries,
     make_policy,
@@ -39,7 +39,7 @@ class CacheBudget:
     Attributes:
         sink: First tokens of the prompt, which are always kept (``S``).
         recent: Last tokens of the prompt that are kept in addition to the selected ones, and the minimum length of the
-            ring of recent tokens (``R``). At least as large as the policy's window, if it has one.
+            ring of recent tokens (``R``).
         top_k: Prompt tokens that the policy selects (``K``): between sinks and recent tokens or, if it
             :attr:`~Policy.pins_recent`, among all tokens after the sinks.
         ring: ``elastic``: entries that top-K does not need extend the ring, so nothing is dropped before the cache is
@@ -69,6 +69,9 @@ class CacheBudget:
         *,
         key_kernel: int | None = None,
         near: int | None = None,
+        span: int | None = None,
+        shift: int | None = None,
+        voters: int | None = None,
         policy: Policy | str | None = None,
     ) -> None:
         """Check every field.
@@ -77,8 +80,8 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Setting of the policies ``mixed`` (the default) and ``snapstream``.
-            pooling: Setting of ``mixed``, ``snapstream`` and ``sage-kv``; see
+            window: Setting of the policies ``mixed`` (the default), ``snapstream`` and ``spans``.
+            pooling: Setting of ``mixed``, ``snapstream``, ``spans`` and ``sage-kv``; see
                 :class:`~snapstream.compression.policies.attention.AttentionVotes`.
             kernel: Setting of the same policies, and of ``keydiff`` and ``local-keydiff``, which average key
                 differences over so many tokens.
@@ -89,13 +92,17 @@ class CacheBudget:
             seed: Setting of the policy ``random``.
             key_kernel: Setting of the policy ``mixed``.
             near: Setting of the policies ``mixed`` and ``local-keydiff``.
+            span: Setting of the policy ``spans``.
+            shift: Setting of the policy ``spans``.
+            voters: Setting of the policy ``spans``.
             policy: A policy or its name. The settings above override its own.
 
         Raises:
             ConfigurationError: A field or a combination of fields is invalid; the message says what to change.
         """
         given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
-        given |= {"key_kernel": key_kernel, "near": near, "seed": seed}
+        given |= {"key_kernel": key_kernel, "near": near, "span": span, "shift": shift}
+        given |= {"voters": voters, "seed": seed}
         settings = {name: value for name, value in given.items() if value is not None}
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")
@@ -120,11 +127,6 @@ class CacheBudget:
             )
         if self.recent < 1:
             raise ConfigurationError(f"cache budget: recent is {self.recent}; it must be 1 or more")
-        if self.window > self.recent:
-            raise ConfigurationError(
-                f"cache budget: window ({self.window}) is larger than recent ({self.recent}); "
-                f"raise recent to at least {self.window} or lower the window"
-            )
         if self.capacity < MIN_CAPACITY:
             raise ConfigurationError(
                 f"cache budget: {self.capacity} entries (sink {self.sink} + recent {self.recent} + top_k {self.top_k}) "
@@ -151,7 +153,7 @@ class CacheBudget:
 
     @property
     def window(self) -> int:
-        """Last tokens of a prompt whose queries vote; they always count as recent. At least 1."""
+        """Last tokens of a prompt whose queries vote; at least 1."""
         return max(1, self.policy.queries)
 
     @property
@@ -176,9 +178,9 @@ class CacheBudget:
         Args:
             name: ``mixed`` (the default), ``snapstream`` (the paper's rule: a window votes), ``sage-kv`` (only the last
                 token votes), ``keydiff`` (keys that differ from all others), ``local-keydiff`` (keys that differ from
-                their neighbors), ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is
-                dropped while the sequence fits into ``capacity``), ``random`` (random selection), or the name of a
-                policy from another package.
+                their neighbors), ``spans`` (votes for tokens and for whole spans), ``streaming`` (StreamingLLM: sinks
+                and recent tokens only), ``full`` (nothing is dropped while the sequence fits into ``capacity``),
+                ``random`` (random selection), or the name of a policy from another package.
             capacity: Entries per layer and KV head.
 
         Raises:
@@ -255,32 +257,31 @@ class CacheBudget:
         return budget
 
     def resized(self, capacity: int) -> CacheBudget:
-        """Scale the budget to ``capacity`` entries. The ring keeps its share, and at least the window.
+        """Scale the budget to ``capacity`` entries. The ring keeps its share.
 
         Raises:
-            ConfigurationError: The capacity cannot hold the sinks and the window.
+            ConfigurationError: The capacity cannot hold the sinks.
         """
         if capacity == self.capacity:
             return self
-        least = max(self.sink + self.window, MIN_CAPACITY)
+        least = max(self.sink + 1, MIN_CAPACITY)
         if capacity < least:
             raise ConfigurationError(
-                f"cache budget: {capacity} entries cannot hold {self.sink} sinks and a window of {self.window}; "
-                f"give at least {least}"
+                f"cache budget: {capacity} entries are too few for {self.sink} sinks; give at least {least}"
             )
         if self.top_k == 0:
             return replace(self, recent=capacity - self.sink)
-        recent = max(self.window, min(capacity - self.sink, self.recent * capacity // self.capacity))
+        recent = max(1, min(capacity - self.sink, self.recent * capacity // self.capacity))
         return replace(self, recent=recent, top_k=capacity - self.sink - recent)
 
     @property
     def queries(self) -> int:
         """How many of a prompt's last queries a host with this budget keeps.
 
-        These are the queries that its policy needs, and at least ``WINDOW`` for the policies of requests.
+        These are the queries that its policy needs, and at least ``KEPT_QUERIES`` for the policies of requests.
         :data:`~snapstream.config.policy.ALL` means all of them.
         """
-        return most_queries(self.policy.queries if self.top_k else 0, WINDOW)
+        return most_queries(self.policy.queries if self.top_k else 0, KEPT_QUERIES)
 
     def for_request(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
         """Derive the budget of a request, where this is the host's budget.
@@ -335,7 +336,7 @@ class CacheBudget:
         return sizes | {"policy": self.policy.name} | self.policy.settings()
 
 
-_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near")
+_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near", "span", "shift", "voters")
 """Settings of built-in policies that a budget itself accepts. A policy that lacks one of them ignores it, so a sweep
 over ``window`` can include random selection."""
 

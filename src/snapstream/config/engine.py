@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from snapstream.config.budget import MIN_CAPACITY
 from snapstream.config.checks import require_integer
-from snapstream.config.policy import ALL, WINDOW
+from snapstream.config.policy import ALL, KEPT_QUERIES
 from snapstream.errors import ConfigurationError
 
 SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
@@ -62,7 +62,7 @@ class EngineConfig:
     sessions: int = 0
     context_bytes: int = 0
     prefix_contexts: int = 0
-    kept_queries: int = WINDOW
+    kept_queries: int = KEPT_QUERIES
     max_logprobs: int = 20
     memory_fraction: float = 0.9
 

@@ -22,8 +22,10 @@ Normalize = Literal["all", "candidates"]
 ENTRY_POINTS = "snapstream.policies"
 """Entry-point group in which other packages register their policies by name."""
 WINDOW = 32
-"""Window of the paper's rule in caches of 128 entries or more. Every host keeps at least this many queries, whatever
-its own policy needs, so that requests can use other policies."""
+"""Window of the paper's rule in caches of 128 entries or more."""
+KEPT_QUERIES = 64
+"""Every host keeps at least this many of a prompt's last queries, whatever its own policy needs, so that requests can
+use other policies."""
 DEFAULT_POLICY = "mixed"
 """The policy of a budget that is given as a number; docs/experiments.md says why it was chosen."""
 ALL = -1
@@ -130,6 +132,7 @@ _BUILT_IN = {
     "streaming": "snapstream.compression.policies.streaming:Streaming",
     "sage-kv": "snapstream.compression.policies.last_token:LastTokenVotes",
     "snapstream": "snapstream.compression.policies.window:WindowVotes",
+    "spans": "snapstream.compression.policies.spans:Spans",
     "keydiff": "snapstream.compression.policies.keydiff:KeyDifferences",
     "local-keydiff": "snapstream.compression.policies.local_keydiff:LocalKeyDifferences",
     "mixed": "snapstream.compression.policies.mixed:Mixed",

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from snapstream.compression.scoring import KEY_CHUNK
-from snapstream.config import MIN_CAPACITY, WINDOW
+from snapstream.config import KEPT_QUERIES, MIN_CAPACITY
 from snapstream.config.policy import ALL, rows_of_queries
 from snapstream.engine.prefill import SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
@@ -212,7 +212,7 @@ def _plan(
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
     if setup.device.type == "cpu":  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
-    voters = WINDOW if queries == ALL else queries
+    voters = KEPT_QUERIES if queries == ALL else queries
     # Logits or directions of a chunk of keys; then three kinds of votes, copies of them, and their orders.
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES

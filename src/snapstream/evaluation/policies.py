@@ -22,6 +22,7 @@ ENGINE_POLICIES = (
     "local-keydiff",
     "snapstream",
     "mixed",
+    "spans",
 )
 ENDPOINT_POLICIES = ("served", "truncated", DEFAULT_POLICY)
 UNSIZED = ("full", "served")
@@ -32,6 +33,9 @@ _SWEPT: dict[str, type] = {
     "kernel": int,
     "key_kernel": int,
     "near": int,
+    "span": int,
+    "shift": int,
+    "voters": int,
     "recent": str,
     "sink": int,
     "pooling": str,
@@ -136,7 +140,7 @@ def parse_sweeps(texts: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
 def make_variants(
     policies: Sequence[str], sizes: Sequence[str], sweeps: Sequence[tuple[tuple[str, str], ...]], allowed: Sequence[str]
 ) -> list[Variant]:
-    """Every policy at every size; settings are swept for ``snapstream``, or for ``mixed`` if the former is not chosen.
+    """Every policy at every size; settings are swept for the policy of :func:`swept_of`.
 
     Raises:
         ConfigurationError: A policy is not allowed here, or needs a size, but none was given.
@@ -158,8 +162,8 @@ def make_variants(
 
 
 def swept_of(policies: Sequence[str]) -> str | None:
-    """The policy whose settings are swept."""
-    return next((policy for policy in ("snapstream", DEFAULT_POLICY) if policy in policies), None)
+    """The policy whose settings are swept: the paper's, or else the default, or else ``spans``."""
+    return next((policy for policy in ("snapstream", DEFAULT_POLICY, "spans") if policy in policies), None)
 
 
 LEAST_PROMPT = 64

@@ -67,7 +67,7 @@ def test_a_number_or_json_by_either_way(monkeypatch):
     [
         ("4k", "neither a number of entries nor a JSON object"),
         ('{"capcity": 4096}', "unknown field capcity; allowed: capacity"),
-        ('{"capacity": 4096, "window": 5000}', "larger than recent"),
+        ('{"capacity": 4096, "window": 0}', "at least one token must vote"),
         ("3", "too few"),
         ("[1]", "neither a number"),
         ("true", "neither a number"),

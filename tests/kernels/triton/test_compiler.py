@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that one program may have of a processor's own memory, by compute capability."""
-KERNELS = {"_attend", "_merge", "_normalize", "_sum", "_pool", "_select", "_gather", "_norm", "_gate", "_rotate"}
+KERNELS = {"_attend", "_merge", "_normalize", "_reduce", "_pool", "_select", "_gather", "_norm", "_gate", "_rotate"}
 
 
 def compile_only(*arguments):

@@ -15,18 +15,18 @@ pytest.importorskip("triton")
 from snapstream.kernels.triton import select, votes
 
 
-def check_votes(size, dtype, group, window, lengths, members, seed, padding=13):
+def check_votes(size, dtype, group, window, lengths, members, largest, seed, padding=13):
     B, N, L = len(lengths), 1 if size == 576 else 2, max(lengths) + padding
     queries = random(B, N * group, window, size, seed=seed, dtype=dtype)
     keys = random(B, N, L, size, seed=seed + 1, dtype=dtype)
     first_voter = [max(0, length - window + seed % 3) for length in lengths]
     candidate_end = [max(0, length - seed % 20) for length in lengths]
     arguments = (column(lengths), column(first_voter), column(candidate_end))
-    want = plain_window_attention(queries.double(), keys.double(), *arguments, size**-0.5, members, 64)
+    want = plain_window_attention(queries.double(), keys.double(), *arguments, size**-0.5, members, largest, 64)
     for b, length in enumerate(lengths):
         keys[b, :, length:] = float("nan")
         queries[b, :, : max(0, window - length)] = float("nan")
-    got = votes.window_attention(queries, keys, *arguments, size**-0.5, members)
+    got = votes.window_attention(queries, keys, *arguments, size**-0.5, members, largest)
     assert got.dtype == torch.float32
     for b, length in enumerate(lengths):
         torch.testing.assert_close(got[b, :, :length], want[b, :, :length].float(), rtol=1e-4, atol=1e-6)
@@ -41,20 +41,21 @@ def check_votes(size, dtype, group, window, lengths, members, seed, padding=13):
     window=st.integers(1, 33),
     lengths=st.lists(st.integers(1, 200) | st.sampled_from((1, 63, 64, 65, 128)), min_size=1, max_size=2),
     members=st.sampled_from((EVERYTHING, 0, 4)),
+    largest=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_votes(size, dtype, group, window, lengths, members, seed):
-    check_votes(size, dtype, group, window, lengths, members, seed)
+def test_votes(size, dtype, group, window, lengths, members, largest, seed):
+    check_votes(size, dtype, group, window, lengths, members, largest, seed)
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 4500])
 def test_votes_of_prompts_that_several_programs_normalise(length):
-    check_votes(64, torch.bfloat16, 2, 8, [length], EVERYTHING, seed=4)
+    check_votes(64, torch.bfloat16, 2, 8, [length], EVERYTHING, largest=length % 2 == 0, seed=4)
 
 
 def test_logits_that_overflow_without_care():
     queries, keys = torch.full((1, 1, 4, 64), 30.0, device=DEVICE), random(1, 1, 90, 64, seed=0, dtype=torch.float32)
-    arguments = (column([90]), column([86]), column([80]), 1.0, EVERYTHING)
+    arguments = (column([90]), column([86]), column([80]), 1.0, EVERYTHING, False)
     got = votes.window_attention(queries, keys, *arguments)
     torch.testing.assert_close(got, plain_window_attention(queries, keys, *arguments, 64), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got.sum(), torch.tensor(4.0, device=DEVICE))

@@ -116,7 +116,7 @@ class PageLayout:
         """Number of leading tokens that may come from the prefix cache; the window's queries must be computed."""
         if self.arrives:
             return 0
-        return self.prompt.length - (self.budget.window if self.compressed else 1)
+        return max(0, self.prompt.length - (self.budget.window if self.compressed else 1))
 
 
 def lay_out_pages(

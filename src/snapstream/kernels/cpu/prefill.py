@@ -34,7 +34,7 @@ class _Window(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
-        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence", "sink")),
+        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence", "sink", "largest")),
     )
 
 
@@ -139,6 +139,7 @@ def attend_window(
     candidate_end: Tensor,
     scale: float,
     sink: int,
+    largest: bool,
     instructions: str | None = None,
 ) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.scoring.window_attention`.
@@ -176,6 +177,7 @@ def attend_window(
         query_sequence=queries.stride(0),
         key_sequence=keys.stride(0),
         sink=sink,
+        largest=largest,
     )
     _run("window_attention", keys.dtype, name, problem, window)
     return votes

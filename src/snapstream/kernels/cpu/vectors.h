@@ -116,6 +116,12 @@ inline void store_pair(bfloat16* p, vec low, vec high) {
                 __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
+inline float largest(vec v) {
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = v[i] < v[i + half] ? v[i + half] : v[i];
+  return v[0];
+}
+
 inline float sum(vec v) {
   typedef float vec8 __attribute__((vector_size(32)));
   typedef float vec4 __attribute__((vector_size(16)));

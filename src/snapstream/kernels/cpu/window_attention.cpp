@@ -1,5 +1,5 @@
-// The attention that the last queries of a prompt pay to each token, summed over the queries: the votes of SnapKV. It
-// makes two passes over the keys, normalizer first, so that it holds the logits of only one block.
+// The attention that the last queries of a prompt pay to each token: the votes of SnapKV, which sum over the queries, or
+// the largest of them. It makes two passes over the keys, normalizer first, so that it holds the logits of one block.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,14 +20,15 @@ struct WindowArguments {
   const int64_t *length, *first_voter, *candidate_end;  // [sequences]
   float* votes;                                         // [sequences][kv_heads][readable]
   int64_t sequences, query_sequence, key_sequence;      // how many, and elements from one to the next
-  int64_t sink;
+  int64_t sink, largest;
 };
 
-// One sequence. Rows are the window's queries of all heads that share a KV head; row r sees keys first .. last[r].
+// One sequence. Rows are the window's queries of all heads that share a KV head, `stride` rows per head, of which the
+// last ones may be unused; row r sees keys first .. last[r].
 template <typename K>
 struct Window {
   const Problem<typename K::Number>& p;
-  int64_t threads, rows, tiles, first, end;
+  int64_t threads, stride, rows, tiles, first, end;
   std::vector<int32_t> last;                         // [tiles * QUERIES]
   std::vector<typename K::Operand> queries;          // [kv_heads][tiles][operands][QUERIES]
   std::vector<float> normalizer;                     // [kv_heads][tiles * QUERIES]
@@ -102,7 +103,7 @@ void normalize(Window<K>& w) {
 }
 
 template <typename K>
-void vote(const Window<K>& w, float* votes, int64_t votes_head, float share) {
+void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   const int64_t width = w.tiles * QUERIES;
   const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores) {
@@ -120,20 +121,53 @@ void vote(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   });
 }
 
-// Adds up the votes of one sequence: p.query is [heads][window], of p.tokens queries each.
+// The mean over the heads of a group of the largest vote of each head. A vector of rows belongs to one head.
+template <typename K>
+void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float share) {
+  const int64_t width = w.tiles * QUERIES, group = w.rows / w.stride;
+  const vec scale = vec{} + static_cast<float>(w.p.scale);
+  std::vector<float> of_heads(w.p.kv_heads * group * votes_head);
+  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores) {
+    const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
+    for (int64_t row = from; row < until;) {
+      const int64_t member = row / w.stride, next = std::min(until, (member + 1) * w.stride);
+      float* out = of_heads.data() + (head * group + member) * votes_head + block;
+      for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
+        vec most = {};
+        for (int64_t i = row; i < next; i += LANES) {
+          const vec weight = exp_nonpositive(load(scores + key * QUERIES + i - from) * scale -
+                                             load(&w.normalizer[head * width + i]));
+          const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
+          most = larger(most, select(last >= static_cast<int32_t>(block + key), weight, vec{}));
+        }
+        out[key] = std::max(out[key], largest(most));
+      }
+      row = next;
+    }
+  });
+  for (int64_t head = 0; head < w.p.kv_heads; ++head) {
+    for (int64_t member = 0; member < group; ++member) {
+      const float* from = of_heads.data() + (head * group + member) * votes_head;
+      for (int64_t key = w.first; key < w.end; ++key) votes[head * votes_head + key] += from[key] * share;
+    }
+  }
+}
+
+// The votes of one sequence: p.query is [heads][window], of p.tokens queries each.
 template <typename K>
 void attend_window(const Problem<typename K::Number>& p, const WindowArguments& a, int64_t b, int64_t threads) {
   const int64_t W = p.tokens, D = p.size, N = p.kv_heads, G = p.heads / N, length = a.length[b];
+  const int64_t stride = a.largest ? round_up(W, LANES) : W, rows = G * stride;
   const bool everything = a.sink < 0;  // the softmax runs over the causal prompt, not only over the candidates
-  Window<K> w{p, threads, G * W, (G * W + QUERIES - 1) / QUERIES, everything ? 0 : a.sink,
+  Window<K> w{p, threads, stride, rows, (rows + QUERIES - 1) / QUERIES, everything ? 0 : a.sink,
               everything ? length : a.candidate_end[b]};
   w.end = std::max<int64_t>(0, std::min(w.end, p.readable));
   const int64_t width = w.tiles * QUERIES;
   w.last.assign(width, -1);
   w.normalizer.assign(N * width, std::numeric_limits<float>::infinity());
   for (int64_t row = 0; row < w.rows; ++row) {
-    const int64_t position = length - W + row % W;
-    if (position < a.first_voter[b]) continue;
+    const int64_t position = length - W + row % stride;
+    if (row % stride >= W || position < a.first_voter[b]) continue;
     w.last[row] = static_cast<int32_t>(everything ? position : std::min(position, a.candidate_end[b] - 1));
     for (int64_t head = 0; head < N; ++head) w.normalizer[head * width + row] = 0.0f;
   }
@@ -141,10 +175,13 @@ void attend_window(const Problem<typename K::Number>& p, const WindowArguments& 
   for (int64_t head = 0; head < N; ++head) {
     pack_queries<K>(
         w.rows, D, w.queries.data() + head * w.tiles * (D / K::PER_OPERAND) * QUERIES,
-        [&](int64_t row) { return p.query + (head * G + row / W) * p.query_head + row % W * p.query_token; });
+        [&](int64_t row) {  // unused rows repeat the last query, and do not vote
+          return p.query + (head * G + row / stride) * p.query_head + std::min(row % stride, W - 1) * p.query_token;
+        });
   }
   if (w.end <= w.first) return;
   normalize(w);
+  const auto vote = a.largest ? take_largest<K> : sum_up<K>;
   vote(w, a.votes + b * N * p.readable, p.readable, 1.0f / static_cast<float>(G));
 }
 

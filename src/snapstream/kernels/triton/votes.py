@@ -1,7 +1,7 @@
 """Votes of the observation window, in two passes over tiles of keys; then their smoothing.
 
 The first pass finds the normalizer of each voter's softmax. The second sums what each key gets from all voters of the
-group. Only one value per voter and one per key leave a tile.
+group, or takes the largest of each head. Only one value per voter and one per key leave a tile.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ KEYS_OF_A_PROGRAM = 2048
 @triton.jit
 def _logits(
     queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-    window, sink, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    window, stride, sink, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile, and which of them the softmax includes."""
-    member, voter = row // window, row % window
+    """Logits of a tile, and which of them the softmax includes; every head has ``stride`` rows."""
+    member, voter = row // stride, row % stride
     voter_position = length - window + voter
-    is_row = (member < GROUP) & (voter_position >= first_voter)
+    is_row = (member < GROUP) & (voter < window) & (voter_position >= first_voter)
     is_key = position < length
     query_first, query_second = load_parts(
         queries, 1, member.to(tl.int64) * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
@@ -42,10 +42,10 @@ def _logits(
     return logits, seen & is_row[:, None] & is_key[None, :]
 
 
-@triton.jit(do_not_specialize=["window", "sink"])
+@triton.jit(do_not_specialize=["window", "stride", "sink"])
 def _normalize(
     queries, keys, lengths, first_voters, candidate_ends, normalizers, scale,
-    query_sequence, query_head, query_row, key_sequence, key_head, key_row, window, sink,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, window, stride, sink,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
@@ -63,18 +63,18 @@ def _normalize(
         position = start + tl.arange(0, KEYS)
         logits, seen = _logits(
             queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-            window, sink, GROUP, SIZE, FIRST, SECOND,
+            window, stride, sink, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
         logits = tl.where(seen, logits, float("-inf"))
         peak, total, _, _ = weigh(peak, total, logits)
-    place = (both * GROUP * window + row) * tl.num_programs(0) + share
-    tl.store(normalizers + place, log_total(peak, total), mask=row < GROUP * window)
+    place = (both * GROUP * stride + row) * tl.num_programs(0) + share
+    tl.store(normalizers + place, log_total(peak, total), mask=row < GROUP * stride)
 
 
-@triton.jit(do_not_specialize=["entries", "window", "sink"])
-def _sum(
+@triton.jit(do_not_specialize=["entries", "window", "stride", "sink", "largest"])
+def _reduce(
     queries, keys, lengths, first_voters, candidate_ends, normalizers, votes, scale,
-    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, sink,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink, largest,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -87,16 +87,24 @@ def _sum(
     keys += sequence * key_sequence + head * key_head
     position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     result = tl.zeros([KEYS], tl.float32)
-    for start in range(0, GROUP * window, ROWS):
+    most = tl.zeros([KEYS], tl.float32)
+    for start in range(0, GROUP * stride, ROWS):
         row = start + tl.arange(0, ROWS)
         logits, seen = _logits(
             queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-            window, sink, GROUP, SIZE, FIRST, SECOND,
+            window, stride, sink, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
-        place = both * GROUP * window + row
-        normalizer = tl.load(normalizers + place, mask=row < GROUP * window, other=0.0)
+        place = both * GROUP * stride + row
+        normalizer = tl.load(normalizers + place, mask=row < GROUP * stride, other=0.0)
         normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
-        result += tl.sum(tl.where(seen, tl.exp2(logits - normalizer[:, None]), 0.0), 0)
+        attention = tl.where(seen, tl.exp2(logits - normalizer[:, None]), 0.0)
+        if largest != 0:  # a tile has rows of one head
+            most = tl.maximum(most, tl.max(attention, 0))
+            is_last = (start + ROWS) % stride == 0
+            result += tl.where(is_last, most, 0.0)
+            most = tl.where(is_last, 0.0, most)
+        else:
+            result += tl.sum(attention, 0)
     tl.store(votes + both * entries + position, result / GROUP, mask=position < entries)
 
 
@@ -135,6 +143,7 @@ def window_attention(
     candidate_end: Tensor,
     scale: float,
     members: int,
+    largest: bool,
     key_chunk: int = 0,
 ) -> Tensor:
     """Triton kernel for :func:`snapstream.compression.scoring.plain_window_attention`; ``key_chunk`` is ignored."""
@@ -143,6 +152,7 @@ def window_attention(
     first, second = parts_of(D)
     tile = tile_of(D, keys.dtype)
     rows = tile["ROWS"]
+    stride = -(-W // rows) * rows if largest else W
     shares = -(-L // KEYS_OF_A_PROGRAM)
     shape = {
         "KV_HEADS": N,
@@ -153,16 +163,16 @@ def window_attention(
     }
     strides = (*queries.stride()[:3], *keys.stride()[:3])
     sink = -1 if members == EVERYTHING else members
-    parts = torch.empty(B * N, group * W, shares, dtype=torch.float32, device=keys.device)
-    _normalize[(shares, -(-group * W // rows), B * N)](
-        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, sink,
+    parts = torch.empty(B * N, group * stride, shares, dtype=torch.float32, device=keys.device)
+    _normalize[(shares, -(-group * stride // rows), B * N)](
+        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, stride, sink,
         SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
     )  # fmt: skip
     normalizers = parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2
     votes = torch.empty(B, N, L, dtype=torch.float32, device=keys.device)
-    _sum[(-(-L // tile["KEYS"]), B * N)](
-        queries, keys, length, first_voter, candidate_end, normalizers.contiguous(), votes, scale, *strides, L, W, sink,
-        **shape, **tile,
+    _reduce[(-(-L // tile["KEYS"]), B * N)](
+        queries, keys, length, first_voter, candidate_end, normalizers.contiguous(), votes, scale, *strides, L, W,
+        stride, sink, int(largest), **shape, **tile,
     )  # fmt: skip
     return votes
 

@@ -1,0 +1,136 @@
+r"""How likely right answers stay in smaller caches: a fast comparison of policies and their settings.
+
+    python -m benchmarks.answers --model MODEL.gguf --questions kv75.jsonl.gz \
+        '{"policy": "snapstream"}' '{"policy": "spans"}' '{"policy": "spans", "span": 31}'
+
+The right answer to each question is forced in every cache, and all caches share one prefill. Two numbers are reported:
+how much less likely its tokens are than with a full cache (nats per token), and for how many questions the cache would
+have chosen every one of them. Neither counts the first token, which comes from prefill. Questions whose answer the full
+cache does not know are left out: it would choose fewer than half of the tokens. A right or wrong answer is one bit; the
+probabilities of thirty tokens tell caches apart after a dozen questions.
+
+With ``--tails``, the question is followed by random instructions of up to 200 tokens and the marks of a random template
+in place of the model's own, so that nothing depends on where a template puts the question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from snapstream import LLM, CacheBudget, EngineConfig, SamplingParams
+from snapstream.evaluation.hosts import Prompts
+from snapstream.evaluation.policies import make_variants
+from snapstream.evaluation.questions.files import read_questions
+from snapstream.evaluation.questions.plan import QuestionPlan
+from snapstream.evaluation.tasks import Sample
+
+MOST = 40
+TAILS = (
+    "Be brief, be exact, and copy names and numbers as they are written in the text above.",
+    "Give only the answer, without any explanation, and do not repeat the question.",
+    "If the text does not say it, say so. Do not use lists, headings or quotes, and add no closing remark.",
+    "Use only the text; nothing you remember from elsewhere may be used, even if it seems certain.",
+    "If two passages contradict each other, prefer the later one, and do not mention the other.",
+    "Before you answer, read the text once more and note where it speaks of what is asked.",
+    "The reader is a colleague who has little time. Write one line of plain English.",
+)
+ENDS = ("\nAnswer:", "\n\n### Response:\n", "\n[/INST]", "\n\nAssistant:", "\n<|user_end|>\n<|assistant_start|>\n")
+
+
+def with_tail(sample: Sample) -> str:
+    """The question with random instructions behind it, and the end of a random template."""
+    rng = random.Random(sample.seed)
+    return "\n".join([sample.prompt, *rng.sample(TAILS, rng.randint(0, len(TAILS)))]) + rng.choice(ENDS)
+
+
+def answer_of(llm: LLM, sample: Sample) -> list[int]:
+    """Tokens of the right answer; of several ones the first."""
+    assert sample.question is not None
+    answers = sample.question.scoring.answers
+    return list(llm.tokenizer.encode(answers[0], add_special_tokens=False)[:MOST]) if answers else []
+
+
+def force(
+    llm: LLM, prompt: list[int], opening: list[int], answer: list[int], budgets: list[CacheBudget | None]
+) -> list[tuple[float, list[bool]]]:
+    """The answer in every cache: mean log-probability of its tokens, and which of them the cache would have chosen."""
+    forced = (*opening, *answer)
+    params = [
+        SamplingParams(max_tokens=len(forced), forced=forced, logprobs=1, ignore_eos=True, kv_budget=budget)
+        for budget in budgets
+    ]
+    found = []
+    for output in llm.generate([prompt] * len(params), params):
+        steps = (output.logprobs or ())[max(1, len(opening)) :]
+        chosen = [step.logprob == max(step.top.values()) for step in steps]
+        found.append((statistics.fmean(step.logprob for step in steps), chosen))
+    return found
+
+
+def samples_of(path: str, half: str, prompts: Prompts, longest: int) -> list[Sample]:
+    """The questions of a file about texts with even or odd numbers."""
+    plan = QuestionPlan([read_questions(path)], make_variants(["full"], [], [()], ["full"]), prompts, longest=longest)
+    samples = [job.sample for group in plan for job in group]
+    return [one for one in samples if one.text is not None and one.text % 2 == ("even", "odd").index(half)]
+
+
+def main() -> None:
+    """Print a table per size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("caches", nargs="+", help="budgets as JSON, without their capacity")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--questions", action="append", required=True, help="a file; may be repeated")
+    parser.add_argument("--sizes", default="1/4,1/8,1/16")
+    parser.add_argument("--samples", type=int, default=20, help="questions of each file")
+    parser.add_argument("--half", choices=("even", "odd"), default="even", help="texts with even or odd numbers")
+    parser.add_argument("--longest", type=int, default=9000, help="longest prompt and answer, in tokens")
+    parser.add_argument("--tails", action="store_true")
+    known = parser.parse_args()
+    cells = [(size, text) for size in known.sizes.split(",") for text in known.caches]
+    full = CacheBudget.preset("full", known.longest)
+    # As many slots as caches, so that one prefill serves them all.
+    config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128)
+    llm = LLM(known.model, budget=full, config=config, report_plan=lambda _: None)
+    prompts = Prompts(llm.tokenizer, chat=False if known.tails else None)
+    table: dict[tuple[str, str], list[str]] = {cell: [] for cell in cells}
+    names = []
+    for path in known.questions:
+        lost: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+        same: dict[tuple[str, str], list[bool]] = {cell: [] for cell in cells}
+        count = 0
+        for sample in samples_of(path, known.half, prompts, known.longest - MOST)[: known.samples]:
+            tokens = llm.tokenizer.encode(with_tail(sample)) if known.tails else prompts.first(sample)
+            opening, answer = prompts.opening(sample), answer_of(llm, sample)
+            if len(opening) + len(answer) < 2:
+                continue
+            budgets = [CacheBudget.parse(sized(text, size, len(tokens))) for size, text in cells]
+            (best, chosen), *found = force(llm, tokens, opening, answer, [None, *budgets])
+            if statistics.fmean(chosen) < 0.5:
+                continue
+            count += 1
+            for cell, (value, chosen) in zip(cells, found, strict=True):
+                lost[cell].append(best - value)
+                same[cell].append(all(chosen))
+            print(f"{path}: {count} questions", end="\r", file=sys.stderr, flush=True)
+        names.append(f"{Path(path).name.split('.')[0]} ({count})")
+        for cell in cells if count else ():
+            table[cell].append(f"{statistics.fmean(lost[cell]):.3f} / {100 * statistics.fmean(same[cell]):.0f} %")
+    print(f"| size | cache | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}")
+    for (size, text), row in table.items():
+        print(f"| {size} | `{text}` | {' | '.join(row)} |")
+
+
+def sized(text: str, size: str, tokens: int) -> dict[str, Any]:
+    """A budget with its capacity."""
+    return json.loads(text) | {"capacity": int(tokens * Fraction(size))}
+
+
+if __name__ == "__main__":
+    main()

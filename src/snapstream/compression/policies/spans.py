@@ -1,0 +1,113 @@
+"""``spans``: the last words vote for single tokens, and all of a long question votes for whole spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from snapstream.compression.policies.attention import require_kernel
+from snapstream.compression.policies.local_keydiff import LocalKeyDifferences
+from snapstream.compression.policies.window import WindowVotes
+from snapstream.compression.ranks import take_in_turn
+from snapstream.compression.scoring import observation_votes, pool_votes
+from snapstream.config.checks import require_integer
+from snapstream.config.policy import LayerPrompt, Policy
+from snapstream.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans(WindowVotes):
+    """Half of the pinned entries go to tokens that the last ones attend to, half to whole spans of text.
+
+    The paper's votes, averaged over a few neighbors, keep what the question points at, and a little around it. An
+    answer that is longer than that, such as an id of thirty characters behind its name, is kept in fragments. Averages
+    over a wide span keep it whole, but leave room for few places. So both rankings take entries in turn. A span reaches
+    further behind its votes than before them, as an answer usually follows the name that the question repeats.
+
+    For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
+    to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
+    docs/experiments.md describes the measurements.
+
+    Attributes:
+        span: Odd width of the average of votes for spans.
+        shift: How many tokens behind its votes the middle of a span is.
+        voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
+    """
+
+    name: ClassVar[str] = "spans"
+
+    window: int = 16
+    span: int = 63
+    shift: int = 16
+    voters: int = 64
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigurationError: A field has an invalid value.
+        """
+        super().__post_init__()
+        require_kernel("span", self.span)
+        require_integer("cache budget: shift", self.shift)
+        if self.shift < 0:
+            raise ConfigurationError(f"cache budget: shift is {self.shift}; it must be 0 or more")
+        require_integer("cache budget: voters", self.voters)
+        if self.voters < 1:
+            raise ConfigurationError(f"cache budget: voters is {self.voters}; at least one token must vote")
+
+    @classmethod
+    @override
+    def parts(cls, capacity: int) -> tuple[int, int, int]:
+        """An eighth of the cache is for recent tokens, but at least 32 entries. A small cache has three eighths."""
+        sink = 4
+        recent = max(capacity // 8, min(32, capacity * 3 // 8))
+        return sink, recent, capacity - sink - recent
+
+    @classmethod
+    @override
+    def sized(cls, capacity: int) -> Spans:
+        """The policy with at most a quarter of ``capacity`` as window, as voters and as span."""
+        quarter = capacity // 4
+        span = min(cls.span, quarter - 1 | 1)
+        window, voters = min(cls.window, quarter), min(cls.voters, quarter)
+        return cls(window=window, span=span, shift=min(cls.shift, (span + 1) // 4), voters=voters)
+
+    @property
+    @override
+    def for_contexts(self) -> Policy:
+        """Key differences: a text that is stored does not end with a question."""
+        return LocalKeyDifferences()
+
+    @property
+    @override
+    def queries(self) -> int:
+        return max(self.window, self.voters)
+
+    @override
+    def votes(self, prompt: LayerPrompt) -> Tensor:
+        """Votes for tokens and for spans, ``[2, B, N, L]``."""
+        window = replace(prompt, queries=prompt.queries[:, :, -self.window :])
+        spans = observation_votes(
+            prompt.queries[:, :, -self.voters :],
+            prompt.keys,
+            prompt.layout,
+            sink=prompt.sink,
+            scale=prompt.scale,
+            normalize="candidates",
+            largest=True,
+        )
+        return torch.stack([super().votes(window), spans])
+
+    @override
+    def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
+        tokens, spans = votes
+        # A span's middle is behind its votes; padding makes room for votes that move past the last token.
+        moved = pool_votes(F.pad(spans, (self.shift, 0)), pooling="avg", kernel=self.span)
+        lists = [super().smooth(tokens, prompt), moved[..., : spans.shape[-1]].contiguous()]
+        return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)
