@@ -49,6 +49,7 @@ def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> lis
     votes = [naive_attention_votes(queries, keys, budget, first_voter, window)]
     if budget.policy.name == "spans":
         votes.append(naive_attention_votes(queries, keys, budget, first_voter, budget.policy.voters, largest=True))
+        votes.append(naive_key_differences(keys, budget, budget.policy.near))
     if budget.policy.name == "mixed":
         votes.append(naive_key_differences(keys, budget, budget.policy.near))
     return votes
@@ -88,16 +89,18 @@ def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     if not votes[0]:  # nothing is chosen
         return pooled
     if policy.name == "spans":
-        return naive_in_turn([pooled, naive_pool(votes[1], policy.span, shift=policy.shift)])
+        lists = [pooled, naive_pool(votes[1], policy.span, shift=policy.shift), votes[2]]
+        return naive_in_turn(lists[: 3 if policy.key_turns else 2], (1, 1, policy.key_turns))
     if policy.name != "mixed":
         return pooled
     return naive_in_turn([pooled, naive_pool(votes[1], policy.key_kernel), votes[1]])
 
 
-def naive_in_turn(lists: list[dict[int, float]]) -> dict[int, float]:
-    """Scores by which the best of several lists come in turn."""
+def naive_in_turn(lists: list[dict[int, float]], every=(1, 1, 1)) -> dict[int, float]:
+    """Scores by which the best of several lists come in turn, those of a list only every so many turns."""
     orders = [sorted(scores, key=lambda p, scores=scores: (-scores[p], p)) for scores in lists]
-    return {p: -min(order.index(p) for order in orders) for p in lists[0]}
+    turns = list(zip(orders, every, strict=False))
+    return {p: -min(order.index(p) * each for order, each in turns) for p in lists[0]}
 
 
 def naive_candidates(length: int, budget) -> list[int]:

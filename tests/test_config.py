@@ -17,9 +17,10 @@ def test_presets_have_the_asked_capacity(policy, capacity):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"voters": 0}, "at least one token must vote"),
-        ({"span": 4}, "span is 4; use an odd number"),
-        ({"shift": -1}, "shift is -1"),
+        ({"policy": "spans", "voters": 0}, "at least one token must vote"),
+        ({"policy": "spans", "span": 4}, "span is 4; use an odd number"),
+        ({"policy": "spans", "shift": -1}, "shift is -1"),
+        ({"policy": "spans", "key_turns": -1}, "key_turns is -1"),
         ({"window": 0}, "at least one token must vote"),
         ({"kernel": 4}, "odd number"),
         ({"pooling": "median"}, "allowed: avg, max"),

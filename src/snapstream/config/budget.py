@@ -72,6 +72,7 @@ class CacheBudget:
         span: int | None = None,
         shift: int | None = None,
         voters: int | None = None,
+        key_turns: int | None = None,
         policy: Policy | str | None = None,
     ) -> None:
         """Check every field.
@@ -91,10 +92,11 @@ class CacheBudget:
                 by the default policy.
             seed: Setting of the policy ``random``.
             key_kernel: Setting of the policy ``mixed``.
-            near: Setting of the policies ``mixed`` and ``local-keydiff``.
+            near: Setting of the policies ``mixed``, ``spans`` and ``local-keydiff``.
             span: Setting of the policy ``spans``.
             shift: Setting of the policy ``spans``.
             voters: Setting of the policy ``spans``.
+            key_turns: Setting of the policy ``spans``.
             policy: A policy or its name. The settings above override its own.
 
         Raises:
@@ -102,7 +104,7 @@ class CacheBudget:
         """
         given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
         given |= {"key_kernel": key_kernel, "near": near, "span": span, "shift": shift}
-        given |= {"voters": voters, "seed": seed}
+        given |= {"voters": voters, "key_turns": key_turns, "seed": seed}
         settings = {name: value for name, value in given.items() if value is not None}
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")
@@ -336,7 +338,10 @@ class CacheBudget:
         return sizes | {"policy": self.policy.name} | self.policy.settings()
 
 
-_SETTINGS = ("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near", "span", "shift", "voters")
+_SETTINGS = (
+    *("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near"),
+    *("span", "shift", "voters", "key_turns"),
+)
 """Settings of built-in policies that a budget itself accepts. A policy that lacks one of them ignores it, so a sweep
 over ``window`` can include random selection."""
 

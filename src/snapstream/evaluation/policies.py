@@ -36,6 +36,7 @@ _SWEPT: dict[str, type] = {
     "span": int,
     "shift": int,
     "voters": int,
+    "key_turns": int,
     "recent": str,
     "sink": int,
     "pooling": str,

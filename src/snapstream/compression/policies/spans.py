@@ -1,4 +1,4 @@
-"""``spans``: the last words vote for single tokens, and all of a long question votes for whole spans."""
+"""``spans``: the last words vote for tokens, all of a long question votes for whole spans, and some keys stand out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
-from snapstream.compression.policies.local_keydiff import LocalKeyDifferences
+from snapstream.compression.policies.local_keydiff import NEAR, LocalKeyDifferences, require_near
 from snapstream.compression.policies.window import WindowVotes
 from snapstream.compression.ranks import take_in_turn
 from snapstream.compression.scoring import observation_votes, pool_votes
@@ -22,12 +23,13 @@ from snapstream.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Spans(WindowVotes):
-    """Half of the pinned entries go to tokens that the last ones attend to, half to whole spans of text.
+    """Three rankings take entries in turn: single tokens, whole spans of text and, every other turn, keys.
 
     The paper's votes, averaged over a few neighbors, keep what the question points at, and a little around it. An
     answer that is longer than that, such as an id of thirty characters behind its name, is kept in fragments. Averages
-    over a wide span keep it whole, but leave room for few places. So both rankings take entries in turn. A span reaches
-    further behind its votes than before them, as an answer usually follows the name that the question repeats.
+    over a wide span keep it whole, but leave room for few places. A span reaches further past its votes than before
+    them, as an answer usually follows the name that the question repeats. Votes know nothing about later questions, so
+    a fifth of the entries goes to tokens whose keys differ from their neighbors'.
 
     For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
     to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
@@ -35,8 +37,10 @@ class Spans(WindowVotes):
 
     Attributes:
         span: Odd width of the average of votes for spans.
-        shift: How many tokens behind its votes the middle of a span is.
+        shift: How many tokens past its votes the middle of a span is.
         voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
+        near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
+        key_turns: A key is taken every so many turns; 0 for never.
     """
 
     name: ClassVar[str] = "spans"
@@ -45,6 +49,8 @@ class Spans(WindowVotes):
     span: int = 63
     shift: int = 16
     voters: int = 64
+    near: int = NEAR
+    key_turns: int = 2
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -54,9 +60,11 @@ class Spans(WindowVotes):
         """
         super().__post_init__()
         require_kernel("span", self.span)
-        require_integer("cache budget: shift", self.shift)
-        if self.shift < 0:
-            raise ConfigurationError(f"cache budget: shift is {self.shift}; it must be 0 or more")
+        require_near(self.near)
+        for name in ("shift", "key_turns"):
+            require_integer(f"cache budget: {name}", getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
         require_integer("cache budget: voters", self.voters)
         if self.voters < 1:
             raise ConfigurationError(f"cache budget: voters is {self.voters}; at least one token must vote")
@@ -82,7 +90,7 @@ class Spans(WindowVotes):
     @override
     def for_contexts(self) -> Policy:
         """Key differences: a text that is stored does not end with a question."""
-        return LocalKeyDifferences()
+        return LocalKeyDifferences(near=self.near)
 
     @property
     @override
@@ -91,7 +99,7 @@ class Spans(WindowVotes):
 
     @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """Votes for tokens and for spans, ``[2, B, N, L]``."""
+        """Votes for tokens and for spans, and key differences, ``[3, B, N, L]``; the last ones only if they count."""
         window = replace(prompt, queries=prompt.queries[:, :, -self.window :])
         spans = observation_votes(
             prompt.queries[:, :, -self.voters :],
@@ -102,12 +110,20 @@ class Spans(WindowVotes):
             normalize="candidates",
             largest=True,
         )
-        return torch.stack([super().votes(window), spans])
+        kinds = [super().votes(window), spans]
+        if self.key_turns:
+            kinds.append(key_differences(prompt.keys, prompt.layout, sink=prompt.sink, near=self.near))
+        return torch.stack(kinds)
 
     @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
-        tokens, spans = votes
-        # A span's middle is behind its votes; padding makes room for votes that move past the last token.
+        tokens, spans, *keys = votes
+        # A span's middle is past its votes; padding makes room for votes that move past the last token.
         moved = pool_votes(F.pad(spans, (self.shift, 0)), pooling="avg", kernel=self.span)
         lists = [super().smooth(tokens, prompt), moved[..., : spans.shape[-1]].contiguous()]
-        return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)
+        scores = take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)
+        for differences in keys:
+            by_key = take_in_turn([differences], prompt.layout, sink=prompt.sink, most=prompt.top_k)
+            turn = (1 / by_key - 1).round() * self.key_turns  # infinite for tokens that are not candidates
+            scores = torch.maximum(scores, 1 / (1 + turn))
+        return scores
