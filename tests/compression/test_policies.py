@@ -123,6 +123,8 @@ def test_choices_equal_the_oracle(name, length, padding, heads, capacity, ring, 
     """In float64, from lists; what is padding holds NaN."""
     H, N = heads
     budget = replace(CacheBudget.preset(name, capacity), ring=ring)
+    if seed % 2:  # more voters than recent tokens, or than the cache has entries
+        budget = replace(budget, span=63, shift=16, voters=64, key_turns=seed % 3)
     parts = layer(length, length + padding, seed, H=H, N=N)
     parts["keys"][:, :, length:] = float("nan")
     layout = lay_out(length, budget, min(first_voter, length - 1))
