@@ -37,24 +37,26 @@ struct Window {
   int64_t spans() const { return (end + SPAN - 1) / SPAN; }
 };
 
-// Calls visit(head, span, block, keys, tile, scores) for every KV head, every block of keys and every tile of rows.
+// Calls visit(head, span, block, keys, tile, scores, spare) for every KV head, every block of keys and every tile of
+// rows. `spare` has a number for every key, and keeps it from one tile of a block to the next.
 template <typename K, typename Visit>
 void visit_all(const Window<K>& w, const Visit& visit) {
   const int64_t spans = w.spans(), operands = w.p.size / K::PER_OPERAND * QUERIES;
   share_out(w.threads, w.p.kv_heads * spans, [&] {
-    constexpr int64_t SCORES = BLOCK * QUERIES * sizeof(float);
-    return [&, memory = Memory<char>(SCORES + K::scratch(w.p.size, 0))](int64_t number) {
+    constexpr int64_t SCORES = BLOCK * QUERIES * sizeof(float), SPARE = BLOCK * sizeof(float);
+    return [&, memory = Memory<char>(SCORES + SPARE + K::scratch(w.p.size, 0))](int64_t number) {
       [[maybe_unused]] const typename K::Session session{};
       const int64_t head = number / spans, span = number % spans;
       char* base = memory.get();
       auto* scores = reinterpret_cast<float*>(base);
+      auto* spare = reinterpret_cast<float*>(base + SCORES);
       for (int64_t block = span * SPAN; block < std::min(w.end, (span + 1) * SPAN); block += BLOCK) {
         const int64_t keys = std::min(BLOCK, w.end - block);
-        const auto numbers = K::read(w.p, head, block, keys, base + SCORES);
+        const auto numbers = K::read(w.p, head, block, keys, base + SCORES + SPARE);
         for (int64_t tile = 0; tile < w.tiles; ++tile) {
           const auto* queries = w.queries.data() + (head * w.tiles + tile) * operands;
           K::score(numbers, round_up(keys, K::MULTIPLE), w.p.size, queries, scores);
-          visit(head, span, block, keys, tile, scores);
+          visit(head, span, block, keys, tile, scores, spare);
         }
       }
     };
@@ -67,7 +69,7 @@ void normalize(Window<K>& w) {
   w.maxima.assign(w.p.kv_heads * spans * width, LOWEST);
   w.sums.assign(w.p.kv_heads * spans * width, 0.0f);
   const vec scale = vec{} + static_cast<float>(w.p.scale);
-  visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores) {
+  visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
       const int64_t row = tile * QUERIES + lane, state = (head * spans + span) * width + row;
       const vec_i32 last = (vec_i32)load_u32(w.last.data() + row);
@@ -106,7 +108,7 @@ template <typename K>
 void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   const int64_t width = w.tiles * QUERIES;
   const vec scale = vec{} + static_cast<float>(w.p.scale);
-  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores) {
+  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
     float* out = votes + head * votes_head + block;
     for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
       vec total = {};
@@ -121,36 +123,31 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   });
 }
 
-// The mean over the heads of a group of the largest vote of each head. A vector of rows belongs to one head.
+// The mean over the heads of a group of the largest vote of each head. A vector of rows belongs to one head, whose tiles
+// follow each other; `most` collects them.
 template <typename K>
 void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float share) {
-  const int64_t width = w.tiles * QUERIES, group = w.rows / w.stride;
+  const int64_t width = w.tiles * QUERIES;
   const vec scale = vec{} + static_cast<float>(w.p.scale);
-  std::vector<float> of_heads(w.p.kv_heads * group * votes_head);
-  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores) {
+  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float* most) {
     const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
-    for (int64_t row = from; row < until;) {
-      const int64_t member = row / w.stride, next = std::min(until, (member + 1) * w.stride);
-      float* out = of_heads.data() + (head * group + member) * votes_head + block;
+    float* out = votes + head * votes_head + block;
+    for (int64_t row = from, next; row < until; row = next) {
+      next = std::min(until, (row / w.stride + 1) * w.stride);
+      if (row % w.stride == 0) std::fill(most, most + BLOCK, 0.0f);
       for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
-        vec most = {};
+        vec highest = {};
         for (int64_t i = row; i < next; i += LANES) {
           const vec weight = exp_nonpositive(load(scores + key * QUERIES + i - from) * scale -
                                              load(&w.normalizer[head * width + i]));
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
-          most = larger(most, select(last >= static_cast<int32_t>(block + key), weight, vec{}));
+          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), weight, vec{}));
         }
-        out[key] = std::max(out[key], largest(most));
+        most[key] = std::max(most[key], largest(highest));
+        if (next % w.stride == 0) out[key] += most[key] * share;
       }
-      row = next;
     }
   });
-  for (int64_t head = 0; head < w.p.kv_heads; ++head) {
-    for (int64_t member = 0; member < group; ++member) {
-      const float* from = of_heads.data() + (head * group + member) * votes_head;
-      for (int64_t key = w.first; key < w.end; ++key) votes[head * votes_head + key] += from[key] * share;
-    }
-  }
 }
 
 // The votes of one sequence: p.query is [heads][window], of p.tokens queries each.
