@@ -181,6 +181,7 @@ def test_a_client_that_goes_in_the_queue_or_in_mid_prefill(server, monkeypatch):
     assert server.llm.engine.reading
     for connection in (*waiting, reading):
         connection.close()
+    wait_until(lambda: server.driver._commands.qsize() == 6)  # on a busy machine, the server notices late
     gate.open()
     wait_until(lambda: idle(server))
     assert gate.steps < 3 + 5
