@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapstream.evaluation.markdown import as_gap, as_lines
+from snapstream.evaluation.markdown import as_gap, as_lines, mark
 from snapstream.evaluation.policies import ENGINE_POLICIES
 from snapstream.evaluation.records import Record, read_records
-from snapstream.evaluation.tables import Cell, Results
+from snapstream.evaluation.tables import Results
 
 POLICIES = tuple(policy for policy in ENGINE_POLICIES if policy != "random")
 SIZES = "1/4,1/8,1/16,1/32"
@@ -95,11 +95,6 @@ def tables(records: list[Record]) -> list[str]:
         table.append(["against the full cache", "", "", *gaps])
         lines += ["", f"### {size} of the prompt", "", *as_lines(table)]
     return lines
-
-
-def mark(cell: Cell, count: int) -> str:
-    """The number of questions of a cell, if others have more: not every cache fits every text."""
-    return "" if cell.samples == count else f" of {cell.samples}"
 
 
 def main() -> None:

@@ -11,30 +11,34 @@ from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import candidate_mask
 
 
-def take_in_turn(lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int) -> Tensor:
+def take_in_turn(
+    lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int, every: Sequence[int] = ()
+) -> Tensor:
     """Merge score lists in rounds: the best token of every list, then the second-best of every list, and so on.
 
-    A token gets the best of its ranks, so one that ranks high on two lists leaves room for the next one on either list.
+    A token is taken in the first round that any list offers it, so one that ranks high on two lists leaves room for the
+    next one on either list.
 
     Args:
         lists: Scores, float32 ``[B, N, L]``, 0 or more; ties go to the earlier token.
         layout: Layout of each sequence. Only candidates are ranked, so padding has no effect.
         sink: Sinks (``S``).
-        most: Maximum number of tokens taken (``K``); all ranks from there on are equal.
+        most: Maximum number of tokens taken (``K``); all rounds from there on are equal.
+        every: For each list, 1 if it offers a token in every round, 2 in every other round, and so on; by default 1.
 
     Returns:
-        float32 ``[B, N, L]``, ``1 / (1 + rank)``: above 0, at most 1; 0 for tokens that are not candidates.
+        float32 ``[B, N, L]``, ``1 / (1 + round)``: above 0, at most 1; 0 for tokens that are not candidates.
     """
-    scores: Tensor = taken_in_turn(list(lists), layout.candidate_end, sink, most)
+    scores: Tensor = taken_in_turn(list(lists), list(every or [1] * len(lists)), layout.candidate_end, sink, most)
     return scores
 
 
-def plain_taken_in_turn(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def plain_taken_in_turn(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
     """Plain-torch :func:`take_in_turn`; ``candidate_end`` comes from the layouts."""
     is_none = ~candidate_mask(lists[0], candidate_end, sink)
-    best = _ranks(lists[0].masked_fill(is_none, -1.0), most)
-    for scores in lists[1:]:
-        torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most), out=best)
+    best = torch.full_like(lists[0], most)
+    for scores, rounds in zip(lists, every, strict=True):
+        torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most) * rounds, out=best)
     return (1.0 / (1.0 + best)).masked_fill(is_none, 0.0)
 
 
@@ -43,7 +47,7 @@ taken_in_turn = torch.library.custom_op("snapstream::taken_in_turn", plain_taken
 
 
 @taken_in_turn.register_fake
-def _taken_in_turn_shape(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def _taken_in_turn_shape(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
     return torch.empty_like(lists[0])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from snapstream.config.checks import is_integer, require_integer
+from snapstream.config.checks import is_integer, require_count, require_integer
 from snapstream.config.policy import (
     ALL,
     DEFAULT_POLICY,
@@ -118,8 +118,7 @@ class CacheBudget:
         for name in _SIZES:
             require_integer(f"cache budget: {name}", getattr(self, name))
         for name in ("sink", "top_k"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
+            require_count(f"cache budget: {name}", getattr(self, name))
         if self.ring not in get_args(Ring):
             raise ConfigurationError(f"cache budget: ring is {self.ring!r}; allowed: {', '.join(get_args(Ring))}")
         if self.ring == "resnap" and (self.recent < LEAST_RENEWED or self.top_k < 4):

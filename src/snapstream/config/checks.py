@@ -22,6 +22,17 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def require_count(what: str, value: object) -> None:
+    """Check that a value is an integer of 0 or more.
+
+    Raises:
+        ConfigurationError: It is not; the message begins with ``what``.
+    """
+    require_integer(what, value)
+    if value < 0:  # type: ignore[operator]
+        raise ConfigurationError(f"{what} is {value}; it must be 0 or more")
+
+
 def require_integer(what: str, value: object) -> None:
     """Check that a value is an integer.
 

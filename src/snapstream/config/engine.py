@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.config.budget import MIN_CAPACITY
-from snapstream.config.checks import require_integer
+from snapstream.config.checks import require_count, require_integer
 from snapstream.config.policy import ALL, KEPT_QUERIES
 from snapstream.errors import ConfigurationError
 
@@ -87,9 +87,7 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("sessions", "context_bytes", "prefix_contexts"):
-            require_integer(f"engine: {name}", getattr(self, name))
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 0 or more")
+            require_count(f"engine: {name}", getattr(self, name))
         require_integer("engine: kept_queries", self.kept_queries)
         if self.kept_queries < 0 and self.kept_queries != ALL:
             raise ConfigurationError(

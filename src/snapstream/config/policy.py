@@ -32,6 +32,19 @@ ALL = -1
 """Value of :attr:`Policy.queries` that means every query of the prompt."""
 
 
+SINK = 4
+"""Sinks of every policy's preset."""
+
+
+def split(capacity: int, share: int) -> tuple[int, int, int]:
+    """Sinks, recent tokens and selected tokens of a cache of which one entry in ``share`` is for recent tokens.
+
+    At least 32 entries are, as a question takes more of a small cache, but at most three eighths of it.
+    """
+    recent = max(capacity // share, min(32, capacity * 3 // 8))
+    return SINK, recent, capacity - SINK - recent
+
+
 @dataclass(frozen=True)
 class LayerPrompt:
     """One layer of a prefilled prompt, as a policy sees it.
@@ -82,12 +95,10 @@ class Policy(ABC):
     @classmethod
     def parts(cls, capacity: int) -> tuple[int, int, int]:
         """Suitable numbers of sinks, recent tokens and selected tokens for a cache of ``capacity`` entries."""
-        sink = 4
         if not cls.pins:
-            return sink, capacity - sink, 0
-        # If important recent tokens are pinned, fewer recent ones are needed. A question takes more of a small cache.
-        recent = max(capacity // (8 if cls.pins_recent else 4), min(32, capacity * 3 // 8))
-        return sink, recent, capacity - sink - recent
+            return SINK, capacity - SINK, 0
+        # If important recent tokens are pinned, fewer recent ones are needed.
+        return split(capacity, 8 if cls.pins_recent else 4)
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 from snapstream.evaluation.policies import UNSIZED
 from snapstream.evaluation.questions.question import LATE
-from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tables import Cell, Results
 from snapstream.evaluation.tasks import TASKS
 
 FLOOR = 0.2
@@ -132,11 +132,13 @@ def task_rows(results: Results, task: str) -> list[list[str]]:
 
 
 def _shown(results: Results, task: str, length: int, label: str, size: str) -> str:
-    """A cell, with its number of questions if other cells of this size have more: not every cache fits every text."""
     cell = results.cell(task, length, label, size)
-    if cell is None:
-        return ""
-    return str(cell) if cell.samples == results.most(task, length, size) else f"{cell} of {cell.samples}"
+    return "" if cell is None else f"{cell}{mark(cell, results.most(task, length, size))}"
+
+
+def mark(cell: Cell, count: int) -> str:
+    """The number of questions of a cell, if others have more: not every cache fits every text."""
+    return "" if cell.samples == count else f" of {cell.samples}"
 
 
 def summary_rows(results: Results, size: str) -> list[list[str]]:

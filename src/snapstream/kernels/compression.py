@@ -53,10 +53,10 @@ def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: i
 
 
 @taken_in_turn.register_kernel(DEVICES)
-def _taken_in_turn(lists: list[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def _taken_in_turn(lists: list[Tensor], *rest: Any) -> Tensor:
     if cpu.loaded and lists[0].is_cpu:
-        return choice.take_in_turn(lists, candidate_end, sink, most)
-    return plain_taken_in_turn(lists, candidate_end, sink, most)
+        return choice.take_in_turn(lists, *rest)
+    return plain_taken_in_turn(lists, *rest)
 
 
 @smoothed.register_kernel(DEVICES)

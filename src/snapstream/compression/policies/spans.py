@@ -13,12 +13,11 @@ from typing_extensions import override
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
 from snapstream.compression.policies.local_keydiff import NEAR, LocalKeyDifferences, require_near
-from snapstream.compression.policies.window import WindowVotes
+from snapstream.compression.policies.window import WindowVotes, require_voters
 from snapstream.compression.ranks import take_in_turn
 from snapstream.compression.scoring import observation_votes, pool_votes
-from snapstream.config.checks import require_integer
-from snapstream.config.policy import LayerPrompt, Policy
-from snapstream.errors import ConfigurationError
+from snapstream.config.checks import require_count
+from snapstream.config.policy import LayerPrompt, Policy, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +61,14 @@ class Spans(WindowVotes):
         require_kernel("span", self.span)
         require_near(self.near)
         for name in ("shift", "key_turns"):
-            require_integer(f"cache budget: {name}", getattr(self, name))
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"cache budget: {name} is {getattr(self, name)}; it must be 0 or more")
-        require_integer("cache budget: voters", self.voters)
-        if self.voters < 1:
-            raise ConfigurationError(f"cache budget: voters is {self.voters}; at least one token must vote")
+            require_count(f"cache budget: {name}", getattr(self, name))
+        require_voters("voters", self.voters)
 
     @classmethod
     @override
     def parts(cls, capacity: int) -> tuple[int, int, int]:
         """An eighth of the cache is for recent tokens, but at least 32 entries. A small cache has three eighths."""
-        sink = 4
-        recent = max(capacity // 8, min(32, capacity * 3 // 8))
-        return sink, recent, capacity - sink - recent
+        return split(capacity, 8)
 
     @classmethod
     @override
@@ -120,10 +113,6 @@ class Spans(WindowVotes):
         tokens, spans, *keys = votes
         # A span's middle is past its votes; padding makes room for votes that move past the last token.
         moved = pool_votes(F.pad(spans, (self.shift, 0)), pooling="avg", kernel=self.span)
-        lists = [super().smooth(tokens, prompt), moved[..., : spans.shape[-1]].contiguous()]
-        scores = take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k)
-        for differences in keys:
-            by_key = take_in_turn([differences], prompt.layout, sink=prompt.sink, most=prompt.top_k)
-            turn = (1 / by_key - 1).round() * self.key_turns  # infinite for tokens that are not candidates
-            scores = torch.maximum(scores, 1 / (1 + turn))
-        return scores
+        lists = [super().smooth(tokens, prompt), moved[..., : spans.shape[-1]], *keys]
+        every = [1, 1, self.key_turns][: len(lists)]
+        return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k, every=every)

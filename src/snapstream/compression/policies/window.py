@@ -13,6 +13,17 @@ from snapstream.config.policy import WINDOW
 from snapstream.errors import ConfigurationError
 
 
+def require_voters(name: str, number: int) -> None:
+    """Check a number of voters.
+
+    Raises:
+        ConfigurationError: It is not at least 1.
+    """
+    require_integer(f"cache budget: {name}", number)
+    if number < 1:
+        raise ConfigurationError(f"cache budget: {name} is {number}; at least one token must vote")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowVotes(AttentionVotes):
     """Votes of an observation window.
@@ -31,9 +42,7 @@ class WindowVotes(AttentionVotes):
         Raises:
             ConfigurationError: A field has an invalid value.
         """
-        require_integer("cache budget: window", self.window)
-        if self.window < 1:
-            raise ConfigurationError(f"cache budget: window is {self.window}; at least one token must vote")
+        require_voters("window", self.window)
         super().__post_init__()
 
     @classmethod

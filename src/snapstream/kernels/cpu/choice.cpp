@@ -17,6 +17,7 @@ namespace {
 // choice.py fills these structures.
 struct Lists {
   const float* const* scores;    // of each list: [sequences][heads][length]
+  const int64_t* every;          // of each list: rounds from one token to the next
   const int64_t* candidate_end;  // [sequences]
   float* out;                    // [sequences][heads][length], zeros
   int64_t lists, sequences, heads, length, sink, most;
@@ -83,7 +84,7 @@ void take_in_turn(const Lists& a, int64_t row, Order& order, float* best) {
     order.sort(a.scores[list] + row * a.length, from, end);
     for (int64_t place = 0; place < std::min(a.most, end - from); ++place) {
       float& mine = best[order[place]];
-      mine = std::min(mine, static_cast<float>(place));
+      mine = std::min(mine, static_cast<float>(place * a.every[list]));
     }
   }
   float* out = a.out + row * a.length;

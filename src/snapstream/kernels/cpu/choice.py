@@ -19,7 +19,7 @@ class _Lists(ctypes.Structure):
     """Mirrors ``Lists`` in choice.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "candidate_end", "out")),
+        *((name, ctypes.c_void_p) for name in ("scores", "every", "candidate_end", "out")),
         *((name, ctypes.c_int64) for name in ("lists", "sequences", "heads", "length", "sink", "most")),
     )
 
@@ -67,7 +67,7 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
     return out
 
 
-def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def take_in_turn(lists: Sequence[Tensor], every: Sequence[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.ranks.take_in_turn`, with the same results.
 
     Raises:
@@ -78,13 +78,16 @@ def take_in_turn(lists: Sequence[Tensor], candidate_end: Tensor, sink: int, most
     require(
         all(each.shape == shape and each.dtype == torch.float32 for each in lists), "scores must be float32 [B, N, L]"
     )
+    require(len(every) == len(lists), "every list needs its rounds")
     check_types(*lists)
     ends = check_lengths(B, candidate_end)[0]
     scores = [each.contiguous() for each in lists]
     out = torch.zeros_like(scores[0])
     pointers = (ctypes.c_void_p * len(scores))(*(each.data_ptr() for each in scores))
+    rounds = (ctypes.c_int64 * len(scores))(*every)
     sizes = {"lists": len(scores), "sequences": B, "heads": N, "length": L, "sink": sink, "most": most}
-    arguments = _Lists(ctypes.addressof(pointers), ends.data_ptr(), out.data_ptr(), **sizes)
+    addresses = (ctypes.addressof(pointers), ctypes.addressof(rounds))
+    arguments = _Lists(*addresses, ends.data_ptr(), out.data_ptr(), **sizes)
     library.run("take_in_turn", arguments, of=CHOICE)
     return out
 
