@@ -117,9 +117,10 @@ inline void store_pair(bfloat16* p, vec low, vec high) {
 }
 
 inline float largest(vec v) {
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] = v[i] < v[i + half] ? v[i + half] : v[i];
-  return v[0];
+  const vec a = larger(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  const vec b = larger(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7));
+  const float low = b[0] < b[2] ? b[2] : b[0], high = b[1] < b[3] ? b[3] : b[1];
+  return low < high ? high : low;
 }
 
 inline float sum(vec v) {

@@ -124,7 +124,7 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
 }
 
 // The mean over the heads of a group of the largest vote of each head. A vector of rows belongs to one head, whose tiles
-// follow each other; `most` collects them.
+// follow each other; `most` collects their logarithms, as only the largest needs to be a share.
 template <typename K>
 void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   const int64_t width = w.tiles * QUERIES;
@@ -132,20 +132,22 @@ void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float sh
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float* most) {
     const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
     float* out = votes + head * votes_head + block;
+    const int64_t first = std::max<int64_t>(0, w.first - block);
     for (int64_t row = from, next; row < until; row = next) {
       next = std::min(until, (row / w.stride + 1) * w.stride);
-      if (row % w.stride == 0) std::fill(most, most + BLOCK, 0.0f);
-      for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
-        vec highest = {};
+      if (row % w.stride == 0) std::fill(most, most + BLOCK, LOWEST);
+      for (int64_t key = first; key < keys; ++key) {
+        vec highest = vec{} + LOWEST;
         for (int64_t i = row; i < next; i += LANES) {
-          const vec weight = exp_nonpositive(load(scores + key * QUERIES + i - from) * scale -
-                                             load(&w.normalizer[head * width + i]));
+          const vec s = load(scores + key * QUERIES + i - from) * scale - load(&w.normalizer[head * width + i]);
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
-          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), weight, vec{}));
+          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
         }
         most[key] = std::max(most[key], largest(highest));
-        if (next % w.stride == 0) out[key] += most[key] * share;
       }
+      if (next % w.stride != 0) continue;
+      for (int64_t key = 0; key < BLOCK; key += LANES) store(most + key, exp_nonpositive(load(most + key)));
+      for (int64_t key = first; key < keys; ++key) out[key] += most[key] * share;
     }
   });
 }
