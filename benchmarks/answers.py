@@ -7,7 +7,8 @@ The right answer to each question is forced in every cache, and all caches share
 how much less likely its tokens are than with a full cache (nats per token), and for how many questions the cache would
 have chosen every one of them. Neither counts the first token, which comes from prefill. Questions whose answer the full
 cache does not know are left out: it would choose fewer than half of the tokens. A right or wrong answer is one bit; the
-probabilities of thirty tokens tell caches apart after a dozen questions.
+probabilities of thirty tokens tell caches apart after a dozen questions. Questions come from files, or are generated
+(``--tasks tracking,late-phone --lengths 4k``); a second turn is forced like the answer.
 
 With ``--tails``, the question is followed by random instructions of up to 200 tokens and the marks of a random template
 in place of the model's own, so that nothing depends on where a template puts the question.
@@ -16,10 +17,12 @@ in place of the model's own, so that nothing depends on where a template puts th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,15 @@ from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.policies import make_variants
 from snapstream.evaluation.questions.files import read_questions
 from snapstream.evaluation.questions.plan import QuestionPlan
-from snapstream.evaluation.tasks import Sample
+from snapstream.evaluation.tasks import Sample, find_tasks, make_sample
+from snapstream.sizes import parse_tokens
 
 MOST = 40
+HALVES = ("even", "odd")
+Cell = tuple[str, str]
+"""Size and budget of a cache."""
+Loss = list[tuple[float, bool]]
+"""What each cell loses, in nats per token, and whether it would have chosen the answer."""
 TAILS = (
     "Be brief, be exact, and copy names and numbers as they are written in the text above.",
     "Give only the answer, without any explanation, and do not repeat the question.",
@@ -52,8 +61,7 @@ def with_tail(sample: Sample) -> str:
 
 def answer_of(llm: LLM, sample: Sample) -> list[int]:
     """Tokens of the right answer; of several ones the first."""
-    assert sample.question is not None
-    answers = sample.question.scoring.answers
+    answers = [sample.answer] if sample.question is None else sample.question.scoring.answers
     return list(llm.tokenizer.encode(answers[0], add_special_tokens=False)[:MOST]) if answers else []
 
 
@@ -74,62 +82,79 @@ def force(
     return found
 
 
-def samples_of(path: str, half: str, prompts: Prompts, longest: int) -> list[Sample]:
+def samples_of(path: str, half: str, prompts: Prompts, longest: int) -> Iterator[Sample]:
     """The questions of a file about texts with even or odd numbers."""
     plan = QuestionPlan([read_questions(path)], make_variants(["full"], [], [()], ["full"]), prompts, longest=longest)
     samples = [job.sample for group in plan for job in group]
-    return [one for one in samples if one.text is not None and one.text % 2 == ("even", "odd").index(half)]
+    return (one for one in samples if one.text % 2 == HALVES.index(half))
 
 
-def main() -> None:
-    """Print a table per size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("caches", nargs="+", help="budgets as JSON, without their capacity")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--questions", action="append", required=True, help="a file; may be repeated")
-    parser.add_argument("--sizes", default="1/4,1/8,1/16")
-    parser.add_argument("--samples", type=int, default=20, help="questions of each file")
-    parser.add_argument("--half", choices=("even", "odd"), default="even", help="texts with even or odd numbers")
-    parser.add_argument("--longest", type=int, default=9000, help="longest prompt and answer, in tokens")
-    parser.add_argument("--tails", action="store_true")
-    known = parser.parse_args()
-    cells = [(size, text) for size in known.sizes.split(",") for text in known.caches]
-    full = CacheBudget.preset("full", known.longest)
-    # As many slots as caches, so that one prefill serves them all.
-    config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128)
-    llm = LLM(known.model, budget=full, config=config, report_plan=lambda _: None)
-    prompts = Prompts(llm.tokenizer, chat=False if known.tails else None)
-    table: dict[tuple[str, str], list[str]] = {cell: [] for cell in cells}
-    names = []
-    for path in known.questions:
-        lost: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
-        same: dict[tuple[str, str], list[bool]] = {cell: [] for cell in cells}
-        count = 0
-        for sample in samples_of(path, known.half, prompts, known.longest - MOST)[: known.samples]:
-            tokens = llm.tokenizer.encode(with_tail(sample)) if known.tails else prompts.first(sample)
-            opening, answer = prompts.opening(sample), answer_of(llm, sample)
-            if len(opening) + len(answer) < 2:
-                continue
-            budgets = [CacheBudget.parse(sized(text, size, len(tokens))) for size, text in cells]
-            (best, chosen), *found = force(llm, tokens, opening, answer, [None, *budgets])
-            if statistics.fmean(chosen) < 0.5:
-                continue
-            count += 1
-            for cell, (value, chosen) in zip(cells, found, strict=True):
-                lost[cell].append(best - value)
-                same[cell].append(all(chosen))
-            print(f"{path}: {count} questions", end="\r", file=sys.stderr, flush=True)
-        names.append(f"{Path(path).name.split('.')[0]} ({count})")
-        for cell in cells if count else ():
-            table[cell].append(f"{statistics.fmean(lost[cell]):.3f} / {100 * statistics.fmean(same[cell]):.0f} %")
-    print(f"| size | cache | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}")
-    for (size, text), row in table.items():
-        print(f"| {size} | `{text}` | {' | '.join(row)} |")
+def generated(name: str, length: int, half: str, prompts: Prompts) -> Iterator[Sample]:
+    """Samples of a task, with even or odd seeds."""
+    (task,) = find_tasks([name])
+    for seed in itertools.count(HALVES.index(half), 2):
+        yield make_sample(task, length - prompts.overhead, seed, prompts.count)
 
 
 def sized(text: str, size: str, tokens: int) -> dict[str, Any]:
     """A budget with its capacity."""
     return json.loads(text) | {"capacity": int(tokens * Fraction(size))}
+
+
+def measure(llm: LLM, prompts: Prompts, samples: Iterable[Sample], cells: Sequence[Cell], tails: bool) -> list[Loss]:
+    """What each cell loses, and whether it would have chosen the answer, for every answer that the full cache knows."""
+    found: list[Loss] = []
+    for sample in samples:
+        tokens = llm.tokenizer.encode(with_tail(sample)) if tails else prompts.first(sample)
+        before, answer = prompts.then(sample), answer_of(llm, sample)
+        if len(before) + len(answer) < 2:
+            continue
+        budgets = [CacheBudget.parse(sized(text, size, len(tokens))) for size, text in cells]
+        (best, chosen), *others = force(llm, tokens, before, answer, [None, *budgets])
+        if statistics.fmean(chosen) >= 0.5:
+            found.append([(best - value, all(chosen)) for value, chosen in others])
+            print(f"{sample.task}: {len(found)} questions", end="\r", file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    """Print a table per file and task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("caches", nargs="+", help="budgets as JSON, without their capacity")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--questions", action="append", default=[], help="a file; may be repeated")
+    parser.add_argument("--tasks", default="", help="generated tasks")
+    parser.add_argument("--lengths", default="4k", help="their lengths in tokens")
+    parser.add_argument("--sizes", default="1/4,1/8,1/16")
+    parser.add_argument("--samples", type=int, default=20, help="questions of each file")
+    parser.add_argument("--half", choices=HALVES, default="even", help="texts with even or odd numbers")
+    parser.add_argument("--longest", type=int, default=9000, help="longest prompt and answer, in tokens")
+    parser.add_argument("--tails", action="store_true")
+    known = parser.parse_args()
+    sizes = known.sizes.split(",")
+    cells = [(size, text) for size in sizes for text in known.caches]
+    full = CacheBudget.preset("full", known.longest)
+    # As many slots as caches, so that one prefill serves them all.
+    config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128)
+    llm = LLM(known.model, budget=full, config=config, report_plan=lambda _: None)
+    prompts = Prompts(llm.tokenizer, chat=False if known.tails else None)
+    longest = known.longest - MOST
+    sources = [(path, samples_of(path, known.half, prompts, longest)) for path in known.questions]
+    for task, length in itertools.product(filter(None, known.tasks.split(",")), known.lengths.split(",")):
+        sources.append((f"{task}, {length}", generated(task, parse_tokens(length, "--lengths"), known.half, prompts)))
+    for name, samples in sources:
+        found = measure(llm, prompts, itertools.islice(samples, known.samples), cells, known.tails)
+        print(f"\n{Path(name).name.split('.')[0]}, {len(found)} questions:\n")
+        print(f"| cache | {' | '.join(sizes)} |\n|{'---|' * (len(sizes) + 1)}")
+        for text in known.caches if found else ():
+            row = [[losses[cells.index((size, text))] for losses in found] for size in sizes]
+            print(f"| `{text}` | {' | '.join(map(shown, row))} |", flush=True)
+
+
+def shown(losses: Loss) -> str:
+    """A cell of a table: mean loss, and the share of questions for which all of the answer would have been chosen."""
+    nats, same = zip(*losses, strict=True)
+    return f"{statistics.fmean(nats):.2f} / {100 * statistics.fmean(same):.0f} %"
 
 
 if __name__ == "__main__":
