@@ -58,9 +58,9 @@ def test_demo_json(model, per_entry):
     assert done.returncode == 0, done.stderr
     policies = {p["policy"]: p for p in json.loads(done.stdout)["policies"]}
     assert all(policies["full"]["correct"])
-    assert all(policies["mixed"]["correct"])
+    assert all(policies["spans"]["correct"])
     assert not all(policies["streaming"]["correct"])
-    assert policies["mixed"]["bytes_per_sequence"] == 500 * per_entry
+    assert policies["spans"]["bytes_per_sequence"] == 500 * per_entry
 
 
 def test_demo_for_people():

@@ -55,7 +55,7 @@ def test_a_plain_text_from_stdin(document, tmp_path):
         (("--budget", "1/4"), "local-keydiff"),
         (("--budget", "256", "--policy", "mixed"), "mixed"),
         (("--budget", "256", "--policy", "keydiff"), "keydiff"),
-        (("--budget", '{"capacity": 256}'), "mixed"),
+        (("--budget", '{"capacity": 256}'), "spans"),
     ],
 )
 def test_nobody_has_asked_yet_so_keys_choose_unless_a_policy_is_named(document, tmp_path, arguments, policy):

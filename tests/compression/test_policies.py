@@ -222,17 +222,17 @@ def test_what_is_no_policy_is_refused():
 
 def test_budgets_written_for_earlier_versions_are_read():
     old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
-    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates", "key_kernel": 5, "near": 32}
-    assert (old.ring, old.policy.settings()) == ("paper", settings)
+    settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates"}
+    assert (old.ring, old.policy) == ("paper", make_policy("spans", settings))
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
-    assert replace(CacheBudget.of(64), window=1).policy == make_policy("mixed", {"window": 1})
     small = {"window": 1, "span": 15, "shift": 4, "voters": 16}
-    assert replace(CacheBudget.preset("spans", 64), window=1).policy == make_policy("spans", small)
+    assert replace(CacheBudget.of(64), window=1).policy == make_policy("spans", small)
+    assert replace(CacheBudget.preset("mixed", 64), window=1).policy == make_policy("mixed", {"window": 1})
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
     for name in ("spans", "mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "spread"):
         assert replace(CacheBudget.preset(name, 64), selection="random").policy == make_policy("random", {})
     assert replace(CacheBudget.preset("streaming", 64), selection="random").policy == make_policy("streaming", {})
-    assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("mixed", {})
+    assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("spans", {})
     assert CacheBudget.parse({"capacity": 64, "policy": "snapstream", "selection": "random"}).policy.name == "random"
     assert CacheBudget(**CacheBudget.of(64).as_dict()) == CacheBudget.of(64)
     text = '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'

@@ -22,11 +22,11 @@ BUDGET = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap")
 FAMILIES = {"qwen3": {"head_dim": 32}, "deepseek-v3": {}}
 
 
-@pytest.mark.parametrize("policy", ["mixed", "snapstream"])
+@pytest.mark.parametrize("policy", ["spans", "snapstream"])
 @pytest.mark.parametrize("length", [1, 3, 40, 47, 48, 49, 200])
 def test_what_is_about_to_be_dropped_has_competed(length, policy):
     """Followed token by token: nothing leaves the ring that was not looked at, and never more often than needed."""
-    budget = replace(BUDGET, policy=BUDGET.policy if policy == "mixed" else CacheBudget.preset(policy, 48).policy)
+    budget = replace(BUDGET, policy=BUDGET.policy if policy == "spans" else CacheBudget.preset(policy, 48).policy)
     layout = lay_out(length, budget)
     placement, renewals = Placement.of_prompt(layout, budget), 0
     competed = layout.candidate_end if layout.dropped else layout.base  # tokens before this one
@@ -89,7 +89,7 @@ def check_where_entries_come_from(saved, full):
         torch.testing.assert_close(saved.layers[0].keys[0, head], whole.layers[0].keys[0, head, positions])
 
 
-@pytest.mark.parametrize("policy", ["mixed", "snapstream"])
+@pytest.mark.parametrize("policy", ["spans", "snapstream"])
 def test_a_kept_cache_says_where_its_entries_come_from(checkpoint, policy):
     budget = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap", policy=policy)
     llm, full = make(checkpoint, budget, sessions=1), make(checkpoint, None, sessions=1, max_model_len=300)

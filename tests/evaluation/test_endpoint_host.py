@@ -167,7 +167,7 @@ def test_what_is_served_needs_a_name_and_is_not_mixed(tmp_path, endpoint):
 
 def test_a_server_that_would_ignore_budgets_is_refused(tmp_path, endpoint):
     endpoint.metrics = 'vllm:num_requests_running{model_name="snapstream_prompts_compressed"} 0'
-    done = command(endpoint, tmp_path, "--policies", "mixed")
+    done = command(endpoint, tmp_path, "--policies", "spans")
     assert "shows no SnapStream counters at /metrics, so it would ignore cache budgets" in str(done.exception)
     assert endpoint.bodies == []
 

@@ -24,7 +24,7 @@ from tests.evaluation import test_lab
 from tests.texts import Notes
 
 MODEL = str(TASK_MODEL)
-POLICIES = ("full", "truncated", "streaming", "snapstream", "mixed")
+POLICIES = ("full", "truncated", "streaming", "snapstream", "spans")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path, question
             budget = CacheBudget.preset(record.policy, entries)
         params = SamplingParams(max_tokens=12 + len(opening), forced=tuple(opening), kv_budget=budget)
         if later:
-            stored = budget.for_context(entries, llm.engine.config.kept_queries) if record.policy == "mixed" else budget
+            stored = budget.for_context(entries, llm.engine.config.kept_queries) if record.policy == "spans" else budget
             context = llm.read(text.text, budget=stored, chat=False)
             out = llm.generate(f"\n\n{question.ask}", params, context=context)[0]
         else:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.compression import compress, keys, lay_out, layout_tensors, ranks
+from snapstream.compression import compress, keys, lay_out, layout_tensors, ranks, scoring
 from snapstream.config import CacheBudget
 from snapstream.kernels import compression
 from snapstream.kernels import cpu as kernels
@@ -47,6 +47,21 @@ def test_the_choice_is_the_same_with_ties(length, sink, recent, top_k, levels, p
     arguments = (layout.base, layout.count, layout.length, budget.sink, budget.top_k, budget.capacity)
     got = on_threads(lambda: choice.select_entries(scores, *arguments))
     assert torch.equal(got, compress.plain_selected(scores, *arguments))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    length=LENGTHS,
+    kernel=st.sampled_from((1, 3, 7, 63, 511)),
+    largest=st.booleans(),
+    start=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_smoothing_is_the_same_to_the_bit(length, kernel, largest, start, seed):
+    """Or equal scores would not stay equal, and the choice another one; also of a part of a tensor."""
+    votes = torch.rand(2, 3, length + start, generator=torch.Generator().manual_seed(seed))[..., start:]
+    got = on_threads(lambda: choice.smooth(votes, largest, kernel))
+    assert torch.equal(got, scoring.plain_smoothed(votes, largest, kernel))
 
 
 @settings(deadline=None, max_examples=150)

@@ -17,30 +17,34 @@ from tests.kernels.threads import on_threads
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
 
-def attend(queries, keys, lengths, scale, members, largest, instructions):
-    return kernels.attend_window(queries, keys, *lengths, scale, members, largest, instructions)
+def attend(queries, keys, lengths, *rest):
+    return kernels.attend_window(queries, keys, *lengths, *rest)
 
 
-def exactly(queries, keys, lengths, scale, members, largest):
+def exactly(queries, keys, lengths, scale, sink, everything, summed, largest):
     """The definition, query by query."""
     (_, H, W, _), N = queries.shape, keys.shape[1]
-    votes = torch.zeros(keys.shape[:3], dtype=torch.float64)
+    votes = torch.zeros(2, *keys.shape[:3], dtype=torch.float64)
     for b, (length, first_voter, candidate_end) in enumerate(zip(*(each.tolist() for each in lengths), strict=True)):
         for h in range(H):
-            of_head = torch.zeros(keys.shape[2], dtype=torch.float64)
+            of_head = torch.zeros(2, keys.shape[2], dtype=torch.float64)
             for w in range(W):
                 position = length - W + w
-                end = position + 1 if members == scoring.EVERYTHING else min(position + 1, candidate_end)
-                first = max(members, 0)
-                if position >= first_voter and end > first:
-                    seen = keys[b, h // (H // N), first:end].double()
-                    attention = (seen @ queries[b, h, w].double() * scale).softmax(0)
-                    if largest:
-                        of_head[first:end] = of_head[first:end].maximum(attention)
-                    else:
-                        of_head[first:end] += attention
-            votes[b, h // (H // N)] += of_head
-    return votes / (H // N)
+                if position < first_voter:
+                    continue
+                of_voter = torch.zeros(2, keys.shape[2], dtype=torch.float64)
+                for kind, whole in enumerate((everything, False)):
+                    first, end = (0, position + 1) if whole else (sink, min(position + 1, candidate_end))
+                    seen = keys[b, h // (H // N), first : max(first, end)].double()
+                    of_voter[kind, first : max(first, end)] = (seen @ queries[b, h, w].double() * scale).softmax(0)
+                if w >= W - summed:
+                    of_head[0] += of_voter[0]
+                if w >= W - largest:
+                    of_head[1] = of_head[1].maximum(of_voter[1])
+            votes[:, b, h // (H // N)] += of_head
+        if largest:  # only candidates count
+            votes[:, b, :, :sink] = votes[:, b, :, max(sink, candidate_end) :] = 0
+    return votes[0 if summed else 1 : 2 if largest else 1] / (H // N)
 
 
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)
@@ -53,12 +57,12 @@ def exactly(queries, keys, lengths, scale, members, largest):
     length=st.integers(9, 200),
     other=st.integers(9, 200),
     everything=st.booleans(),
-    largest=st.booleans(),
+    kind=st.sampled_from(("sums", "largest", "both")),
     data=st.data(),
 )
-def test_equals_the_definition(
-    dtype, instructions, size, heads, group, window, length, other, everything, largest, data
-):
+def test_equals_the_definition(dtype, instructions, size, heads, group, window, length, other, everything, kind, data):
+    summed = 0 if kind == "largest" else data.draw(st.integers(1, window))
+    largest = 0 if kind == "sums" else data.draw(st.integers(1, window))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     entries = max(length, other) + data.draw(st.integers(0, 70))
     queries = (torch.randn(2, heads * group, window, size, generator=generator) * 3).to(dtype)
@@ -68,22 +72,22 @@ def test_equals_the_definition(
     lengths.append(torch.tensor([data.draw(st.integers(0, n)) for n in (length, other)]))
     for b, n in enumerate((length, other)):
         keys[b, :, n:] = float("nan")
-    members = scoring.EVERYTHING if everything else data.draw(st.integers(0, 8))
-    got = attend(queries, keys, lengths, 0.1, members, largest, instructions)
-    want = exactly(queries, keys, lengths, 0.1, members, largest)
+    rest = (0.1, data.draw(st.integers(0, 8)), everything, summed, largest)
+    got = attend(queries, keys, lengths, *rest, instructions)
+    want = exactly(queries, keys, lengths, *rest)
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("largest", [0, 20])
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)
 def test_long_prompts_equal_plain_torch_and_threads_do_not_change_a_bit(dtype, instructions, largest):
     queries, keys = torch.randn(1, 6, 32, 64).to(dtype) * 4, torch.randn(1, 2, 5000, 64).to(dtype)
     lengths = [torch.tensor([4900]), torch.tensor([4880]), torch.tensor([4800])]
-    got = on_threads(lambda: attend(queries, keys, lengths, 0.125, scoring.EVERYTHING, largest, instructions))
-    want = scoring.plain_window_attention(
-        queries.double(), keys.double(), *lengths, 0.125, scoring.EVERYTHING, largest, scoring.KEY_CHUNK
-    )
-    torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-6)
+    rest = (0.125, 4, True, 32, largest)
+    got = on_threads(lambda: attend(queries, keys, lengths, *rest, instructions))
+    want = scoring.plain_window_attention(queries.double(), keys.double(), *lengths, *rest, scoring.KEY_CHUNK)
+    counts = slice(4, 4800) if largest else slice(None)
+    torch.testing.assert_close(got[..., counts].double(), want[..., counts].double(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("host", ["snapstream.engine.engine", "snapstream.integrations.transformers"])
@@ -101,9 +105,9 @@ def test_the_operation_chooses_the_kernel(monkeypatch):
     monkeypatch.setattr(compression, "plain_window_attention", lambda *arguments: plain.append(arguments[0].shape[-1]))
     queries, keys = torch.randn(1, 2, 4, 32), torch.randn(1, 1, 50, 32)
     lengths = [torch.tensor([50]), torch.tensor([0]), torch.tensor([40])]
-    got = scoring.window_attention(queries, keys, *lengths, 0.1, scoring.EVERYTHING, False, 1024)
+    got = scoring.window_attention(queries, keys, *lengths, 0.1, 0, True, 4, 0, 1024)
     torch.testing.assert_close(got.sum(), torch.tensor(4.0))
     assert plain == []
     monkeypatch.undo()
-    odd = scoring.window_attention(queries[..., :20], keys[..., :20], *lengths, 0.1, scoring.EVERYTHING, False, 1024)
+    odd = scoring.window_attention(queries[..., :20], keys[..., :20], *lengths, 0.1, 0, True, 4, 0, 1024)
     torch.testing.assert_close(odd.sum(), torch.tensor(4.0))

@@ -2,10 +2,12 @@
 
 The last ``W`` queries of the prompt attend to the candidate keys, ``A = softmax(Q_obs K^T * scale)``; a candidate's
 vote is the sum of its column of ``A`` over the window, averaged over the query heads that share the KV head, then
-pooled along the sequence (paper, equation 3 and listing 6). A policy may take the largest entry of the column instead.
+pooled along the sequence (paper, equation 3 and listing 6). A policy may take the largest entry of the column as well.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +19,6 @@ from snapstream.config import Normalize, Pooling
 KEY_CHUNK = 1024
 """Keys scored at once. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
 
-EVERYTHING = -1
-"""Value of ``members`` for which the voters' softmax runs over the whole causal prompt."""
-
 
 def observation_votes(
     queries: Tensor,
@@ -29,10 +28,9 @@ def observation_votes(
     sink: int,
     scale: float,
     normalize: Normalize = "all",
-    largest: bool = False,
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
-    """Sum the attention that the observation window pays to each candidate, or take the largest.
+    """Sum the attention that the observation window pays to each candidate.
 
     Args:
         queries: Rotated queries of the last ``W`` prompt tokens, ``[B, H, W, D]``; the last row belongs to token
@@ -42,15 +40,48 @@ def observation_votes(
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
-        largest: Take the largest attention that any voter pays, instead of the sum over all voters.
         key_chunk: Keys scored at once; bounds memory and affects the result only by rounding.
 
     Returns:
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for tokens that are not
         candidates.
     """
-    members = EVERYTHING if normalize == "all" else sink
-    votes = _attention(queries, keys, layout, scale, members, largest, key_chunk)
+    (votes,) = _attention(queries, keys, layout, scale, sink, normalize == "all", queries.shape[2], 0, key_chunk)
+    return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
+
+
+def votes_and_largest_shares(
+    queries: Tensor,
+    keys: Tensor,
+    layout: LayoutTensors,
+    *,
+    sink: int,
+    scale: float,
+    normalize: Normalize,
+    summed: int,
+    largest: int,
+    key_chunk: int = KEY_CHUNK,
+) -> Tensor:
+    """Votes of a short window and the largest shares of a long one, from the same pass over the keys.
+
+    A share is the attention that a query pays to a candidate, divided by what it pays to all candidates.
+
+    Args:
+        queries: As for :func:`observation_votes`, and so is what is not listed here; as many as the longer window has.
+        keys: ``[B, N, L, D]``.
+        layout: Layout of each sequence.
+        sink: Sinks (``S``).
+        scale: Factor on the logits.
+        normalize: Softmax of the votes.
+        summed: Queries whose attention is summed.
+        largest: Queries of whose shares the largest is taken.
+        key_chunk: Keys scored at once.
+
+    Returns:
+        float32 ``[2, B, N, L]``, both averaged over the ``G`` query heads of a group.
+    """
+    voters = (min(number, queries.shape[2]) for number in (summed, largest))  # a prompt may have fewer
+    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", *voters, key_chunk)
     return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
@@ -69,7 +100,7 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: Lay
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
-    sums = _attention(queries, keys, layout, scale)
+    (sums,) = _attention(queries, keys, layout, scale, 0, True, queries.shape[2], 0)
     kept = sums.gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
     voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
@@ -80,12 +111,14 @@ def _attention(
     keys: Tensor,
     layout: LayoutTensors,
     scale: float,
-    members: int = EVERYTHING,
-    largest: bool = False,
+    sink: int,
+    everything: bool,
+    summed: int,
+    largest: int,
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
     lengths = (layout.length, layout.first_voter, layout.candidate_end)
-    result: Tensor = window_attention(queries, keys, *lengths, scale, members, largest, key_chunk)
+    result: Tensor = window_attention(queries, keys, *lengths, scale, sink, everything, summed, largest, key_chunk)
     return result
 
 
@@ -96,11 +129,13 @@ def plain_window_attention(
     first_voter: Tensor,
     candidate_end: Tensor,
     scale: float,
-    members: int,
-    largest: bool,
+    sink: int,
+    everything: bool,
+    summed: int,
+    largest: int,
     key_chunk: int,
 ) -> Tensor:
-    """Attention that the voters pay to each token: summed over them, or the largest; averaged over a group's heads.
+    """Attention that the voters pay to each token: summed over them, the largest share, or both.
 
     Args:
         queries: ``[B, H, W, D]``, as for :func:`observation_votes`.
@@ -109,13 +144,16 @@ def plain_window_attention(
         first_voter: First voter of each sequence, likewise.
         candidate_end: End of the candidates of each sequence, likewise.
         scale: Factor on the logits.
-        members: Number of sinks if the softmax runs over the candidates alone; :data:`EVERYTHING` if it runs over the
-            whole causal prompt.
-        largest: The largest attention of any voter instead of the sum over all voters.
+        sink: Number of sinks, behind which the candidates begin.
+        everything: Whether the softmax of sums runs over the whole causal prompt; else over the candidates alone, as
+            that of shares always does.
+        summed: How many of the last voters are summed; 0 for no sums.
+        largest: Of how many of the last voters the largest share is taken; 0 for none.
         key_chunk: Keys scored at once.
 
     Returns:
-        float32 ``[B, N, L]``; 0 for tokens that no voter sees.
+        float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees. With
+        shares, only candidates count; what others have is undefined.
     """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]
@@ -124,32 +162,38 @@ def plain_window_attention(
     query_position = length[:, None] - W + rows  # [B, W]
     voter = (query_position >= first_voter[:, None])[:, None, None, :, None]
 
-    def logits(start: int) -> tuple[Tensor, Tensor]:
-        """Logits of one chunk, ``[B, N, G, W, chunk]``, and which of them the softmax includes."""
+    def logits(start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of one chunk, ``[B, N, G, W, chunk]``, which tokens a voter sees, and which are candidates, too."""
         chunk = keys[:, :, start : start + key_chunk]
         # Products of half-precision inputs are exact in float32, so nothing is lost before they are summed.
         values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
         values = values.view(B, N, H // N, W, chunk.shape[2])
         position = torch.arange(start, start + chunk.shape[2], device=keys.device)
-        if members == EVERYTHING:
-            member = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
-        else:
-            member = candidates(position, candidate_end, members)[:, None] & (position <= query_position[..., None])
-        return values, member[:, None, None]
+        seen = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
+        candidate = candidates(position, candidate_end, sink)[:, None] & seen
+        return values, seen[:, None, None], candidate[:, None, None]
 
+    # Whether the softmax runs over everything, and how many of the last queries vote.
+    kinds = [(everything, summed)] * (summed > 0) + [(False, largest)] * (largest > 0)
     starts = range(0, L, key_chunk)
-    # Two passes (normalizer first, then the sums) cost a second product of W rows but avoid holding all logits.
-    normalizer = torch.full((B, N, H // N, W), float("-inf"), dtype=torch.float32, device=keys.device)
+    # Two passes (normalizers first, then the sums) cost a second product of W rows but avoid holding all logits.
+    normalizers = [torch.full((B, N, H // N, W), -torch.inf, dtype=torch.float32, device=keys.device) for _ in kinds]
     for start in starts:
-        values, member = logits(start)
-        chunk_sum = values.masked_fill(~member, float("-inf")).logsumexp(-1)
-        normalizer = torch.logaddexp(normalizer, chunk_sum)
-    normalizer = normalizer.masked_fill(normalizer == float("-inf"), 0.0)
+        values, seen, candidate = logits(start)
+        for kind, (whole, _) in enumerate(kinds):
+            member = seen if whole else candidate
+            chunk_sum = values.masked_fill(~member, -torch.inf).logsumexp(-1)
+            normalizers[kind] = torch.logaddexp(normalizers[kind], chunk_sum)
     chunks = []
     for start in starts:
-        values, member = logits(start)
-        attention = torch.exp(values - normalizer[..., None]).masked_fill(~(member & voter), 0.0)
-        chunks.append((attention.amax(3) if largest else attention.sum(3)).mean(2))
+        values, seen, candidate = logits(start)
+        found = []
+        for normalizer, (whole, voters) in zip(normalizers, kinds, strict=True):
+            member = (seen if whole else candidate) & voter
+            total = normalizer.masked_fill(normalizer == -torch.inf, 0.0)
+            attention = torch.exp(values - total[..., None]).masked_fill(~member, 0.0)[:, :, :, W - voters :]
+            found.append(attention.sum(3) if len(found) < (summed > 0) else attention.amax(3))
+        chunks.append(torch.stack(found).mean(3))
     return torch.cat(chunks, -1)
 
 
@@ -158,8 +202,9 @@ window_attention = torch.library.custom_op("snapstream::window_attention", plain
 
 
 @window_attention.register_fake
-def _window_attention_shape(queries: Tensor, keys: Tensor, *_: object) -> Tensor:
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+def _window_attention_shape(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    *_, summed, largest, _ = rest
+    return keys.new_empty(((summed > 0) + (largest > 0), *keys.shape[:3]), dtype=torch.float32)
 
 
 def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:

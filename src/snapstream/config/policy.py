@@ -26,7 +26,7 @@ WINDOW = 32
 KEPT_QUERIES = 64
 """Every host keeps at least this many of a prompt's last queries, whatever its own policy needs, so that requests can
 use other policies."""
-DEFAULT_POLICY = "mixed"
+DEFAULT_POLICY = "spans"
 """The policy of a budget that is given as a number; docs/experiments.md says why it was chosen."""
 ALL = -1
 """Value of :attr:`Policy.queries` that means every query of the prompt."""

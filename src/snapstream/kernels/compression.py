@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from snapstream.cache.layer import copy_rows, plain_copy_rows
@@ -37,7 +38,7 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         and keys.shape[3] % MULTIPLE == 0
         and keys.stride(3) == queries.stride(3) == 1
         and keys.stride(2) % 2 == 0
-        and rest[3] > 0
+        and rest[3] > 0  # the scale
     )
     if fits_cpu:
         return cpu.attend_window(queries, keys, *rest[:-1])  # key_chunk only bounds the plain function's memory
@@ -66,6 +67,8 @@ def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
 
         with triton.current_device(votes.device):
             return pool_votes(votes, largest, kernel)
+    if cpu.loaded and votes.is_cpu and votes.dtype == torch.float32:
+        return choice.smooth(votes, largest, kernel)
     return plain_smoothed(votes, largest, kernel)
 
 

@@ -24,8 +24,8 @@ def run(output, *arguments):
 @pytest.mark.slow
 def test_the_same_scores_on_vllm_and_on_the_engine(tmp_path):
     with running(tmp_path, str(TASK_MODEL), "--additional-config", '{"snapstream": 2000}') as (address, _):
-        theirs = run(tmp_path / "vllm", "--endpoint", f"{address}/v1", "--policies", "mixed")
-    ours = run(tmp_path / "engine", "--policies", "mixed")
+        theirs = run(tmp_path / "vllm", "--endpoint", f"{address}/v1", "--policies", "spans")
+    ours = run(tmp_path / "engine", "--policies", "spans")
     assert len(ours) == 6 * 2 * 4 * 3
     assert ours.keys() == theirs.keys()
     for key, record in ours.items():

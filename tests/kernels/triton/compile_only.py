@@ -80,7 +80,7 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
             decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
     keys, values = staging.keys[0], staging.values[0][..., :columns]
     prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1)
-    votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, -1, True)
+    votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     votes.pool_votes(torch.zeros(1, N, L), False, 7)
     positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)
     select.gather(keys, positions[0], cache.keys[0])

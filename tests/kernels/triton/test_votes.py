@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from snapstream.compression import lay_out, layout_tensors
 from snapstream.compression.compress import plain_selected
-from snapstream.compression.scoring import EVERYTHING, plain_smoothed, plain_window_attention
+from snapstream.compression.scoring import plain_smoothed, plain_window_attention
 from snapstream.config import CacheBudget
 from tests.kernels.triton.devices import DEVICE, DTYPES, SIZES, column, random
 
@@ -15,22 +15,26 @@ pytest.importorskip("triton")
 from snapstream.kernels.triton import select, votes
 
 
-def check_votes(size, dtype, group, window, lengths, members, largest, seed, padding=13):
+def check_votes(size, dtype, group, window, lengths, sink, everything, summed, largest, seed, padding=13):
     B, N, L = len(lengths), 1 if size == 576 else 2, max(lengths) + padding
     queries = random(B, N * group, window, size, seed=seed, dtype=dtype)
     keys = random(B, N, L, size, seed=seed + 1, dtype=dtype)
     first_voter = [max(0, length - window + seed % 3) for length in lengths]
     candidate_end = [max(0, length - seed % 20) for length in lengths]
     arguments = (column(lengths), column(first_voter), column(candidate_end))
-    want = plain_window_attention(queries.double(), keys.double(), *arguments, size**-0.5, members, largest, 64)
+    want = plain_window_attention(
+        queries.double(), keys.double(), *arguments, size**-0.5, sink, everything, summed, largest, 64
+    )
     for b, length in enumerate(lengths):
         keys[b, :, length:] = float("nan")
         queries[b, :, : max(0, window - length)] = float("nan")
-    got = votes.window_attention(queries, keys, *arguments, size**-0.5, members, largest)
+    got = votes.window_attention(queries, keys, *arguments, size**-0.5, sink, everything, summed, largest)
     assert got.dtype == torch.float32
+    assert got.shape == want.shape
     for b, length in enumerate(lengths):
-        torch.testing.assert_close(got[b, :, :length], want[b, :, :length].float(), rtol=1e-4, atol=1e-6)
-        assert (got[b, :, length:] == 0).all()
+        counts = slice(sink, int(candidate_end[b])) if largest else slice(0, length)
+        torch.testing.assert_close(got[:, b, :, counts], want[:, b, :, counts].float(), rtol=1e-4, atol=1e-6)
+        assert (got[:, b, :, length:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,22 +44,25 @@ def check_votes(size, dtype, group, window, lengths, members, largest, seed, pad
     group=st.sampled_from((1, 3)),
     window=st.integers(1, 33),
     lengths=st.lists(st.integers(1, 200) | st.sampled_from((1, 63, 64, 65, 128)), min_size=1, max_size=2),
-    members=st.sampled_from((EVERYTHING, 0, 4)),
-    largest=st.booleans(),
+    sink=st.sampled_from((0, 4)),
+    everything=st.booleans(),
+    kind=st.sampled_from(("sums", "largest", "both")),
     seed=st.integers(0, 99),
 )
-def test_votes(size, dtype, group, window, lengths, members, largest, seed):
-    check_votes(size, dtype, group, window, lengths, members, largest, seed)
+def test_votes(size, dtype, group, window, lengths, sink, everything, kind, seed):
+    summed = 0 if kind == "largest" else 1 + seed % window
+    largest = 0 if kind == "sums" else 1 + seed // 2 % window
+    check_votes(size, dtype, group, window, lengths, sink, everything, summed, largest, seed)
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 4500])
 def test_votes_of_prompts_that_several_programs_normalise(length):
-    check_votes(64, torch.bfloat16, 2, 8, [length], EVERYTHING, largest=length % 2 == 0, seed=4)
+    check_votes(64, torch.bfloat16, 2, 8, [length], 4, True, 3, largest=8 if length % 2 == 0 else 0, seed=4)
 
 
 def test_logits_that_overflow_without_care():
     queries, keys = torch.full((1, 1, 4, 64), 30.0, device=DEVICE), random(1, 1, 90, 64, seed=0, dtype=torch.float32)
-    arguments = (column([90]), column([86]), column([80]), 1.0, EVERYTHING, False)
+    arguments = (column([90]), column([86]), column([80]), 1.0, 0, True, 4, 0)
     got = votes.window_attention(queries, keys, *arguments)
     torch.testing.assert_close(got, plain_window_attention(queries, keys, *arguments, 64), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got.sum(), torch.tensor(4.0, device=DEVICE))

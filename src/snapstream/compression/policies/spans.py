@@ -1,8 +1,8 @@
-"""``spans``: the last words vote for tokens, all of a long question votes for whole spans, and some keys stand out."""
+"""``spans``, the default: the last words vote for tokens, a long question for whole spans, and some keys stand out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,20 +15,20 @@ from snapstream.compression.policies.attention import require_kernel
 from snapstream.compression.policies.local_keydiff import NEAR, LocalKeyDifferences, require_near
 from snapstream.compression.policies.window import WindowVotes, require_voters
 from snapstream.compression.ranks import take_in_turn
-from snapstream.compression.scoring import observation_votes, pool_votes
+from snapstream.compression.scoring import pool_votes, votes_and_largest_shares
 from snapstream.config.checks import require_count
 from snapstream.config.policy import LayerPrompt, Policy, split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spans(WindowVotes):
-    """Three rankings take entries in turn: single tokens, whole spans of text and, every other turn, keys.
+    """Three rankings take entries in turn: single tokens, whole spans of text and, every fourth turn, keys.
 
     The paper's votes, averaged over a few neighbors, keep what the question points at, and a little around it. An
     answer that is longer than that, such as an id of thirty characters behind its name, is kept in fragments. Averages
     over a wide span keep it whole, but leave room for few places. A span reaches further past its votes than before
     them, as an answer usually follows the name that the question repeats. Votes know nothing about later questions, so
-    a fifth of the entries goes to tokens whose keys differ from their neighbors'.
+    a ninth of the entries goes to tokens whose keys differ from their neighbors'.
 
     For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
     to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
@@ -49,7 +49,7 @@ class Spans(WindowVotes):
     shift: int = 16
     voters: int = 64
     near: int = NEAR
-    key_turns: int = 2
+    key_turns: int = 4
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -93,17 +93,18 @@ class Spans(WindowVotes):
     @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
         """Votes for tokens and for spans, and key differences, ``[3, B, N, L]``; the last ones only if they count."""
-        window = replace(prompt, queries=prompt.queries[:, :, -self.window :])
-        spans = observation_votes(
-            prompt.queries[:, :, -self.voters :],
-            prompt.keys,
-            prompt.layout,
-            sink=prompt.sink,
-            scale=prompt.scale,
-            normalize="candidates",
-            largest=True,
-        )
-        kinds = [super().votes(window), spans]
+        kinds = [
+            *votes_and_largest_shares(
+                prompt.queries[:, :, -self.queries :],
+                prompt.keys,
+                prompt.layout,
+                sink=prompt.sink,
+                scale=prompt.scale,
+                normalize=self.normalize,
+                summed=self.window,
+                largest=self.voters,
+            )
+        ]
         if self.key_turns:
             kinds.append(key_differences(prompt.keys, prompt.layout, sink=prompt.sink, near=self.near))
         return torch.stack(kinds)

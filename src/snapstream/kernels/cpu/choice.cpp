@@ -1,5 +1,6 @@
-// Selection: ranks of scores, merged in rounds from several lists, and the token that every entry holds. It compares
-// integers only, so results equal those of plain torch bit for bit (compression/ranks.py, compression/compress.py).
+// Selection: votes smoothed along the sequence, ranks of scores, merged in rounds from several lists, and the token that
+// every entry holds. Neighbors are added from left to right, and scores are compared as integers, so results equal those
+// of plain torch bit for bit (compression/scoring.py, ranks.py, compress.py).
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -21,6 +22,12 @@ struct Lists {
   const int64_t* candidate_end;  // [sequences]
   float* out;                    // [sequences][heads][length], zeros
   int64_t lists, sequences, heads, length, sink, most;
+};
+
+struct Smoothing {
+  const float* votes;  // [rows][length]
+  float* out;          // likewise
+  int64_t rows, length, largest, width;
 };
 
 struct Selection {
@@ -76,6 +83,25 @@ class Order {
   std::array<std::array<uint32_t, 1 << BITS>, PASSES> starts;
 };
 
+// `padded` has room for the row, for the neighbors of its ends, and for a vector that begins within it.
+void smooth(const Smoothing& a, int64_t row, float* padded) {
+  const int64_t half = a.width / 2;
+  std::fill(padded, padded + half, 0.0f);
+  std::copy_n(a.votes + row * a.length, a.length, padded + half);
+  std::fill(padded + half + a.length, padded + a.length + a.width + LANES, 0.0f);
+  const vec width = vec{} + static_cast<float>(a.width);
+  float* out = a.out + row * a.length;
+  for (int64_t at = 0; at < a.length; at += LANES) {
+    vec result = load(padded + at);
+    for (int64_t neighbor = 1; neighbor < a.width; ++neighbor) {
+      const vec vote = load(padded + at + neighbor);
+      result = a.largest ? larger(result, vote) : result + vote;
+    }
+    if (!a.largest) result /= width;
+    std::memcpy(out + at, &result, std::min<int64_t>(LANES, a.length - at) * sizeof(float));
+  }
+}
+
 void take_in_turn(const Lists& a, int64_t row, Order& order, float* best) {
   const int64_t from = std::max<int64_t>(a.sink, 0), end = std::min(a.candidate_end[row / a.heads], a.length);
   if (from >= end) return;
@@ -122,7 +148,18 @@ void select_entries(const Selection& a, int64_t row, int32_t* memory) {
 
 using namespace snapstream;
 
-// Both return false if they ran out of memory.
+// All return false if they ran out of memory.
+EXPORT int64_t snapstream_smooth(const Smoothing* a, int64_t threads) {
+  try {
+    share_out(threads, a->rows, [a] {
+      return [a, padded = Memory<float>(a->length + a->width + LANES)](int64_t row) { smooth(*a, row, padded.get()); };
+    });
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 EXPORT int64_t snapstream_take_in_turn(const Lists* a, int64_t threads) {
   try {
     share_out(threads, a->sequences * a->heads, [a] {

@@ -1,4 +1,4 @@
-"""Kernels of selection: key differences, ranks of scores, and the token of every entry."""
+"""Kernels of selection: key differences, smoothed votes, ranks of scores, and the token of every entry."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ class _Lists(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "every", "candidate_end", "out")),
         *((name, ctypes.c_int64) for name in ("lists", "sequences", "heads", "length", "sink", "most")),
+    )
+
+
+class _Smoothing(ctypes.Structure):
+    """Mirrors ``Smoothing`` in choice.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("votes", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "length", "largest", "width")),
     )
 
 
@@ -64,6 +73,23 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
     pointers = (each.data_ptr() for each in (keys, ends, out))
     arguments = _Keys(*pointers, **shape, **strides, sink=sink, near=near, shortest=shortest)
     library.run("key_differences", arguments, TYPES.index(keys.dtype), of=CHOICE)
+    return out
+
+
+def smooth(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+    """CPU kernel for :func:`snapstream.compression.scoring.pool_votes`, with the same results.
+
+    Raises:
+        ValueError: Dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
+    """
+    require(votes.dtype == torch.float32 and kernel > 0, "votes must be float32, and the kernel positive")
+    check_types(votes)
+    votes = votes.contiguous()
+    out = torch.empty_like(votes)
+    length = votes.shape[-1]
+    sizes = {"rows": votes.numel() // max(1, length), "length": length, "largest": largest, "width": kernel}
+    library.run("smooth", _Smoothing(votes.data_ptr(), out.data_ptr(), **sizes), of=CHOICE)
     return out
 
 

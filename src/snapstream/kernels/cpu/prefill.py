@@ -34,7 +34,8 @@ class _Window(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
-        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence", "sink", "largest")),
+        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence")),
+        *((name, ctypes.c_int64) for name in ("sink", "everything", "summed", "largest")),
     )
 
 
@@ -139,7 +140,9 @@ def attend_window(
     candidate_end: Tensor,
     scale: float,
     sink: int,
-    largest: bool,
+    everything: bool,
+    summed: int,
+    largest: int,
     instructions: str | None = None,
 ) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.scoring.window_attention`.
@@ -156,7 +159,9 @@ def attend_window(
     _check(name, scale, queries, keys)
     require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of elements must be aligned")
     lengths = check_lengths(B, length, first_voter, candidate_end)
-    votes = keys.new_zeros((B, N, L), dtype=torch.float32)
+    require(0 <= summed <= W and 0 <= largest <= W and summed + largest > 0, "there must be voters")
+    require(sink >= 0, "the number of sinks is negative")
+    votes = keys.new_zeros(((summed > 0) + (largest > 0), B, N, L), dtype=torch.float32)
     problem = _Problem(
         query=queries.data_ptr(),
         keys=keys.data_ptr(),
@@ -177,6 +182,8 @@ def attend_window(
         query_sequence=queries.stride(0),
         key_sequence=keys.stride(0),
         sink=sink,
+        everything=everything,
+        summed=summed,
         largest=largest,
     )
     _run("window_attention", keys.dtype, name, problem, window)

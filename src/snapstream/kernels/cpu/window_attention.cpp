@@ -1,5 +1,5 @@
-// The attention that the last queries of a prompt pay to each token: the votes of SnapKV, which sum over the queries, or
-// the largest of them. It makes two passes over the keys, normalizer first, so that it holds the logits of one block.
+// The attention that the last queries of a prompt pay to each token: summed over the last of them (SnapKV), and the
+// largest share of it. Two passes over the keys, normalizers first, so that only the logits of one block are held.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,23 +18,29 @@ constexpr int64_t SPAN = 16 * BLOCK;  // keys per task: fixed, so that results d
 // Arguments besides a Problem, for all sequences of a batch; prefill.py fills the structure.
 struct WindowArguments {
   const int64_t *length, *first_voter, *candidate_end;  // [sequences]
-  float* votes;                                         // [sequences][kv_heads][readable]
+  float* votes;                                         // [sums, largest][sequences][kv_heads][readable], zeros
   int64_t sequences, query_sequence, key_sequence;      // how many, and elements from one to the next
-  int64_t sink, largest;
+  int64_t sink, everything;  // candidates begin at `sink`; whether the softmax of sums includes all other tokens
+  int64_t summed, largest;   // how many of the last queries vote by their sum, and how many by the largest share
 };
 
 // One sequence. Rows are the window's queries of all heads that share a KV head, `stride` rows per head, of which the
-// last ones may be unused; row r sees keys first .. last[r].
+// last ones may be unused; row r sees keys up to last[r].
 template <typename K>
 struct Window {
   const Problem<typename K::Number>& p;
-  int64_t threads, stride, rows, tiles, first, end;
+  int64_t threads, stride, rows, tiles;
+  int64_t first, end;                                // keys that any softmax includes
+  int64_t candidates, candidates_end;                // those that every softmax includes
+  bool split;                                        // whether the two softmaxes differ
   std::vector<int32_t> last;                         // [tiles * QUERIES]
+  std::vector<float> counts;                         // [tiles * QUERIES]: 1 for rows that are summed, else 0
   std::vector<typename K::Operand> queries;          // [kv_heads][tiles][operands][QUERIES]
-  std::vector<float> normalizer;                     // [kv_heads][tiles * QUERIES]
-  std::vector<float> maxima, sums;                   // [kv_heads][spans][tiles * QUERIES]
+  std::vector<float> sum_normalizer, share_normalizer;  // [kv_heads][tiles * QUERIES]; infinite if a row has no vote
+  std::vector<float> maxima, sums;                   // [candidates, others][kv_heads][spans][tiles * QUERIES]
 
   int64_t spans() const { return (end + SPAN - 1) / SPAN; }
+  int64_t width() const { return tiles * QUERIES; }
 };
 
 // Calls visit(head, span, block, keys, tile, scores, spare) for every KV head, every block of keys and every tile of
@@ -65,48 +71,62 @@ void visit_all(const Window<K>& w, const Visit& visit) {
 
 template <typename K>
 void normalize(Window<K>& w) {
-  const int64_t width = w.tiles * QUERIES, spans = w.spans();
-  w.maxima.assign(w.p.kv_heads * spans * width, LOWEST);
-  w.sums.assign(w.p.kv_heads * spans * width, 0.0f);
+  const int64_t width = w.width(), spans = w.spans(), kinds = 1 + w.split, kind_states = w.p.kv_heads * spans * width;
+  w.maxima.assign(kinds * kind_states, LOWEST);
+  w.sums.assign(kinds * kind_states, 0.0f);
   const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
+    const int64_t from = std::max<int64_t>(0, w.first - block);
+    const int64_t inside = w.split ? std::clamp(w.candidates - block, from, keys) : from;
+    const int64_t outside = w.split ? std::clamp(w.candidates_end - block, inside, keys) : keys;
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
-      const int64_t row = tile * QUERIES + lane, state = (head * spans + span) * width + row;
+      const int64_t row = tile * QUERIES + lane;
       const vec_i32 last = (vec_i32)load_u32(w.last.data() + row);
-      const int64_t from = std::max<int64_t>(0, w.first - block);
-      vec highest = vec{} + LOWEST, sum = {};
-      for (int64_t key = from; key < keys; ++key) {
-        const vec s = load(scores + key * QUERIES + lane) * scale;
-        highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
-      }
-      const vec before = load(&w.maxima[state]), maximum = larger(before, highest);
-      for (int64_t key = from; key < keys; ++key) {
-        const vec s = load(scores + key * QUERIES + lane) * scale;
-        sum += exp_nonpositive(select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST) - maximum);
-      }
-      // A row that has seen nothing yet has added only ones, which its first real maximum clears.
-      store(&w.sums[state], load(&w.sums[state]) * exp_nonpositive(before - maximum) + sum);
-      store(&w.maxima[state], maximum);
+      const auto add = [&](int64_t kind, int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        const int64_t state = kind * kind_states + (head * spans + span) * width + row;
+        vec highest = vec{} + LOWEST, sum = {};
+        for (int64_t key = begin; key < end; ++key) {
+          const vec s = load(scores + key * QUERIES + lane) * scale;
+          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
+        }
+        const vec before = load(&w.maxima[state]), maximum = larger(before, highest);
+        for (int64_t key = begin; key < end; ++key) {
+          const vec s = load(scores + key * QUERIES + lane) * scale;
+          sum += exp_nonpositive(select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST) - maximum);
+        }
+        // A row that has seen nothing yet has added only ones, which its first real maximum clears.
+        store(&w.sums[state], load(&w.sums[state]) * exp_nonpositive(before - maximum) + sum);
+        store(&w.maxima[state], maximum);
+      };
+      add(0, inside, outside);
+      add(1, from, inside);
+      add(1, outside, keys);
     }
   });
+  const auto log_total = [&](int64_t head, int64_t row, int64_t of_kinds) {
+    float top = LOWEST, sum = 0.0f;
+    const auto visit = [&](const auto& add) {
+      for (int64_t kind = 0; kind < of_kinds; ++kind) {
+        for (int64_t span = 0; span < spans; ++span) add(kind * kind_states + (head * spans + span) * width + row);
+      }
+    };
+    visit([&](int64_t state) { top = std::max(top, w.maxima[state]); });
+    visit([&](int64_t state) { sum += w.sums[state] * std::exp(w.maxima[state] - top); });
+    return top > LOWEST ? top + std::log(sum) : std::numeric_limits<float>::infinity();
+  };
   for (int64_t head = 0; head < w.p.kv_heads; ++head) {
     for (int64_t row = 0; row < w.rows; ++row) {
-      float top = LOWEST, sum = 0.0f;
-      for (int64_t span = 0; span < spans; ++span) top = std::max(top, w.maxima[(head * spans + span) * width + row]);
-      for (int64_t span = 0; span < spans; ++span) {
-        const int64_t state = (head * spans + span) * width + row;
-        sum += w.sums[state] * std::exp(w.maxima[state] - top);
-      }
-      float& total = w.normalizer[head * width + row];
-      if (top > LOWEST && total == 0.0f) total = top + std::log(sum);  // rows that do not vote stay at infinity
-      if (top <= LOWEST) total = std::numeric_limits<float>::infinity();
+      float &sum = w.sum_normalizer[head * width + row], &share = w.share_normalizer[head * width + row];
+      if (sum == 0.0f) sum = log_total(head, row, kinds);
+      if (share == 0.0f) share = log_total(head, row, 1);
     }
   }
 }
 
 template <typename K>
 void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
-  const int64_t width = w.tiles * QUERIES;
+  const int64_t width = w.width();
   const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
     float* out = votes + head * votes_head + block;
@@ -115,7 +135,7 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
       UNROLL for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
         const int64_t row = tile * QUERIES + lane;
         const vec weight = exp_nonpositive(load(scores + key * QUERIES + lane) * scale -
-                                           load(&w.normalizer[head * width + row]));
+                                           load(&w.sum_normalizer[head * width + row]));
         total += select((vec_i32)load_u32(w.last.data() + row) >= static_cast<int32_t>(block + key), weight, vec{});
       }
       out[key] += sum(total) * share;
@@ -123,31 +143,43 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   });
 }
 
-// The mean over the heads of a group of the largest vote of each head. A vector of rows belongs to one head, whose tiles
-// follow each other; `most` collects their logarithms, as only the largest needs to be a share.
+// The mean over the heads of a group of the largest share of each head, and of its sums from the query `first_summed` on.
+// A vector of rows belongs to one head, whose tiles follow each other; `most` collects the logarithms of shares, as only
+// the largest is needed.
 template <typename K>
-void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float share) {
-  const int64_t width = w.tiles * QUERIES;
+void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* shares, int64_t votes_head, float part) {
+  const int64_t width = w.width();
   const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float* most) {
     const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
-    float* out = votes + head * votes_head + block;
-    const int64_t first = std::max<int64_t>(0, w.first - block);
+    const int64_t first = std::clamp<int64_t>(w.candidates - block, 0, keys);
+    const int64_t end = std::clamp(w.candidates_end - block, first, keys);
+    float *sums_out = sums + head * votes_head + block, *shares_out = shares + head * votes_head + block;
     for (int64_t row = from, next; row < until; row = next) {
       next = std::min(until, (row / w.stride + 1) * w.stride);
       if (row % w.stride == 0) std::fill(most, most + BLOCK, LOWEST);
-      for (int64_t key = first; key < keys; ++key) {
-        vec highest = vec{} + LOWEST;
-        for (int64_t i = row; i < next; i += LANES) {
-          const vec s = load(scores + key * QUERIES + i - from) * scale - load(&w.normalizer[head * width + i]);
+      const int64_t summed = row + std::clamp<int64_t>(first_summed - row % w.stride, 0, next - row) / LANES * LANES;
+      for (int64_t key = first; key < end; ++key) {
+        const auto logits = [&](int64_t i) {
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
-          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
+          const vec s = load(scores + key * QUERIES + i - from) * scale;
+          return select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
+        };
+        vec highest = vec{} + LOWEST, total = {};
+        for (int64_t i = row; i < summed; i += LANES) {
+          highest = larger(highest, logits(i) - load(&w.share_normalizer[head * width + i]));
+        }
+        for (int64_t i = summed; i < next; i += LANES) {
+          const vec s = logits(i);
+          highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
+          total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i])) * load(&w.counts[i]);
         }
         most[key] = std::max(most[key], largest(highest));
+        if (summed < next) sums_out[key] += sum(total) * part;
       }
       if (next % w.stride != 0) continue;
       for (int64_t key = 0; key < BLOCK; key += LANES) store(most + key, exp_nonpositive(load(most + key)));
-      for (int64_t key = first; key < keys; ++key) out[key] += most[key] * share;
+      for (int64_t key = first; key < end; ++key) shares_out[key] += most[key] * part;
     }
   });
 }
@@ -156,19 +188,30 @@ void take_largest(const Window<K>& w, float* votes, int64_t votes_head, float sh
 template <typename K>
 void attend_window(const Problem<typename K::Number>& p, const WindowArguments& a, int64_t b, int64_t threads) {
   const int64_t W = p.tokens, D = p.size, N = p.kv_heads, G = p.heads / N, length = a.length[b];
-  const int64_t stride = a.largest ? round_up(W, LANES) : W, rows = G * stride;
-  const bool everything = a.sink < 0;  // the softmax runs over the causal prompt, not only over the candidates
-  Window<K> w{p, threads, stride, rows, (rows + QUERIES - 1) / QUERIES, everything ? 0 : a.sink,
-              everything ? length : a.candidate_end[b]};
-  w.end = std::max<int64_t>(0, std::min(w.end, p.readable));
-  const int64_t width = w.tiles * QUERIES;
+  const int64_t stride = a.largest > 0 ? round_up(W, LANES) : W, rows = G * stride;
+  const bool everything = a.everything && a.summed > 0;
+  const int64_t candidates_end = std::max<int64_t>(0, std::min(a.candidate_end[b], p.readable));
+  Window<K> w{p, threads, stride, rows, (rows + QUERIES - 1) / QUERIES};
+  w.first = everything ? 0 : a.sink;
+  w.end = everything ? std::max<int64_t>(0, std::min(length, p.readable)) : candidates_end;
+  w.candidates = a.sink, w.candidates_end = candidates_end;
+  w.split = everything && a.largest > 0;
+  const int64_t width = w.width();
+  constexpr float NONE = std::numeric_limits<float>::infinity();
   w.last.assign(width, -1);
-  w.normalizer.assign(N * width, std::numeric_limits<float>::infinity());
+  w.counts.assign(width, 0.0f);
+  w.sum_normalizer.assign(N * width, NONE);
+  w.share_normalizer.assign(N * width, NONE);
   for (int64_t row = 0; row < w.rows; ++row) {
-    const int64_t position = length - W + row % stride;
-    if (row % stride >= W || position < a.first_voter[b]) continue;
-    w.last[row] = static_cast<int32_t>(everything ? position : std::min(position, a.candidate_end[b] - 1));
-    for (int64_t head = 0; head < N; ++head) w.normalizer[head * width + row] = 0.0f;
+    const int64_t voter = row % stride, position = length - W + voter;
+    if (voter >= W || position < a.first_voter[b]) continue;
+    const bool is_summed = voter >= W - a.summed;
+    w.last[row] = static_cast<int32_t>(position);
+    w.counts[row] = is_summed;
+    for (int64_t head = 0; head < N; ++head) {
+      if (is_summed) w.sum_normalizer[head * width + row] = 0.0f;
+      if (voter >= W - a.largest) w.share_normalizer[head * width + row] = 0.0f;
+    }
   }
   w.queries.resize(N * w.tiles * (D / K::PER_OPERAND) * QUERIES);
   for (int64_t head = 0; head < N; ++head) {
@@ -180,8 +223,11 @@ void attend_window(const Problem<typename K::Number>& p, const WindowArguments& 
   }
   if (w.end <= w.first) return;
   normalize(w);
-  const auto vote = a.largest ? take_largest<K> : sum_up<K>;
-  vote(w, a.votes + b * N * p.readable, p.readable, 1.0f / static_cast<float>(G));
+  const float part = 1.0f / static_cast<float>(G);
+  float* votes = a.votes + b * N * p.readable;
+  if (a.largest == 0) return sum_up(w, votes, p.readable, part);
+  float* shares = a.summed > 0 ? votes + a.sequences * N * p.readable : votes;
+  take_largest(w, a.summed > 0 ? W - a.summed : stride, votes, shares, p.readable, part);
 }
 
 template <typename K>

@@ -1,7 +1,7 @@
 """Votes of the observation window, in two passes over tiles of keys; then their smoothing.
 
-The first pass finds the normalizer of each voter's softmax. The second sums what each key gets from all voters of the
-group, or takes the largest of each head. Only one value per voter and one per key leave a tile.
+The first pass finds the normalizers of each voter. The second sums what each key gets from the last voters of every
+head of the group, and takes the largest share of each head. Only one value per voter and two per key leave a tile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapstream.compression.scoring import EVERYTHING
 from snapstream.kernels.triton.tiles import load_parts, log_total, logits_of, parts_of, weigh, width_of
 
 LN_2 = 0.6931471805599453
@@ -71,10 +70,18 @@ def _normalize(
     tl.store(normalizers + place, log_total(peak, total), mask=row < GROUP * stride)
 
 
-@triton.jit(do_not_specialize=["entries", "window", "stride", "sink", "largest"])
+@triton.jit
+def _attention(logits, normalizers, row, is_row, votes):
+    normalizer = tl.load(normalizers + row, mask=is_row, other=0.0)
+    normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
+    return tl.where(votes, tl.exp2(logits - normalizer[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=["entries", "window", "stride", "sink", "summed", "largest"])
 def _reduce(
-    queries, keys, lengths, first_voters, candidate_ends, normalizers, votes, scale,
-    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink, largest,
+    queries, keys, lengths, first_voters, candidate_ends, of_sums, of_shares, sums, shares, scale,
+    query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink,
+    summed, largest,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -86,26 +93,34 @@ def _reduce(
     queries += sequence * query_sequence + head * GROUP * query_head
     keys += sequence * key_sequence + head * key_head
     position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    total = tl.zeros([KEYS], tl.float32)
     result = tl.zeros([KEYS], tl.float32)
     most = tl.zeros([KEYS], tl.float32)
     for start in range(0, GROUP * stride, ROWS):
         row = start + tl.arange(0, ROWS)
         logits, seen = _logits(
             queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-            window, stride, sink, GROUP, SIZE, FIRST, SECOND,
+            window, stride, -1, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
-        place = both * GROUP * stride + row
-        normalizer = tl.load(normalizers + place, mask=row < GROUP * stride, other=0.0)
-        normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
-        attention = tl.where(seen, tl.exp2(logits - normalizer[:, None]), 0.0)
-        if largest != 0:  # a tile has rows of one head
+        if largest > 0:  # a tile has rows of one head
+            votes = seen & (row % stride >= window - largest)[:, None]
+            attention = _attention(logits, of_shares + both * GROUP * stride, row, row < GROUP * stride, votes)
             most = tl.maximum(most, tl.max(attention, 0))
             is_last = (start + ROWS) % stride == 0
             result += tl.where(is_last, most, 0.0)
             most = tl.where(is_last, 0.0, most)
-        else:
-            result += tl.sum(attention, 0)
-    tl.store(votes + both * entries + position, result / GROUP, mask=position < entries)
+        if summed > 0:
+            votes = seen & (row % stride >= window - summed)[:, None]
+            attention = _attention(logits, of_sums + both * GROUP * stride, row, row < GROUP * stride, votes)
+            total += tl.sum(attention, 0)
+    # What a softmax over the candidates leaves out may have overflowed.
+    is_candidate = (position >= sink) & (position < candidate_end)
+    if summed > 0:
+        total = tl.where((sink < 0) | is_candidate, total, 0.0)
+        tl.store(sums + both * entries + position, total / GROUP, mask=position < entries)
+    if largest > 0:
+        result = tl.where(is_candidate, result, 0.0)
+        tl.store(shares + both * entries + position, result / GROUP, mask=position < entries)
 
 
 # One tensor holds several kinds of votes, so each of them may start at any address.
@@ -142,8 +157,10 @@ def window_attention(
     first_voter: Tensor,
     candidate_end: Tensor,
     scale: float,
-    members: int,
-    largest: bool,
+    sink: int,
+    everything: bool,
+    summed: int,
+    largest: int,
     key_chunk: int = 0,
 ) -> Tensor:
     """Triton kernel for :func:`snapstream.compression.scoring.plain_window_attention`; ``key_chunk`` is ignored."""
@@ -162,17 +179,22 @@ def window_attention(
         "SECOND": second,
     }
     strides = (*queries.stride()[:3], *keys.stride()[:3])
-    sink = -1 if members == EVERYTHING else members
-    parts = torch.empty(B * N, group * stride, shares, dtype=torch.float32, device=keys.device)
-    _normalize[(shares, -(-group * stride // rows), B * N)](
-        queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, stride, sink,
-        SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
-    )  # fmt: skip
-    normalizers = parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2
-    votes = torch.empty(B, N, L, dtype=torch.float32, device=keys.device)
+
+    def normalizers(from_sink: int) -> Tensor:
+        parts = torch.empty(B * N, group * stride, shares, dtype=torch.float32, device=keys.device)
+        _normalize[(shares, -(-group * stride // rows), B * N)](
+            queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, stride, from_sink,
+            SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
+        )  # fmt: skip
+        return (parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2).contiguous()
+
+    whole = everything and summed > 0
+    of_shares = normalizers(-1 if whole and not largest else sink)
+    of_sums = normalizers(-1) if whole and largest else of_shares
+    votes = torch.empty((summed > 0) + (largest > 0), B, N, L, dtype=torch.float32, device=keys.device)
     _reduce[(-(-L // tile["KEYS"]), B * N)](
-        queries, keys, length, first_voter, candidate_end, normalizers.contiguous(), votes, scale, *strides, L, W,
-        stride, sink, int(largest), **shape, **tile,
+        queries, keys, length, first_voter, candidate_end, of_sums, of_shares, votes[0], votes[-1], scale, *strides,
+        L, W, stride, -1 if whole and not largest else sink, summed, largest, **shape, **tile,
     )  # fmt: skip
     return votes
 
