@@ -7,6 +7,7 @@ pooled along the sequence (paper, equation 3 and listing 6). A policy may take t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def observation_votes(
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for tokens that are not
         candidates.
     """
-    (votes,) = _attention(queries, keys, layout, scale, sink, normalize == "all", queries.shape[2], 0, key_chunk)
-    return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
+    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", queries.shape[2], 0, key_chunk)
+    return votes[0].masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
 def votes_and_largest_shares(
@@ -80,8 +81,9 @@ def votes_and_largest_shares(
     Returns:
         float32 ``[2, B, N, L]``, both averaged over the ``G`` query heads of a group.
     """
-    voters = (min(number, queries.shape[2]) for number in (summed, largest))  # a prompt may have fewer
-    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", *voters, key_chunk)
+    rows = queries.shape[2]  # a prompt may have fewer
+    summed, largest = min(summed, rows), min(largest, rows)
+    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", summed, largest, key_chunk)
     return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
@@ -100,8 +102,8 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: Lay
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
-    (sums,) = _attention(queries, keys, layout, scale, 0, True, queries.shape[2], 0)
-    kept = sums.gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
+    sums = _attention(queries, keys, layout, scale, 0, True, queries.shape[2], 0)
+    kept = sums[0].gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
     voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
 
@@ -173,26 +175,28 @@ def plain_window_attention(
         candidate = candidates(position, candidate_end, sink)[:, None] & seen
         return values, seen[:, None, None], candidate[:, None, None]
 
-    # Whether the softmax runs over everything, and how many of the last queries vote.
-    kinds = [(everything, summed)] * (summed > 0) + [(False, largest)] * (largest > 0)
+    # Of each kind: whether its softmax runs over everything, how many last queries vote, and how they are joined.
+    kinds: list[tuple[bool, int, Callable[[Tensor, int], Tensor]]]
+    kinds = [(everything, summed, torch.sum), (False, largest, torch.amax)]
+    kinds = [kind for kind in kinds if kind[1] > 0]
     starts = range(0, L, key_chunk)
     # Two passes (normalizers first, then the sums) cost a second product of W rows but avoid holding all logits.
     normalizers = [torch.full((B, N, H // N, W), -torch.inf, dtype=torch.float32, device=keys.device) for _ in kinds]
     for start in starts:
         values, seen, candidate = logits(start)
-        for kind, (whole, _) in enumerate(kinds):
+        for kind, (whole, *_) in enumerate(kinds):
             member = seen if whole else candidate
             chunk_sum = values.masked_fill(~member, -torch.inf).logsumexp(-1)
             normalizers[kind] = torch.logaddexp(normalizers[kind], chunk_sum)
+    normalizers = [total.masked_fill(total == -torch.inf, 0.0)[..., None] for total in normalizers]
     chunks = []
     for start in starts:
         values, seen, candidate = logits(start)
         found = []
-        for normalizer, (whole, voters) in zip(normalizers, kinds, strict=True):
+        for total, (whole, voters, reduce) in zip(normalizers, kinds, strict=True):
             member = (seen if whole else candidate) & voter
-            total = normalizer.masked_fill(normalizer == -torch.inf, 0.0)
-            attention = torch.exp(values - total[..., None]).masked_fill(~member, 0.0)[:, :, :, W - voters :]
-            found.append(attention.sum(3) if len(found) < (summed > 0) else attention.amax(3))
+            attention = torch.exp(values - total).masked_fill(~member, 0.0)
+            found.append(reduce(attention[:, :, :, W - voters :], 3))
         chunks.append(torch.stack(found).mean(3))
     return torch.cat(chunks, -1)
 
