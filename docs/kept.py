@@ -14,7 +14,7 @@ from snapstream.cli import app
 from snapstream.evaluation.plots import kept_tokens
 from snapstream.evaluation.records import read_records
 
-POLICIES = "streaming,sage-kv,keydiff,local-keydiff,snapstream,mixed"
+POLICIES = "streaming,sage-kv,keydiff,local-keydiff,snapstream,mixed,spans"
 
 
 def main() -> None:

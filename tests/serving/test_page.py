@@ -422,7 +422,7 @@ def test_three_policies_side_by_side(compared, example):
     assert "broad vase" not in kept
     assert len(kept) > 500
     assert shown.endswith(kept[-400:])
-    page.locator("#kept-policy").select_option("mixed")
+    page.locator("#kept-policy").select_option("spans")
     layers = page.locator("#kept-layer option").count() - 1
     assert layers == page.server.llm.engine.spec.layers
     each = set()

@@ -117,7 +117,7 @@ def evaluate(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="Settings of snapstream, or else of mixed, to compare: window=8,32 or pooling=avg,max. Repeat for "
+            help="Settings of snapstream, or else of spans, to compare: window=8,32 or pooling=avg,max. Repeat for "
             "several.",
             rich_help_panel=LAB,
         ),
@@ -202,7 +202,7 @@ def evaluate(
     chosen = split_names(policies or default, "policies")
     if sweep and (endpoint or swept_of(chosen) is None):
         raise ConfigurationError(
-            "sweep: settings can be swept with the built-in engine only, for the policy snapstream or mixed; an "
+            "sweep: settings can be swept with the built-in engine only, for the policy snapstream or spans; an "
             "endpoint's settings are fixed when it starts"
         )
     if "served" in chosen and not served_as:

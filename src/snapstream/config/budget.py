@@ -81,7 +81,7 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Setting of the policies ``mixed`` (the default), ``snapstream`` and ``spans``.
+            window: Setting of the policies ``spans`` (the default), ``snapstream`` and ``mixed``.
             pooling: Setting of ``mixed``, ``snapstream``, ``spans`` and ``sage-kv``; see
                 :class:`~snapstream.compression.policies.attention.AttentionVotes`.
             kernel: Setting of the same policies, and of ``keydiff`` and ``local-keydiff``, which average key
@@ -164,7 +164,7 @@ class CacheBudget:
 
     @classmethod
     def of(cls, capacity: int) -> CacheBudget:
-        """Derive a budget of ``capacity`` entries with the default policy ``mixed``, whose settings did best in tests.
+        """Derive a budget of ``capacity`` entries with the default policy ``spans``, whose settings did best in tests.
 
         The cache has four sinks and an elastic ring. An eighth of it is for recent tokens, the rest for selected ones.
         A cache of fewer than 256 entries has 32 recent tokens, but at most three eighths of its entries.
@@ -177,11 +177,12 @@ class CacheBudget:
         """Derive a budget of ``capacity`` entries for a named policy, with suitable settings.
 
         Args:
-            name: ``mixed`` (the default), ``snapstream`` (the paper's rule: a window votes), ``sage-kv`` (only the last
-                token votes), ``keydiff`` (keys that differ from all others), ``local-keydiff`` (keys that differ from
-                their neighbors), ``spans`` (votes for tokens and for whole spans), ``streaming`` (StreamingLLM: sinks
-                and recent tokens only), ``full`` (nothing is dropped while the sequence fits into ``capacity``),
-                ``random`` (random selection), or the name of a policy from another package.
+            name: ``spans`` (the default: votes for tokens and for whole spans, and some keys), ``snapstream`` (the
+                paper's rule: a window votes), ``sage-kv`` (only the last token votes), ``keydiff`` (keys that differ
+                from all others), ``local-keydiff`` (keys that differ from their neighbors), ``mixed`` (votes and such
+                keys), ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is dropped while
+                the sequence fits into ``capacity``), ``random`` (random selection), or the name of a policy from
+                another package.
             capacity: Entries per layer and KV head.
 
         Raises:

@@ -123,7 +123,7 @@ class LLM:
                 the model has a template and ``text`` is not token ids.
             system: The system message of this conversation.
             budget: Cache entries, as for :attr:`SamplingParams.kv_budget`; by default the engine's. Unless this is a
-                :class:`CacheBudget`, the policy's variant for contexts is used: ``local-keydiff`` for ``mixed``.
+                :class:`CacheBudget`, the policy's variant for contexts is used: ``local-keydiff`` for ``spans``.
 
         Returns:
             The context, for ``generate(..., context=...)`` and :meth:`save_context`.

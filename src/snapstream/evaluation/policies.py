@@ -163,8 +163,8 @@ def make_variants(
 
 
 def swept_of(policies: Sequence[str]) -> str | None:
-    """The policy whose settings are swept: the paper's, or else the default, or else ``spans``."""
-    return next((policy for policy in ("snapstream", DEFAULT_POLICY, "spans") if policy in policies), None)
+    """The policy whose settings are swept: the paper's, or else the default, or else ``mixed``."""
+    return next((policy for policy in ("snapstream", DEFAULT_POLICY, "mixed") if policy in policies), None)
 
 
 LEAST_PROMPT = 64

@@ -46,7 +46,7 @@ class Budget(Body):
 
     capacity: Annotated[int, Field(ge=1, lt=2**31)] = Field(description="Cache entries.")
     policy: Annotated[str, Field(max_length=64)] = Field(
-        DEFAULT_POLICY, description="mixed, snapstream, streaming, ..."
+        DEFAULT_POLICY, description="spans, snapstream, streaming, ..."
     )
 
 

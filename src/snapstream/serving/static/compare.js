@@ -3,7 +3,7 @@
 import { $, ask, show } from "./api.js";
 import { bytes, number, say } from "./slots.js";
 
-const OURS = "mixed"; // the library's default
+const OURS = "spans"; // the library's default
 const POLICIES = [
   { name: "full", title: "Full cache" },
   { name: "streaming", title: "StreamingLLM" },
