@@ -31,12 +31,11 @@ from snapstream import LLM, CacheBudget, EngineConfig, SamplingParams
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.policies import make_variants
 from snapstream.evaluation.questions.files import read_questions
-from snapstream.evaluation.questions.plan import QuestionPlan
+from snapstream.evaluation.questions.plan import HALVES, QuestionPlan
 from snapstream.evaluation.tasks import Sample, find_tasks, make_sample
 from snapstream.sizes import parse_tokens
 
 MOST = 40
-HALVES = ("even", "odd")
 Cell = tuple[str, str]
 """Size and budget of a cache."""
 Loss = list[tuple[float, bool]]
@@ -84,9 +83,9 @@ def force(
 
 def samples_of(path: str, half: str, prompts: Prompts, longest: int) -> Iterator[Sample]:
     """The questions of a file about texts with even or odd numbers."""
-    plan = QuestionPlan([read_questions(path)], make_variants(["full"], [], [()], ["full"]), prompts, longest=longest)
-    samples = [job.sample for group in plan for job in group]
-    return (one for one in samples if one.text % 2 == HALVES.index(half))
+    variants = make_variants(["full"], [], [()], ["full"])
+    plan = QuestionPlan([read_questions(path)], variants, prompts, half=half, longest=longest)
+    return (job.sample for group in plan for job in group)
 
 
 def generated(name: str, length: int, half: str, prompts: Prompts) -> Iterator[Sample]:

@@ -130,6 +130,14 @@ def evaluate(
             rich_help_panel=LAB,
         ),
     ] = None,
+    half: Annotated[
+        str | None,
+        typer.Option(
+            help="Only questions about texts with even, or with odd numbers, so that settings can be chosen on one "
+            "half of a file and judged on the other. (Generated tasks have --seed for that.)",
+            rich_help_panel=LAB,
+        ),
+    ] = None,
     depths: Annotated[
         int,
         typer.Option(
@@ -222,7 +230,7 @@ def evaluate(
             decode=decode,
             seed=seed,
         )
-    asked = _read_files(questions or [], ask, run_code, samples)
+    asked = _read_files(questions or [], ask, run_code, samples, half)
     config = EngineConfig(
         slots=slots,
         prefill_chunk=prefill_chunk,
@@ -253,24 +261,30 @@ def evaluate(
     _run(host, grid, plan, output, notes, decode)
 
 
-def _read_files(places: Sequence[str], ask: str, run_code: bool, samples: int | None) -> partial[QuestionPlan] | None:
+def _read_files(
+    places: Sequence[str], ask: str, run_code: bool, samples: int | None, half: str | None
+) -> partial[QuestionPlan] | None:
     """Read files of questions, before anything large is loaded; the plan still needs caches and a tokenizer."""
     if not places:
-        if run_code or ask != "with":
-            raise ConfigurationError("--run-code and --ask are about questions from files; give --questions FILE")
+        if run_code or ask != "with" or half is not None:
+            raise ConfigurationError(
+                "--run-code, --ask and --half are about questions from files; give --questions FILE"
+            )
         return None
     from snapstream.evaluation.questions.code import require_confinement
     from snapstream.evaluation.questions.files import read_questions
-    from snapstream.evaluation.questions.plan import PLACES, QuestionPlan
+    from snapstream.evaluation.questions.plan import HALVES, PLACES, QuestionPlan
 
     stands = split_names(ask, "ask")
     unknown = [place for place in stands if place not in PLACES]
     if unknown:
         raise ConfigurationError(f"ask: unknown place {', '.join(unknown)}; allowed: {', '.join(PLACES)}")
+    if half is not None and half not in HALVES:
+        raise ConfigurationError(f"half: {half!r} is no half; allowed: {', '.join(HALVES)}")
     if run_code:
         require_confinement()
     files = [read_questions(place) for place in places]
-    return partial(QuestionPlan, files, samples=samples, places=stands, code=run_code)
+    return partial(QuestionPlan, files, samples=samples, half=half, places=stands, code=run_code)
 
 
 def _engine(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PLACES = ("with", "after")
 """Where a question stands: at the end of the prompt, so that the cache is compressed with it in view; or after a text
 that was compressed before anyone had asked."""
+HALVES = ("even", "odd")
+"""Halves of a file, by the number of a text in it: settings can be chosen on one half, and reported on the other."""
 TOGETHER = 4
 """Texts with one question each whose jobs are passed to a host together, so that its slots stay busy."""
 ASKED_ROOM = 8
@@ -63,6 +65,7 @@ class QuestionPlan:
         prompts: Prompts,
         *,
         samples: int | None = None,
+        half: str | None = None,
         places: Sequence[str] = PLACES[:1],
         longest: int | None = None,
         code: bool = False,
@@ -74,6 +77,7 @@ class QuestionPlan:
             variants: Caches to compare.
             prompts: Tokenizes questions for the model.
             samples: Maximum number of questions per file, spread over its texts; ``None`` for all.
+            half: Which half of the texts is asked about: one of :data:`HALVES`; ``None`` for all.
             places: Where questions stand: some of :data:`PLACES`.
             longest: Longest sequence of the model; questions about longer texts are left out.
             code: Whether answers that are code may be run; otherwise they are left out.
@@ -92,7 +96,7 @@ class QuestionPlan:
         self._groups: list[list[Job]] = []
         self.shares_texts = self.stores_texts = False
         for name, (file, later) in zip(names, asked, strict=True):
-            self._add(name, file, later, variants, prompts, samples, longest, code)
+            self._add(name, file, later, variants, prompts, samples, half, longest, code)
         if not self._groups:
             raise ConfigurationError("; ".join(["questions: nothing is left to ask", *self.notes]))
 
@@ -113,6 +117,7 @@ class QuestionPlan:
         variants: Sequence[Variant],
         prompts: Prompts,
         samples: int | None,
+        half: str | None,
         longest: int | None,
         code: bool,
     ) -> None:
@@ -123,7 +128,7 @@ class QuestionPlan:
         left = Counter(dict(file.left_out))
         skipped: Counter[str] = Counter()
         group: list[Job] = []
-        chosen = groupby(_spread(file.texts, samples), lambda asked: asked.text)
+        chosen = groupby(_spread(file.texts, samples, half), lambda asked: asked.text)
         for about, (index, listed) in enumerate(chosen):
             text, questions = file.texts[index], list(listed)
             for asked in questions:
@@ -202,13 +207,14 @@ def make_sample(name: str, asked: Asked, text: str, later: bool) -> Sample:
     )
 
 
-def _spread(texts: Sequence[Text], samples: int | None) -> list[Asked]:
+def _spread(texts: Sequence[Text], samples: int | None, half: str | None) -> list[Asked]:
     """The questions that are asked: the first one about every text, then the second ones, until there are enough."""
     every = []
     number = 0
     for index, text in enumerate(texts):
         for place, question in enumerate(text.questions):
-            every.append((place, Asked(index, number, question)))
+            if half is None or index % 2 == HALVES.index(half):
+                every.append((place, Asked(index, number, question)))
             number += 1
     every.sort(key=lambda one: (one[0], one[1].number))
     return sorted((asked for _, asked in every[:samples]), key=lambda asked: asked.number)
