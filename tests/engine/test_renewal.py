@@ -164,7 +164,7 @@ def test_with_a_next_token_module():
     want = [out.token_ids for out in plain.generate(prompts, greedy(200))]
     outputs = ahead.generate(prompts, greedy(200))
     assert [out.token_ids for out in outputs] == want
-    assert sum(out.accepted for out in outputs) > 10
+    assert sum(out.accepted for out in outputs) > 5
 
 
 def test_refusals(checkpoint):

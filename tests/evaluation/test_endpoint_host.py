@@ -117,14 +117,14 @@ def keyed(path, **names):
 
 def test_the_same_scores_as_the_engine(tmp_path, endpoint):
     tasks = ["--tasks", "multikey,kv,late-question"]
-    done = command(endpoint, tmp_path / "http", *tasks, "--policies", "served,truncated,mixed", "--budgets", "1/2,1/4")
+    done = command(endpoint, tmp_path / "http", *tasks, "--policies", "served,truncated,spans", "--budgets", "1/2,1/4")
     assert done.exit_code == 0, done.output
     assert (
         "left out: late-question, which continues in a compressed cache"
         in (tmp_path / "http" / "report.md").read_text()
     )
     local = ["eval", *tasks[:1], "multikey,kv", "--lengths", "300,500", "--samples", "3", "-o", str(tmp_path / "local")]
-    done = CliRunner().invoke(app, [*local, "--policies", "full,truncated,mixed", "--budgets", "1/2,1/4"])
+    done = CliRunner().invoke(app, [*local, "--policies", "full,truncated,spans", "--budgets", "1/2,1/4"])
     assert done.exit_code == 0, done.output
     ours, theirs = keyed(tmp_path / "local"), keyed(tmp_path / "http")
     assert len(ours) == 2 * 3 * (5 + 4)  # a quarter of 300 tokens leaves no room for a truncated prompt

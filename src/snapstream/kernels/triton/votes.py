@@ -77,7 +77,11 @@ def _attention(logits, normalizers, row, is_row, votes):
     return tl.where(votes, tl.exp2(logits - normalizer[:, None]), 0.0)
 
 
-@triton.jit(do_not_specialize=["entries", "window", "stride", "sink", "summed", "largest"])
+# One tensor holds both kinds of votes, so the second one may start at any address; likewise below.
+@triton.jit(
+    do_not_specialize=["entries", "window", "stride", "sink", "summed", "largest"],
+    do_not_specialize_on_alignment=["sums", "shares"],
+)
 def _reduce(
     queries, keys, lengths, first_voters, candidate_ends, of_sums, of_shares, sums, shares, scale,
     query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink,
@@ -123,7 +127,6 @@ def _reduce(
         tl.store(shares + both * entries + position, result / GROUP, mask=position < entries)
 
 
-# One tensor holds several kinds of votes, so each of them may start at any address.
 @triton.jit(do_not_specialize=["entries", "width", "largest"], do_not_specialize_on_alignment=["votes"])
 def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
