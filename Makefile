@@ -64,7 +64,7 @@ bench-beginnings: $(STAMP)
 # What smaller caches cost the shipped model, task by task; a few minutes. The report: eval-results/report.html.
 eval: $(STAMP)
 	$(BIN)/snapstream eval --tasks all --lengths 1k,2k --budgets 1/2,1/4,1/8 --samples 10 --decode 512 \
-	  --policies full,truncated,streaming,sage-kv,random,snapstream,mixed --output eval-results
+	  --policies full,truncated,streaming,sage-kv,random,snapstream,mixed,spans --output eval-results
 
 # Real models (GGUF files in MODELS) and public questions (files in DATA): hours, resumable; see benchmarks/real_models.py.
 PARTS := pairs,topics,facts,meetings,documents,lectures,libraries,sums,ruler,prose,functions
@@ -83,7 +83,7 @@ eval-full: $(STAMP)
 	$(EVAL) --tasks all --lengths 1k,2k,4k,8k --budgets 1/2,1/4,1/8,1/16 --samples 25 --policies $(POLICIES) \
 	  --output eval-results/matrix
 	$(EVAL) --tasks $(CHOSEN) --lengths 1k,2k,4k,8k --budgets 1/4,1/8 --samples 25 --output eval-results/default \
-	  --policies full,sage-kv,keydiff,snapstream,mixed
+	  --policies full,sage-kv,keydiff,snapstream,mixed,spans
 	$(SETTINGS) --sweep pooling=avg,max --output eval-results/pooling
 	$(SETTINGS) --sweep kernel=7,1,3,15 --output eval-results/kernel
 	$(SETTINGS) --sweep normalize=all,candidates --output eval-results/normalize
@@ -101,7 +101,7 @@ eval-full: $(STAMP)
 # A real model, in English prose: a section of docs/accuracy.md; two and a half hours on two cores.
 eval-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k,4k,6k --budgets 1/4,1/8 --samples 100 \
-	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,mixed --slots 24 --no-telemetry \
+	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,mixed,spans --slots 24 --no-telemetry \
 	  --output eval-results/smollm2
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k --budgets 1/4,1/8 --samples 100 \
 	  --policies snapstream --sweep window=32,16 --slots 24 --no-telemetry --output eval-results/smollm2-window
