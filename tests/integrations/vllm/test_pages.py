@@ -56,7 +56,7 @@ def test_what_is_shared_is_never_written_again(layout, output):
 
 
 def test_a_long_prompt():
-    layout = lay_out_pages(700, CacheBudget(sink=4, recent=64, top_k=60, window=32), 32, shares=True)
+    layout = lay_out_pages(700, CacheBudget(sink=4, recent=64, top_k=60, window=32, policy="mixed"), 32, shares=True)
     assert (layout.compressed, layout.front_blocks, layout.cache_blocks) == (True, 22, 4)
     assert [layout.blocks(n) for n in (1, 32, 33, 699, 700, 5000)] == [1, 1, 2, 22, 26, 26]
     assert [layout.shareable(n) for n in (1, 700, 900)] == [1, 700, 700]

@@ -58,7 +58,7 @@ def test_a_number_or_json_by_either_way(monkeypatch):
     monkeypatch.setenv("SNAPSTREAM_BUDGET", '{"capacity": 512, "policy": "streaming"}')
     assert requested_budget({}) == CacheBudget.preset("streaming", 512)
     monkeypatch.delenv("SNAPSTREAM_BUDGET")
-    assert requested_budget({"snapstream": {"capacity": 512, "window": 16}}).window == 16
+    assert requested_budget({"snapstream": {"capacity": 512, "window": 8}}).policy.window == 8
     assert active_budget(SimpleNamespace(additional_config={"snapstream": BUDGET.as_dict()})) == BUDGET
 
 

@@ -29,7 +29,7 @@ class Metadata:
     _num_computed_tokens_cache: torch.Tensor | None = None
 
 
-BUDGET = CacheBudget(sink=3, recent=20, top_k=9, window=6)
+BUDGET = CacheBudget(sink=3, recent=20, top_k=9, window=6, policy="mixed")
 
 
 def batch(rng, manager, kernel, budget):
@@ -107,16 +107,17 @@ def test_equals_the_life_of_each_sequence(manager, kernel, ring):
 
 
 @pytest.mark.parametrize(("manager", "kernel"), [(16, 16), (32, 16)])
-def test_every_window_is_seen_whole_and_once(manager, kernel):
+@pytest.mark.parametrize("budget", [BUDGET, CacheBudget(sink=3, recent=20, top_k=9)], ids=["mixed", "spans"])
+def test_every_window_is_seen_whole_and_once(manager, kernel, budget):
     """Chunks of any size: their parts join to the last W tokens, and the last one knows where to write."""
     rng = random.Random(manager + kernel)
     for _ in range(80):
-        length = rng.randrange(33, 120)
-        sequences = Sequences(BUDGET, manager, shares=True)
+        length = rng.randrange(max(33, budget.window + 1), 180)
+        sequences = Sequences(budget, manager, shares=True)
         sequences.admit("r", length, length, None)
-        layout = lay_out_pages(length, BUDGET, manager, shares=True)
+        layout = lay_out_pages(length, budget, manager, shares=True)
         table = torch.tensor([rng.sample(range(1, 999), 40)], dtype=torch.int32)
-        seen, computed = [], rng.randrange(length - BUDGET.window + 1)
+        seen, computed = [], rng.randrange(length - budget.window + 1)
         while computed < length:
             size = rng.choice([1, 2, 5, 40])
             size = min(size, length - computed)
@@ -134,7 +135,7 @@ def test_every_window_is_seen_whole_and_once(manager, kernel):
                     want = [address(table[0], front + entry, kernel) for entry in range(layout.prompt.limit)]
                     assert target.slots.tolist() == want
             computed += size
-        assert seen == list(range(length - BUDGET.window, length))
+        assert seen == list(range(length - budget.window, length))
 
 
 def test_requests_come_back_longer_and_with_their_own_budget():
