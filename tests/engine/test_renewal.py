@@ -22,7 +22,7 @@ BUDGET = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap")
 FAMILIES = {"qwen3": {"head_dim": 32}, "deepseek-v3": {}}
 
 
-@pytest.mark.parametrize("policy", ["spans", "snapstream"])
+@pytest.mark.parametrize("policy", ["spans", "mixed", "snapstream"])
 @pytest.mark.parametrize("length", [1, 3, 40, 47, 48, 49, 200])
 def test_what_is_about_to_be_dropped_has_competed(length, policy):
     """Followed token by token: nothing leaves the ring that was not looked at, and never more often than needed."""
@@ -89,7 +89,7 @@ def check_where_entries_come_from(saved, full):
         torch.testing.assert_close(saved.layers[0].keys[0, head], whole.layers[0].keys[0, head, positions])
 
 
-@pytest.mark.parametrize("policy", ["spans", "snapstream"])
+@pytest.mark.parametrize("policy", ["spans", "mixed", "snapstream"])
 def test_a_kept_cache_says_where_its_entries_come_from(checkpoint, policy):
     budget = CacheBudget(4, 24, 20, window=8, kernel=5, ring="resnap", policy=policy)
     llm, full = make(checkpoint, budget, sessions=1), make(checkpoint, None, sessions=1, max_model_len=300)
@@ -157,14 +157,14 @@ def test_a_fact_told_while_decoding_is_kept():
 
 def test_with_a_next_token_module():
     """Its cache has places that are given anew, too."""
-    budget = CacheBudget.parse({"capacity": 64, "ring": "resnap"})
+    budget = CacheBudget.parse({"capacity": 64, "ring": "resnap", "policy": "mixed"})
     settings = {"budget": budget, "max_model_len": 1024, "enforce_eager": True, "dtype": "float32"}
     plain, ahead = LLM("task-model-mla", **settings), LLM("task-model-mla", speculative="mtp", **settings)
     prompts = [prompt(n, seed=n) for n in (40, 150)]
     want = [out.token_ids for out in plain.generate(prompts, greedy(200))]
     outputs = ahead.generate(prompts, greedy(200))
     assert [out.token_ids for out in outputs] == want
-    assert sum(out.accepted for out in outputs) > 5
+    assert sum(out.accepted for out in outputs) > 10
 
 
 def test_refusals(checkpoint):

@@ -34,7 +34,6 @@ struct Window {
   int64_t candidates, candidates_end;                // those that every softmax includes
   bool split;                                        // whether the two softmaxes differ
   std::vector<int32_t> last;                         // [tiles * QUERIES]
-  std::vector<float> counts;                         // [tiles * QUERIES]: 1 for rows that are summed, else 0
   std::vector<typename K::Operand> queries;          // [kv_heads][tiles][operands][QUERIES]
   std::vector<float> sum_normalizer, share_normalizer;  // [kv_heads][tiles * QUERIES]; infinite if a row has no vote
   std::vector<float> maxima, sums;                   // [candidates, others][kv_heads][spans][tiles * QUERIES]
@@ -172,7 +171,7 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
         for (int64_t i = summed; i < next; i += LANES) {
           const vec s = logits(i);
           highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
-          total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i])) * load(&w.counts[i]);
+          total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i]));
         }
         most[key] = std::max(most[key], largest(highest));
         if (summed < next) sums_out[key] += sum(total) * part;
@@ -199,17 +198,14 @@ void attend_window(const Problem<typename K::Number>& p, const WindowArguments& 
   const int64_t width = w.width();
   constexpr float NONE = std::numeric_limits<float>::infinity();
   w.last.assign(width, -1);
-  w.counts.assign(width, 0.0f);
   w.sum_normalizer.assign(N * width, NONE);
   w.share_normalizer.assign(N * width, NONE);
   for (int64_t row = 0; row < w.rows; ++row) {
     const int64_t voter = row % stride, position = length - W + voter;
     if (voter >= W || position < a.first_voter[b]) continue;
-    const bool is_summed = voter >= W - a.summed;
     w.last[row] = static_cast<int32_t>(position);
-    w.counts[row] = is_summed;
     for (int64_t head = 0; head < N; ++head) {
-      if (is_summed) w.sum_normalizer[head * width + row] = 0.0f;
+      if (voter >= W - a.summed) w.sum_normalizer[head * width + row] = 0.0f;
       if (voter >= W - a.largest) w.share_normalizer[head * width + row] = 0.0f;
     }
   }
