@@ -48,6 +48,9 @@ TINY = LLAMA_8B | {
     "vocab_size": 96,
 }
 
+WAIT = 4_000_000
+"""Cycles that a device waits for the host, about 2 ms; a layer's part is launched in less."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -147,14 +150,21 @@ class Clock:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
 
-    def once(self, work: Callable[[], object]) -> float:
-        """Seconds of one call."""
+    def once(self, work: Callable[[], object], *, queued: bool = False) -> float:
+        """Seconds of one call.
+
+        Args:
+            work: What to time.
+            queued: Leave out the time that the host needs to launch it: the device waits until all is in its queue.
+        """
         if self.device.type != "cuda":
             start = time.perf_counter()
             work()
             return time.perf_counter() - start
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if queued:
+            torch.cuda._sleep(WAIT)  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()

@@ -334,15 +334,15 @@ def test_memory_is_refused_before_loading_and_the_advice_fits(checkpoint, monkey
     with monkeypatch.context() as patched:
         patched.setattr("snapstream.engine.engine.load_model", lambda *_: pytest.fail("loaded"))
         with pytest.raises(MemoryPlanError, match="it would fit with") as error:
-            make(checkpoint, slots=300, report_plan=plans.append)
+            make(checkpoint, device="cpu", slots=300, report_plan=plans.append)
     assert plans[0].ours.total > 8_000_000
     advice = dict(re.findall(r"(slots|budget)=(\d+)", str(error.value)))
     assert set(advice) == {"slots", "budget"}
-    make(checkpoint, slots=int(advice["slots"]))
-    make(checkpoint, slots=300, budget=int(advice["budget"]))
+    make(checkpoint, device="cpu", slots=int(advice["slots"]))
+    make(checkpoint, device="cpu", slots=300, budget=int(advice["budget"]))
     monkeypatch.setattr("snapstream.engine.engine.available_memory", lambda *_: 100_000)
     with pytest.raises(MemoryPlanError, match="the weights alone do not fit"):
-        make(checkpoint)
+        make(checkpoint, device="cpu")
 
 
 def test_no_chat_template(checkpoint):

@@ -82,6 +82,20 @@ def test_places_are_the_same_with_ties(length, lists, sink, most, levels, data):
     assert torch.equal(got, ranks.plain_taken_in_turn(scores, every, ends, sink, most))
 
 
+def differences_in_float64(rows, ends, sink, near):
+    """The definition: one minus the cosine between a key's direction and the sum of directions around it."""
+    exact, (B, N, length, _) = rows.double().cpu().nan_to_num(0.0, 0.0, 0.0), rows.shape
+    want = torch.zeros(B, N, length, dtype=torch.float64)
+    for b, end in enumerate(ends.tolist()):
+        directions = exact[b, :, sink:end] / exact[b, :, sink:end].norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
+        at = torch.arange(sink, max(end, sink)) // (near or length)
+        around = (at[:, None] - at).abs() <= 1  # same block, or side by side
+        mean = around.double() @ directions
+        mean = mean / mean.norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
+        want[b, :, sink : max(end, sink)] = 1 - (directions * mean).sum(-1)
+    return want
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(deadline=None, max_examples=60)
 @given(
@@ -99,15 +113,7 @@ def test_differences_of_keys_equal_the_definition(dtype, length, size, sink, odd
     ends = torch.tensor([data.draw(st.integers(0, length)) for _ in range(2)])
     if odd is not None:
         rows[0, 1, length // 2, :: 1 if odd == 0 else 3] = odd  # a key of no length, or with numbers that are none
-    exact = rows.double().nan_to_num(0.0, 0.0, 0.0)
-    want = torch.zeros(2, 3, length, dtype=torch.float64)
-    for b, end in enumerate(ends.tolist()):
-        directions = exact[b, :, sink:end] / exact[b, :, sink:end].norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
-        at = torch.arange(sink, max(end, sink)) // (near or length)
-        around = (at[:, None] - at).abs() <= 1  # same block, or side by side
-        mean = around.double() @ directions
-        mean = mean / mean.norm(dim=-1, keepdim=True).clamp(min=keys.SHORTEST)
-        want[b, :, sink : max(end, sink)] = 1 - (directions * mean).sum(-1)
+    want = differences_in_float64(rows, ends, sink, near)
     for b, end in enumerate(ends.tolist()):
         rows[b, :, end:] = float("nan")  # of padding nothing is read
     got = on_threads(lambda: choice.key_differences(rows, ends, sink, near, keys.SHORTEST))

@@ -1,4 +1,4 @@
-"""Attention on CUDA: Triton kernels of this package, and torch's flash kernels for the prompts that they support."""
+"""Attention on CUDA: Triton kernels of this package, and torch's flash kernels for prompts where they are faster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class TritonAttention(AttentionBackend):
         cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
     ) -> TritonAttention:
         """The fastest variant for a device, a dtype, and the sizes of keys and values."""
-        return cls(device, with_flash=flash.fits(device, dtype, size, value_size or size))
+        sizes = size, value_size or size
+        own = kernels.reads_fast(device, dtype, *sizes)
+        return cls(device, with_flash=not own and flash.fits(device, dtype, *sizes))
 
     @staticmethod
     @override

@@ -54,7 +54,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     speculative: Speculative = "off",

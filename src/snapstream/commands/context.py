@@ -55,7 +55,7 @@ def read(
         bool, typer.Option("--plain", help="Prefill the text unchanged, even if the model has a chat template.")
     ] = False,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -106,7 +106,7 @@ def ask(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,

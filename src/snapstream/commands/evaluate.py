@@ -164,7 +164,7 @@ def evaluate(
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: yes, if there is one.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded concurrently.", rich_help_panel=ENGINE)] = 16,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     speculative: Speculative = "off",

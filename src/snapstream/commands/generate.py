@@ -59,7 +59,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output. Repeat for several.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     speculative: Speculative = "off",

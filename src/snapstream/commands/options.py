@@ -54,7 +54,12 @@ MaxLength = Annotated[
     ),
 ]
 Chunk = Annotated[
-    int, typer.Option("--prefill-chunk", help="Prompt tokens per prefill launch.", rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(
+        "--prefill-chunk",
+        help="Prompt tokens per prefill launch. Default: 512 on a CPU, 2048 on a GPU.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=MODEL)

@@ -43,7 +43,7 @@ def plan(
     slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.")] = 4,
     sessions: Annotated[int, typer.Option(help="Conversations that can keep their cache between turns.")] = 0,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
     device: Annotated[
         str,

@@ -112,7 +112,7 @@ def serve(
             rich_help_panel=CACHE,
         ),
     ] = 0,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's free memory that may be used.", rich_help_panel=ENGINE)

@@ -23,7 +23,9 @@ class EngineConfig:
         max_model_len: Maximum length of prompt plus output of one request, in tokens; also the length of prefill's
             staging cache. ``None`` means what the model was trained for.
         slots: Sequences that are decoded concurrently.
-        prefill_chunk: Prompt tokens per prefill launch; decoding waits for at most one such chunk.
+        prefill_chunk: Prompt tokens per prefill launch; decoding waits for at most one such chunk, in one layer.
+            ``None``: 512 on a CPU and 2048 on a GPU, which takes less time for a chunk than its host for the launches
+            of a shorter one.
         decode_steps: Tokens decoded per launch. More means fewer host round trips, and later stops.
         speculative: Source of the draft tokens that the model verifies, several in one step: ``off``; ``lookup``, which
             searches the prompt and the output so far; ``mtp``, the checkpoint's module for multi-token prediction
@@ -50,7 +52,7 @@ class EngineConfig:
 
     max_model_len: int | None = None
     slots: int = 4
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     decode_steps: int = 4
     speculative: str = "off"
     draft_model: str | None = None
@@ -83,6 +85,8 @@ class EngineConfig:
             ConfigurationError: A value is not allowed.
         """
         for name in ("slots", "prefill_chunk", "decode_steps", "speculative_tokens", "max_logprobs"):
+            if name == "prefill_chunk" and self.prefill_chunk is None:
+                continue
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")

@@ -60,7 +60,7 @@ class Executor:
         self.drafter = drafter if self.decode.ahead is None else NextToken(self.decode.ahead)
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
-        self.prefixes = Prefixes(config.prefix_contexts, config.prefill_chunk) if config.prefix_contexts else None
+        self.prefixes = Prefixes(config.prefix_contexts, setup.chunk) if config.prefix_contexts else None
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
             with current_device(self.device):

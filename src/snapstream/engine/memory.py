@@ -157,7 +157,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         available: Bytes that it may use; ``None`` if unknown.
     """
     weights = parameter_bytes(setup.spec, setup.dtype)
-    slots, length, chunk = setup.config.slots, setup.max_model_len, setup.config.prefill_chunk
+    slots, length, chunk = setup.config.slots, setup.max_model_len, setup.chunk
     entries = setup.budget.capacity
 
     def fits(**changes: int) -> bool:
@@ -202,7 +202,7 @@ def _plan(
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
-    chunk, per_token = config.prefill_chunk, spec.kv_bytes_per_token(setup.dtype)
+    chunk, per_token = setup.chunk, spec.kv_bytes_per_token(setup.dtype)
     padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))

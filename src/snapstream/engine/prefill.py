@@ -84,8 +84,7 @@ class Prefill:
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
         """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
-        chunk = setup.config.prefill_chunk
-        return cls(model, setup.backend, queries=setup.queries, padded=padded, chunk=chunk)
+        return cls(model, setup.backend, queries=setup.queries, padded=padded, chunk=setup.chunk)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:

@@ -21,6 +21,9 @@ from snapstream.models.weights import load_spec
 
 logger = logging.getLogger(__name__)
 
+CHUNKS = {"cpu": 512, "cuda": 2048}
+"""Prompt tokens per prefill launch, unless the user says otherwise."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -53,6 +56,11 @@ class Setup:
     def queries(self) -> int:
         """How many of a prompt's last queries are kept; ``ALL`` for all of them."""
         return most_queries(self.budget.queries, self.config.kept_queries)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens per prefill launch."""
+        return self.config.prefill_chunk or CHUNKS[self.device.type]
 
     @property
     def captured(self) -> bool:

@@ -47,6 +47,11 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
 
 @differences_of_keys.register_kernel(DEVICES)
 def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
+    if triton.takes(keys) and keys.stride(3) == 1:
+        from snapstream.kernels.triton.keys import key_differences
+
+        with triton.current_device(keys.device):
+            return key_differences(keys, candidate_end, sink, near)
     rows = keys.dtype in TYPES and keys.stride(3) == 1 and keys.shape[3] % MULTIPLE == 0
     if cpu.loaded and keys.is_cpu and rows:
         return choice.key_differences(keys, candidate_end, sink, near, SHORTEST)

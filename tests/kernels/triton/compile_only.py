@@ -24,6 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that one program may have of a processor's own memory, by compute capability."""
+
 compiled: dict[str, dict[str, object]] = {}
 """What has been compiled, by hash."""
 
@@ -50,10 +53,14 @@ def compile_for(capability: int) -> None:
 
     def compile_kernel(self, *arguments, grid, warmup, **options):
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        about = {"name": self.__name__, "file": self.fn.__module__.rpartition(".")[2], "shared": kernel.metadata.shared}
+        about = {"name": self.__name__, "file": self.fn.__module__.rpartition(".")[2]}
+        about |= {"shared": kernel.metadata.shared, "room": MEMORY[capability]}
         compiled[kernel.hash] = about | {name: value for name, value in options.items() if isinstance(value, int)}
         return kernel
 
+    from snapstream.kernels import triton as kernels
+
+    kernels.memory_of_processor = lambda device: MEMORY[capability]
     warnings.simplefilter("ignore")  # of defaults that will change
     driver.set_active(Device(capability))
     JITFunction.run = compile_kernel
@@ -64,6 +71,7 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
     from snapstream.cache import EntryShape
     from snapstream.kernels.parts import Slots
     from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
+    from snapstream.kernels.triton import keys as differences
     from snapstream.kernels.triton.store import RING, STRAIGHT, Places
 
     latent, B, L = size == 576, 4, 4096
@@ -76,12 +84,16 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
         token = torch.zeros(B, tokens, dtype=torch.int64)
         slots = Slots(token, state, state, state, state, active, state[:, None], state[None])
         pending = shape.empty(B, tokens, dtype=dtype) if tokens > 1 else None
+        if pending is not None:
+            store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
         for splits in (1, 16):
             decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
     keys, values = staging.keys[0], staging.values[0][..., :columns]
     prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1)
     votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     votes.pool_votes(torch.zeros(1, N, L), False, 7)
+    for near in (0, 32):
+        differences.key_differences(staging.keys, one, 4, near)
     positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)
     select.gather(keys, positions[0], cache.keys[0])
     wide = torch.zeros(B, 14336, dtype=dtype)

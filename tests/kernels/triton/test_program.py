@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 
+from snapstream.cache import EntryShape
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
+from snapstream.kernels.parts import Machine, Slots
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import LATENT, save_checkpoint
 from tests.kernels.test_program import DRAFTED, EXACT, agree, machine
-from tests.kernels.triton.devices import DEVICE
+from tests.kernels.triton.devices import DEVICE, column, random
 
 pytest.importorskip("triton")
 from snapstream.kernels.triton.program import TritonProgram
@@ -115,3 +117,34 @@ def test_several_tokens_equal_one_after_the_other(tmp_path, family):
         single.slots.position.add_(rows.long())
         got, want = many.buffers["logits"].view(len(rows), T, -1)[rows, t], single.buffers["logits"][rows]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("ring", [1, 3, 40])
+def test_accepted_tokens_are_stored(latent, ring):
+    """In rings that are shorter than the step, too: of tokens that take the same entry, the last one is stored."""
+    B, T, C = 6, 5, 60
+    shape = EntryShape(1 if latent else 2, 48, latent=latent)
+    base = [20, 20, 20, 0, 20, 20]
+    count = [3, 20 + ring - 1, 500, 7, 19, 33]
+    mine, plain, pending = (shape.empty(B, entries, dtype=torch.float32, device=DEVICE) for entries in (C, C, T))
+    for number, (a, b, new) in enumerate(zip(mine.tensors, plain.tensors, pending.tensors, strict=True)):
+        a.copy_(random(*a.shape, seed=number, dtype=torch.float32))
+        b.copy_(a)
+        new.copy_(random(*new.shape, seed=number + 9, dtype=torch.float32))
+    slots = Slots(
+        token=torch.zeros(B, T, dtype=torch.int64, device=DEVICE),
+        position=column(count),
+        base=column(base),
+        count=column(count),
+        limit=column([each + ring for each in base]),
+        active=column([True, True, True, True, True, False]),
+        forced=column([-1] * B)[:, None],
+        taken=torch.zeros(T, B, dtype=torch.int64, device=DEVICE),
+        drafted=column([T - 1] * B),
+        accepted=column([5, 4, 5, 1, 3, 5]),
+    )
+    TritonProgram([ops.Commit()], Machine({}, slots, [mine], [pending])).run()
+    PlainProgram([ops.Commit()], Machine({}, slots, [plain], [pending])).run()
+    for a, b in zip(mine.tensors, plain.tensors, strict=True):
+        assert torch.equal(a, b)

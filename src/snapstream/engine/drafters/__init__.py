@@ -44,5 +44,5 @@ def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
             f"such as {min(other)!r}; use a smaller model of the same family"
         )
     model = load_model(checkpoint, small.spec, small.dtype, small.device)
-    padded = staging_length(small.max_model_len, small.config.prefill_chunk, continued=False)
+    padded = staging_length(small.max_model_len, small.chunk, continued=False)
     return DraftModel(small, model, padded=padded)

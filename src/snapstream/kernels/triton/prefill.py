@@ -1,6 +1,7 @@
 """Attention of a prefill chunk to everything before it and to itself; logits never leave a tile.
 
-For what torch's flash kernels do not support: float32, and latents, whose heads are too large for them.
+For what torch's flash kernels do not support (float32, and latents, whose heads are too large for them), and for the
+usual heads on Hopper, where it takes two thirds of their time (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from snapstream.kernels import triton as kernels
+from snapstream.kernels.triton import MEMORY
 from snapstream.kernels.triton.tiles import (
     fold,
     load_parts,
@@ -104,9 +107,11 @@ def _fold_entries(
     return fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
 
 
-def tile_of(size: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_of(size: int, dtype: torch.dtype, memory: int) -> dict[str, int]:
     """Rows and entries of a tile, and options of the compiler, to fit the shared memory of a multiprocessor."""
     wide = width_of(size, dtype)
+    if wide <= 256 and memory >= MEMORY:
+        return {"ROWS": 128, "ENTRIES": 128, "num_warps": 8, "num_stages": 3}
     if wide <= 256:
         return {"ROWS": 128, "ENTRIES": 64, "num_warps": 8, "num_stages": 3 if wide <= 128 else 2}
     if wide <= 512:
@@ -133,7 +138,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
     """
     (T, H, D), V = query.shape, values.shape[2]
     out = query.new_empty(T, H, V)
-    options: dict[str, Any] = tile_of(D, query.dtype)
+    options: dict[str, Any] = tile_of(D, query.dtype, kernels.memory_of_processor(query.device))
     _attend[(H, -(-T // options["ROWS"]))](
         query,
         keys,

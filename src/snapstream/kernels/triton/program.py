@@ -204,3 +204,12 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
             y.copy_(out)
 
     return expert_product
+
+
+@_call_of.register
+def _(o: ops.Commit, m: Machine) -> Call:
+    def commit() -> None:
+        for pending, cache in zip(m.pending, m.caches, strict=True):
+            store.commit(pending, cache, m.slots)
+
+    return commit

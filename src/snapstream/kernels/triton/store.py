@@ -15,6 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import LayerCache
+from snapstream.kernels.parts import Slots
 from snapstream.kernels.triton.rows import load_turned, normed, scaled, turned
 from snapstream.kernels.triton.tiles import rounded
 
@@ -172,6 +173,78 @@ def _store_latent(
     first, second = load_turned(source + RANK, cosine + angle, sine + angle, column, HALF, PAIRS)
     tl.store(written + RANK + column, rounded(first, cache), mask=mask)
     tl.store(written + RANK + HALF + column, rounded(second, cache), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _commit(
+    pending_keys,
+    pending_values,
+    keys,
+    values,
+    accepted,
+    count,
+    base,
+    limit,
+    active,
+    tokens,
+    pending_slot,
+    pending_head,
+    pending_entry,
+    cache_slot,
+    cache_head,
+    cache_entry,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+):
+    token, head, slot = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if tl.load(active + slot) == 0:
+        return
+    certain = tl.minimum(tl.load(accepted + slot), tokens)
+    start = tl.load(base + slot)
+    ring = tl.maximum(tl.load(limit + slot) - start, 1)
+    # In a ring that is shorter than the step, a later token takes the same entry; programs run in any order.
+    is_replaced = (tl.load(count + slot) + token >= start) & (token + ring < certain)
+    if (token >= certain) | is_replaced:
+        return
+    entry = _entry_of(slot, token, count, base, limit, True, 2)
+    source = slot * pending_slot + head * pending_head + token * pending_entry
+    target = slot * cache_slot + head * cache_head + entry * cache_entry
+    column = tl.arange(0, PADDED)
+    mask = column < SIZE
+    tl.store(keys + target + column, tl.load(pending_keys + source + column, mask=mask), mask=mask)
+    if not KEYS_ARE_VALUES:
+        tl.store(values + target + column, tl.load(pending_values + source + column, mask=mask), mask=mask)
+
+
+def commit(pending: LayerCache, cache: LayerCache, slots: Slots) -> None:
+    """Copy the pending entries of accepted tokens to their entries of a cache.
+
+    Args:
+        pending: ``[B, N, T, D]``.
+        cache: ``[B, N, C, D]``.
+        slots: State of the slots, with the number of tokens accepted.
+    """
+    assert slots.accepted is not None
+    (B, N, T, D), keys, values = pending.keys.shape, cache.keys, cache.values
+    _commit[(T, N, B)](
+        pending.keys,
+        pending.values,
+        keys,
+        values,
+        slots.accepted,
+        slots.count,
+        slots.base,
+        slots.limit,
+        slots.active,
+        T,
+        *pending.keys.stride()[:3],
+        *keys.stride()[:3],
+        SIZE=D,
+        PADDED=next_power_of_2(D),
+        KEYS_ARE_VALUES=values.data_ptr() == keys.data_ptr(),
+        num_warps=1,
+    )
 
 
 def store_grouped(
