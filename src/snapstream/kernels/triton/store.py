@@ -28,7 +28,7 @@ class Places:
 
     Attributes:
         kind: ``PENDING``: token ``t`` to entry ``t``. ``STRAIGHT``: to entry ``count + t``. ``RING``: to where
-            :func:`~snapstream.compression.next_slot` says.
+            :func:`~snapstream.compression.next_slot` says; the ring must have at least ``tokens`` entries.
         tokens: Tokens per slot (``T``).
         count: Tokens stored before these, int64 ``[B]``.
         base: First entry of the ring, int64 ``[B]``; used with ``RING`` only.
