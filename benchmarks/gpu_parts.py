@@ -15,13 +15,15 @@ from snapstream.compression import choose_entries, lay_out, layout_tensors
 from snapstream.compression.compress import selected
 from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import CacheBudget, LayerPrompt
+from snapstream.engine.attend import with_backend
 from snapstream.engine.decode import Decode
 from snapstream.engine.executor import Executor
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import plan_engine
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
-from snapstream.kernels.rows import store_grouped
+from snapstream.kernels.operations import Attend, Rotate
+from snapstream.kernels.stock import program_for_rows
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.spec import ModelSpec
 
@@ -110,7 +112,7 @@ class Bench:
     def table4(self) -> Iterator[Row]:
         """The paper's table 4: time of each part of a layer's prefill, for the longest prompt."""
         length, chunk = self.scale.lengths[-1], self.scale.chunk
-        prefill, block = self._prefill(self.model, length), self.model.layers[0]
+        prefill, dtype = self._prefill(self.model, length), torch.bfloat16
         budget = CacheBudget.preset("snapstream", self.scale.cache)
         seconds: dict[str, float] = {}
 
@@ -119,34 +121,28 @@ class Bench:
             calls = (self.clock.once(work, queued=True) for _ in range(self.scale.repeats))
             seconds[name] = seconds.get(name, 0.0) + min(calls)
 
-        x = torch.randn(length, self.spec.hidden_size, dtype=torch.bfloat16, device=self.device)
-        for cache in prefill.staging.tensors:
-            cache.normal_()
-        starts = range(0, length, chunk)
-        attention = block.attention
-        keys, values = prefill.staging.keys[0], prefill.staging.values[0]
-        for start in starts:
-            part, at = x[start : start + chunk], torch.tensor(start, device=self.device)
-            cosine, sine = self.model.rope(at + torch.arange(len(part), device=self.device))
-            normed = block.attention_norm(part)
-            qkv = attention.qkv(normed)
-            query = attention.project(normed, cosine, sine)[0]
-            add("qkv", lambda part=part: attention.qkv(block.attention_norm(part)))
-            # Repeated in place, because the contents do not matter.
-            add(
-                "rotation and write",
-                lambda qkv=qkv, c=cosine, s=sine, at=at: store_grouped(qkv, c, s, prefill.staging, at),
-            )
-            position = torch.arange(start, start + len(part), device=self.device)
-            add("angles", lambda position=position: self.model.rope(position))
-            add("copy of hidden states", lambda part=part: part.copy_(part.clone()))
-            attended = prefill.backend.prefill(query, keys, values, at, prefill.scale)
-            add("attention", lambda q=query, at=at: prefill.backend.prefill(q, keys, values, at, prefill.scale))
-            add("output and feed-forward", lambda part=part, a=attended: block.complete(part, a))
+        for tensor in (prefill.hidden, *prefill.staging.tensors):
+            tensor.normal_()
+        operations = [*self.model.operations_of(0, cache=0)]
+        attending = next(at for at, each in enumerate(operations) if isinstance(each, Attend))
+        storing = next(at for at, each in enumerate(operations) if isinstance(each, Rotate))
+        operations = with_backend(operations, prefill.backend)
+        # Repeated in place, because the contents do not matter.
+        parts = {
+            "queries, keys and values": operations[:storing],
+            "angles": [self.model.angles()],
+            "rotation and write": operations[storing:attending],
+            "attention": operations[attending : attending + 1],
+            "output and feed-forward": operations[attending + 1 :],
+        }
+        for start in range(0, length, chunk):
+            machine = prefill.chunk_at(start, min(chunk, length - start))
+            for name, some in parts.items():
+                add(name, program_for_rows(some, machine).run)
         layout = lay_out(length, budget)
         default = CacheBudget.of(self.scale.cache)
         rows = max(each.policy.queries for each in (budget, default))
-        queries = torch.randn(1, self.spec.heads, rows, self.spec.head_dim, dtype=x.dtype, device=self.device)
+        queries = torch.randn(1, self.spec.heads, rows, self.spec.head_dim, dtype=dtype, device=self.device)
         prompt = LayerPrompt(
             queries=queries[:, :, -budget.policy.queries :],
             keys=prefill.staging.keys[:, :, :length],
@@ -167,7 +163,7 @@ class Bench:
         counts = (prompt.layout.base, prompt.layout.count, prompt.layout.length)
         add("choice", lambda: selected(votes, *counts, budget.sink, budget.top_k, budget.capacity))
         positions = choose_entries(prompt, budget)[0, :, : layout.count]
-        into = self.spec.entry.empty(1, budget.capacity, dtype=x.dtype, device=self.device)
+        into = self.spec.entry.empty(1, budget.capacity, dtype=dtype, device=self.device)
         add("copy into the slot", lambda: prefill.staging.gather(positions, into))
         total = sum(seconds.values())
         # Not in the sum: votes and choice in one call, by the paper's rule and by the default.

@@ -3,6 +3,7 @@
 import torch
 
 from snapstream.models.weights import load_model, load_spec
+from tests.attending import logits_with
 from tests.reference import naive_attention, naive_compress, naive_renew
 
 
@@ -69,14 +70,14 @@ class NaiveConversation:
             return torch.stack(out)[None]
 
         with torch.no_grad():
-            hidden = self.model(torch.tensor(tokens), torch.tensor(new), attend_prompt)
-            made = [int(self.model.logits(hidden[-1:])[:, 3:].argmax()) + 3]
+            logits = logits_with(self.model, torch.tensor(tokens), torch.tensor(new), attend_prompt)
+            made = [int(logits[-1:, 3:].argmax()) + 3]
             self.length += len(tokens)
             self.began = self.length
             while len(made) < steps:
-                hidden = self.model(torch.tensor([made[-1]]), torch.tensor([self.length]), attend_token)
+                logits = logits_with(self.model, torch.tensor(made[-1:]), torch.tensor([self.length]), attend_token)
                 self.length += 1
-                made.append(int(self.model.logits(hidden)[:, 3:].argmax()) + 3)
+                made.append(int(logits[:, 3:].argmax()) + 3)
         for cache in self.caches.values():  # a launch may have run past the end, over the oldest of a full ring
             if len(cache.ring) + self.overrun > cache.ring_limit:
                 cache.ring = cache.ring[len(cache.ring) + self.overrun - cache.ring_limit :]

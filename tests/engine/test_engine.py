@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
 from snapstream.engine.detokenizer import Detokenizer, special_tokens
 from snapstream.models.weights import load_model, load_spec
+from tests.attending import logits_with
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.reference import naive_attention, naive_compress, naive_renew
@@ -73,12 +74,12 @@ def naive_generate(checkpoint, tokens, budget, steps, forced=(), seen=None):
         return torch.stack(out)[None]
 
     with torch.no_grad():
-        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend_prompt)
-        made = [int(model.logits(hidden[-1:]).argmax())]
+        logits = logits_with(model, torch.tensor(tokens), torch.arange(len(tokens)), attend_prompt)
+        made = [int(logits[-1].argmax())]
         made[: len(forced)] = forced[:1]
         while len(made) < steps:
             position = torch.tensor([len(tokens) + len(made) - 1])
-            best = int(model.logits(model(torch.tensor([made[-1]]), position, attend_token)).argmax())
+            best = int(logits_with(model, torch.tensor(made[-1:]), position, attend_token)[-1].argmax())
             made.append(forced[len(made)] if len(made) < len(forced) else best)
     return tuple(made)
 

@@ -8,12 +8,16 @@ from transformers import DeepseekV3Config
 
 from snapstream.errors import CheckpointError
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.operations import PlainProgram
+from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
+from snapstream.kernels.stock import StockProgram
+from snapstream.models import logits_of
 from snapstream.models.deepseek import MixtureOfExperts
 from snapstream.models.spec import ExpertShape, ModelSpec
 from snapstream.models.weights import dequantise, load_model, load_spec
+from tests.attending import run_on
 from tests.checkpoints import LATENT, save_checkpoint
-from tests.models.test_logits import DenseCache
 from tests.models.test_weights import edit_config, rewrite
 
 CPU = torch.device("cpu")
@@ -103,14 +107,15 @@ def naive_route(logits, correction, one):
         shape(corrected=False, normalize=False, groups=1, chosen_groups=1, chosen=6),
     ],
 )
-def test_experts_equal_naive_experts(one):
+@pytest.mark.parametrize("program", [PlainProgram, StockProgram])
+def test_experts_equal_naive_experts(one, program):
     torch.manual_seed(0)
     mixture = MixtureOfExperts(32, one)
     with torch.no_grad():
         for parameter in mixture.parameters():
             parameter.normal_(std=0.5)
         x = torch.randn(40, 32)
-        got = mixture(x)
+        got = run_on(mixture.operations(Part("x", 32), Part("y", 32)), x, program)
         for token, result in zip(x, got, strict=True):
             want = torch.zeros(32, dtype=torch.float64)
             route = naive_route(mixture.router.weight @ token, mixture.router.correction, one)
@@ -118,7 +123,8 @@ def test_experts_equal_naive_experts(one):
                 gate, up = (mixture.gate_up[expert].double() @ token.double()).chunk(2)
                 want += weight * (mixture.down[expert].double() @ (F.silu(gate) * up))
             if mixture.shared is not None:
-                want += mixture.shared(token[None])[0].double()
+                gate, up = (mixture.shared.gate_up.weight.double() @ token.double()).chunk(2)
+                want += mixture.shared.down.weight.double() @ (F.silu(gate) * up)
             torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -247,11 +253,8 @@ def test_bfloat16_agrees(tmp_path):
     spec = load_spec(tmp_path)
     model = load_model(tmp_path, spec, torch.bfloat16, CPU)
     tokens = torch.arange(5, 60)
-    cache = DenseCache(spec, 55)
-    cache.keys = [keys.bfloat16() for keys in cache.keys]
-    cache.values = [values.bfloat16() for values in cache.values]
     with torch.no_grad():
-        want, got = peer(tokens[None]).logits[0].float(), cache.run(model, tokens)
+        want, got = peer(tokens[None]).logits[0].float(), logits_of(model, tokens)
     assert F.cosine_similarity(got, want, dim=-1).min() > 0.98
 
 

@@ -5,7 +5,9 @@ import torch
 
 from snapstream.attention import SdpaAttention
 from snapstream.kernels import cpu as kernels
+from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
+from tests.attending import logits_with
 from tests.checkpoints import FAMILIES, save_checkpoint
 
 
@@ -28,7 +30,7 @@ class DenseCache:
 
     def run(self, model, tokens):
         positions = torch.arange(self.start, self.start + len(tokens))
-        logits = model.logits(model(tokens, positions, self.attend))
+        logits = logits_with(model, tokens, positions, self.attend)
         self.start += len(tokens)
         return logits
 
@@ -50,6 +52,7 @@ def test_logits_equal_transformers(family, tmp_path):
         parts = [cache.run(model, tokens[a:b]) for a, b in ((0, 200), (200, 201), (201, 690))]
         parts += [cache.run(model, tokens[i : i + 1]) for i in range(690, 700)]
     torch.testing.assert_close(torch.cat(parts), want, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(model, tokens), want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,15 +64,8 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert model.frequencies.dtype == torch.float32
     tokens = torch.arange(5, 60)
-
-    class Cache(DenseCache):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.keys = [k.to(dtype) for k in self.keys]
-            self.values = [v.to(dtype) for v in self.values]
-
     with torch.no_grad():
         want = peer(tokens[None]).logits[0].float()
-        got = Cache(spec, 60).run(model, tokens)
+    got = logits_of(model, tokens)
     error = (got - want).abs().max() / want.abs().max()
     assert error < 0.03

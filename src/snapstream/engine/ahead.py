@@ -20,6 +20,7 @@ from snapstream.engine.programs import Programs
 from snapstream.engine.verification import Run, most_tokens
 from snapstream.kernels.operations import Commit
 from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.products import linear
 from snapstream.models import DecoderModel
 
 
@@ -92,7 +93,7 @@ class Ahead:
             step.hidden[:, :known] = self._states[:, :known]
             step.read()
             self._states[:, known] = step.made[:, known - 1]
-        self._guesses[:, known] = self._model.head(self._states[:, known]).argmax(-1)
+        self._guesses[:, known] = linear(self._states[:, known], self._model.head.weight).argmax(-1)
 
 
 class _Step:

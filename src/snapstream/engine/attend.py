@@ -1,4 +1,4 @@
-"""Attention of steps that process several tokens per slot, by whichever backend there is."""
+"""Attention as an operation, by whichever backend there is: of chunks of prompts, and of steps of several tokens."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing_extensions import override
 
 from snapstream.attention import AttentionBackend
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import Machine
+from snapstream.kernels.parts import Machine, PromptChunk
 
 
 @dataclass(frozen=True)
 class AttendWith(Attend):
-    """:class:`Attend`, one token after another, each with the backend's ``decode``.
+    """:class:`Attend` with the backend's ``prefill`` for a chunk of a prompt, and ``decode`` for a step.
 
-    Pending entries of the tokens before are in the cache meanwhile. What they replace is put back at the end, since
-    only :class:`~snapstream.kernels.operations.Commit` keeps entries.
+    A step of several tokens attends one token after another. Pending entries of the tokens before are in the cache
+    meanwhile. What they replace is put back at the end, since only :class:`~snapstream.kernels.operations.Commit` keeps
+    entries.
     """
 
     backend: AttentionBackend
@@ -27,6 +28,12 @@ class AttendWith(Attend):
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
+        if isinstance(m, PromptChunk):
+            values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
+            packed = {"packed": m.packed, "packed_until": m.packed_until}
+            out = self.backend.prefill(query[0], cache.keys[0], values, slots.count[0], self.scale, **packed)
+            target[0] = out[..., : self.target.size]
+            return
         entries, valid = slots.entries(), slots.valid()
         replaced = []
         try:

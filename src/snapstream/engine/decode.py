@@ -2,7 +2,7 @@
 
 Where this package has kernels, a step is a list of operations. On a CPU, one launch of a native loop runs it for all
 layers and several tokens. On CUDA, a whole step is captured as one graph and replayed for each token without waiting
-for the host. Elsewhere the model's modules run.
+for the host. Elsewhere torch's operations run it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from snapstream.compression import (
     choose_entries,
     entry_of,
     layout_tensors,
-    next_slot,
     surviving_tokens,
 )
 from snapstream.config import CacheBudget, LayerPrompt
@@ -116,6 +115,7 @@ class Decode:
         )
         programs = Programs(model, backend, self.layers, state, self.logits)
         self.loop, self.kernels = programs.loop, programs.kernels
+        self._step = programs.kernels or programs.stock
         captured = not eager and self.kernels is not None
         self.ahead: Ahead | None = None
         if model.ahead is not None:
@@ -374,22 +374,9 @@ class Decode:
         """Store each slot's token in its cache and attend to all valid entries, the token included; leaves logits."""
         if self.loop is not None:
             self.loop.run(last=-1)  # everything except taking the token
-        elif self.kernels is not None:
-            self.kernels()
         else:
-            self._run_modules()
-
-    def _run_modules(self) -> None:
-        """Do the same with the model's modules."""
-        x = self.model.embedding(self.token)
-        cosine, sine = self.model.rope(self.position)
-        entry = next_slot(self.count, self.base, self.limit)[:, None]
-        valid = torch.where(self.active, torch.minimum(self.count + 1, self.limit), 0)
-        for block, cache in zip(self.model.layers, self.layers, strict=False):  # not the next-token module's cache
-            query, key, value = block.project(x, cosine, sine)
-            cache.write(entry, key[:, None], value[:, None], self.active)
-            x = block.complete(x, self.backend.decode(query, cache.keys, cache.values, valid, self.scale))
-        self.logits.copy_(self.model.logits(x))
+            assert self._step is not None
+            self._step()
 
     def _greedy_step(self) -> Tensor:
         self._read_tokens()

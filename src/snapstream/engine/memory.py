@@ -13,13 +13,14 @@ import torch
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import KEPT_QUERIES, MIN_CAPACITY
 from snapstream.config.policy import ALL, rows_of_queries
-from snapstream.engine.prefill import SCORED_ROWS, staging_length
+from snapstream.engine.prefill import ELSEWHERE, SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
 from snapstream.engine.tokenizing import tokenizing_bytes
 from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
+from snapstream.kernels.parts import buffer_shapes
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import parameter_bytes
+from snapstream.models.weights import empty_model, parameter_bytes
 
 SAMPLING_BYTES = 56
 """Bytes per vocabulary token and slot while a token is sampled: sorted logits, their order, and noise."""
@@ -45,7 +46,7 @@ class MemoryPlan:
             in host memory.
         drafter: Everything of the draft model.
         tokenizing: Memory of the tokenizer for a long text; 0 on CUDA, because it is in host memory.
-        metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps.
+        metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps and of a chunk.
         slot_count: Number of slots.
         cache_entries: Entries per slot.
         max_model_len: Maximum sequence length.
@@ -156,17 +157,17 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         setup: The engine.
         available: Bytes that it may use; ``None`` if unknown.
     """
-    weights = parameter_bytes(setup.spec, setup.dtype)
+    fixed = fixed_sizes(setup)
     slots, length, chunk = setup.config.slots, setup.max_model_len, setup.chunk
     entries = setup.budget.capacity
 
     def fits(**changes: int) -> bool:
-        return available is not None and _plan(setup, weights, **changes).total <= available
+        return available is not None and _plan(setup, fixed, **changes).total <= available
 
     def most_slots(entries: int) -> int | None:
         return None if available is None else _largest(lambda many: fits(slots=many, entries=entries))
 
-    ours = _plan(setup, weights)
+    ours = _plan(setup, fixed)
     advice = ""
     if available is not None and not fits():
         hints = [("slots", _largest(lambda many: fits(slots=many)))]
@@ -175,7 +176,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         shorter = _largest(lambda chunks: fits(length=chunks * chunk)) * chunk
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
-        if weights > available:
+        if fixed.weights > available:
             smaller = setup.dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
             advice = "the weights alone do not fit; " + (
                 "in bfloat16 they would (dtype)" if smaller else "vLLM splits a model across devices (docs/vllm.md)"
@@ -186,7 +187,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
             advice = "no single setting is enough; lower slots, budget and max_model_len together"
     return EnginePlan(
         ours=ours,
-        full=_plan(setup, weights, slots=slots, entries=length),
+        full=_plan(setup, fixed, slots=slots, entries=length),
         available=available,
         slots_that_fit=most_slots(entries),
         slots_that_fit_full=most_slots(length),
@@ -195,7 +196,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
 
 
 def _plan(
-    setup: Setup, weights: int, *, slots: int | None = None, entries: int | None = None, length: int | None = None
+    setup: Setup, fixed: FixedSizes, *, slots: int | None = None, entries: int | None = None, length: int | None = None
 ) -> MemoryPlan:
     """The plan of an engine, optionally with other numbers of slots, entries or tokens than its settings."""
     spec, config, item = setup.spec, setup.config, setup.dtype.itemsize
@@ -207,8 +208,7 @@ def _plan(
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
     packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
-    numbers = max(row_numbers(spec, item), 6 * spec.hidden_size * spec.reads_ahead)  # or the next-token module's input
-    chunk_temporaries = chunk * (numbers * item + 4 * 8)  # plus tokens and positions
+    chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
     if setup.device.type == "cpu":  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
@@ -222,7 +222,7 @@ def _plan(
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
     return MemoryPlan(
-        weights=weights,
+        weights=fixed.weights,
         slots=slots * entries * per_token,
         staging=padded * spec.entry.nbytes(setup.dtype)
         + packed
@@ -236,12 +236,13 @@ def _plan(
         prefixes=_prefixes(setup, length) * per_token,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
-        # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a step, those
-        # of attention and those of everything after it.
+        # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a chunk and of
+        # a step, those of attention and those of everything after it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
-        + slots * 2 * row_numbers(spec, item) * item
+        + chunk * (fixed.buffers + 8)
+        + slots * (fixed.buffers + spec.hidden_size * item + fixed.temporaries)
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
-        + _verifying(setup, slots, entries),
+        + _verifying(setup, fixed, slots, entries),
         slot_count=slots,
         cache_entries=entries,
         max_model_len=length,
@@ -260,16 +261,15 @@ def _prefixes(setup: Setup, length: int) -> int:
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:
     """Bytes of the draft model, for as many slots and entries as the model has."""
     length = min(length, setup.max_model_len)
-    weights = parameter_bytes(setup.spec, setup.dtype)
-    plan = _plan(setup, weights, slots=slots, entries=min(entries, length), length=length)
+    plan = _plan(setup, fixed_sizes(setup), slots=slots, entries=min(entries, length), length=length)
     return plan.total - plan.tokenizing  # it receives tokens, so it does not tokenize
 
 
-def _verifying(setup: Setup, slots: int, entries: int) -> int:
+def _verifying(setup: Setup, fixed: FixedSizes, slots: int, entries: int) -> int:
     """Bytes of verification steps: pending entries, logits and buffers, for each size of step."""
     spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
-    buffers = 2 * row_numbers(spec, item) * item
+    buffers = fixed.buffers + spec.hidden_size * item + fixed.temporaries
     attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
     held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + buffers) + attending
     if spec.reads_ahead:  # the next-token module's step, and its hidden states
@@ -277,35 +277,54 @@ def _verifying(setup: Setup, slots: int, entries: int) -> int:
     return held
 
 
-def row_numbers(spec: ModelSpec, item: int) -> int:
-    """Maximum number of elements that exist at the same time for one token while a layer processes it.
+@dataclass(frozen=True)
+class FixedSizes:
+    """Bytes that depend on the model alone.
 
-    Queries exist until the layer is finished, and attention's result until it is added to the residual stream.
+    Attributes:
+        weights: Model parameters.
+        buffers: Buffers between operations, per token; without hidden states and logits.
+        temporaries: Most that exists within an operation, per token.
+    """
+
+    weights: int
+    buffers: int
+    temporaries: int
+
+
+def fixed_sizes(setup: Setup) -> FixedSizes:
+    """Measure a model that is not loaded."""
+    spec, dtype = setup.spec, setup.dtype
+    model = empty_model(spec, dtype)
+    operations = [*model.operations(), *(model.enter_ahead() if spec.reads_ahead else ())]
+    shapes = buffer_shapes((part for each in operations for part in each.parts()), dtype)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(shape.nbytes for name, shape in shapes.items() if name not in ELSEWHERE)
+    return FixedSizes(weights, buffers, _temporaries(spec, dtype.itemsize))
+
+
+def _temporaries(spec: ModelSpec, item: int) -> int:
+    """Bytes that exist within an operation for one token: a product before it is gated, added or copied, for example.
 
     Args:
         spec: The model.
         item: Bytes of an element; some sums are float32 in any case.
     """
-    hidden, heads, wide = spec.hidden_size, spec.heads, -(-4 // item)
-    angles = 4 * spec.head_dim * wide
+    hidden, heads = spec.hidden_size, spec.heads
+    angles = 4 * (spec.head_dim if spec.latent is None else spec.latent.rope) * 4
+    attention = heads * spec.value_size * item
     if spec.latent is None:
-        kept = (heads + 2 * spec.kv_heads) * spec.head_dim
-        projecting = hidden + (heads + spec.kv_heads) * spec.head_dim + angles
-        completing = hidden
+        projections = (heads + 2 * spec.kv_heads) * spec.head_dim * item
     else:
         shape = spec.latent
-        kept = heads * spec.head_dim
-        of_queries = heads * (2 * shape.nope + 2 * shape.rope + shape.rank) + (shape.query_rank or 0)
-        projecting = hidden + 3 * spec.head_dim + of_queries + angles
-        completing = heads * (shape.rank + 2 * shape.value) + hidden
-    inner = 2 * hidden + 3 * spec.intermediate_size
+        projections = heads * (shape.nope + shape.rank + shape.value) * item
+    feed_forward = 2 * spec.intermediate_size * item
     if spec.experts is not None:
         many, width = spec.experts.chosen, spec.experts.inner
-        going_in = max(many * (hidden + 2 * width), many * 3 * width)
-        coming_out = many * (width + 2 * hidden + hidden * wide) + hidden * wide
-        shared = hidden + 3 * spec.experts.shared * width
-        inner = max(inner, 2 * hidden + spec.experts.count * wide * 4 + max(going_in, coming_out, shared))
-    return kept + max(projecting, heads * spec.value_size + max(completing, inner))
+        choosing = spec.experts.count * 4 * 4
+        gathered, combined = many * max(hidden, 2 * width) * item, many * hidden * (item + 4) + hidden * 4
+        feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
+    return angles + max(attention, projections, feed_forward, 2 * hidden * item)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -18,27 +18,49 @@ attention backends keep a second copy of the layer's values, in the order in whi
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.cache import LayerCache
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
+from snapstream.engine.attend import with_backend
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefixes import Prefix
 from snapstream.engine.reading import Reading, Target, count_parts
 from snapstream.engine.settings import Setup
+from snapstream.kernels.operations import Attend, Operation
+from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
+from snapstream.kernels.stock import program_for_rows
 from snapstream.models import DecoderModel
-from snapstream.models.block import Block
 from snapstream.transfers import to_device, to_host
 
 logger = logging.getLogger(__name__)
 
+ELSEWHERE = ("x", "logits")
+"""Buffers that prefill does not keep per chunk: rows are a part of the hidden states, and few have logits."""
 SCORED_ROWS = 32
 """Number of prompt tokens whose logits are computed together for ``prompt_logprobs``."""
+
+
+class _Layer:
+    """The operations of one layer, split where attention begins.
+
+    Attributes:
+        before: Up to queries, and keys and values in the cache.
+        after: Attention, and what follows.
+        query: Where ``before`` leaves the queries.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        at = next(at for at, each in enumerate(operations) if isinstance(each, Attend))
+        attend = operations[at]
+        assert isinstance(attend, Attend)
+        self.before, self.after, self.query = operations[:at], operations[at:], attend.query
 
 
 class Prefill:
@@ -65,21 +87,44 @@ class Prefill:
         spec, weight = model.spec, model.embedding.weight
         device, dtype = weight.device, weight.dtype
         self.model, self.backend, self.chunk = model, backend, chunk
-        self._blocks = [*model.layers] if model.ahead is None else [*model.layers, model.ahead.block]
         self.scale, self.device = spec.scale, device
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
-        self._columns = spec.value_size if backend.narrow_values else spec.head_dim
-        values = self._values(self.staging.row(0))
-        self._packed = torch.zeros(backend.packed_shape(values.shape, dtype), dtype=dtype, device=device)
+        columns = spec.value_size if backend.narrow_values else spec.head_dim
+        values = torch.Size((spec.kv_heads, padded, columns))
+        self._packed = torch.zeros(backend.packed_shape(values, dtype), dtype=dtype, device=device)
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
             spec.heads, rows_of_queries(queries, padded), spec.head_dim, dtype=dtype, device=device
         )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
-        self.start = torch.zeros((), dtype=torch.int64, device=device)
-        # Offset of true positions from staging entries: the number of tokens dropped in earlier turns.
-        self.ahead = torch.zeros((), dtype=torch.int64, device=device)
+        self._layers = [
+            _Layer(with_backend([*model.operations_of(layer, cache=0)], backend)) for layer in range(spec.cached_layers)
+        ]
+        self._embed, self._angles = model.embed(), model.angles()
+        self._enter = [] if model.ahead is None else [*model.enter_ahead()]
+        self._output = [*model.output()]
+        every = [self._angles, *self._enter, *self._output]
+        for layer in self._layers:
+            every += [*layer.before, *layer.after]
+        parts = [part for each in every for part in each.parts() if part.buffer not in ELSEWHERE]
+        self._copies = {part.buffer: part.copies for part in parts}
+        self._buffers = allocate_buffers(parts, chunk, dtype, device=device)
+
+        def column(value: int) -> Tensor:
+            return torch.full((1,), value, dtype=torch.int64, device=device)
+
+        # A prompt is one slot that never wraps around: entry i of the staging cache is token i.
+        self._slots = Slots(
+            token=torch.zeros(1, chunk, dtype=torch.int64, device=device),
+            position=column(0),
+            base=column(0),
+            count=column(0),
+            limit=column(padded),
+            active=torch.ones(1, dtype=torch.bool, device=device),
+            forced=column(-1)[:, None],
+            taken=column(0)[None],
+        )
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
@@ -92,36 +137,39 @@ class Prefill:
 
         After an error, this prefill must not be continued.
         """
-        start, last_layer = reading.done, reading.layer == len(self.model.layers) - 1
-        is_ahead = reading.layer == len(self.model.layers)
+        start, last_layer = reading.done, reading.layer == self.model.spec.layers - 1
+        is_ahead = reading.layer == self.model.spec.layers
         tokens = reading.tokens[start : start + self.chunk]
-        used, block = len(tokens), self._blocks[reading.layer]
+        used, layer = len(tokens), self._layers[reading.layer]
         x = self.hidden[start : start + used]
         begins = start == reading.skipped
         if begins and reading.past is not None:
             self.staging.put(reading.past.layers[reading.layer])
         if begins and reading.prefix is not None:
             self.staging.put_from_host(reading.prefix.layers[reading.layer], start)
+        first = reading.before + start
+        chunk = self.chunk_at(first, used, x, offset=reading.dropped_before)
+        self._packed_until.fill_(0 if begins else first)
+        operations = [self._angles, *layer.before]
         if reading.layer == 0:
-            x.copy_(self.model.embedding(to_device(tokens, self.device)))
+            self._slots.token[0, :used] = to_device(tokens, self.device)
+            operations = [self._embed, *operations]
         if is_ahead:
-            self._enter_ahead(reading, x, start)
-        self.start.fill_(reading.before + start)
-        self._packed_until.fill_(0 if begins else reading.before + start)
-        self.ahead.fill_(reading.dropped_before)
-        if is_ahead or (last_layer and not self._completes(reading)):
-            query = self._store(block, x)  # of the last layer's output, only the last token's is needed
-        else:
-            if last_layer:  # keep the last token's input to the layer, before it is overwritten in place
-                self._last_input.copy_(x[used - 1 : used])
-            query = self._read(block, x, reading.before + start + used)
-        self._keep_queries(query, reading.before + start, reading.length)
+            self._slots.token[0, :used] = self._following(reading, start, used)
+            operations = [*self._enter, *operations]
+        # Of the last layer's output, only the last token's may be needed; see _last_logits().
+        if not is_ahead and (not last_layer or self._completes(reading)):
+            if last_layer:
+                self._last_input.copy_(x[used - 1 :])
+            operations += layer.after
+        program_for_rows(operations, chunk).run()
+        self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
         if last_layer and reading.scored is not None:
             self._score(reading, x, start)
         if reading.done == len(reading.tokens):
             if last_layer:
-                reading.logits = self._last_logits(reading, block)
+                reading.logits = self._last_logits(reading, layer)
             if reading.keeps is not None:
                 self._keep_beginning(reading, reading.keeps)
             self._compress(reading)
@@ -132,45 +180,30 @@ class Prefill:
         """Whether all tokens go through the whole last layer."""
         return reading.scored is not None or self.model.ahead is not None
 
-    def _enter_ahead(self, reading: Reading, x: Tensor, start: int) -> None:
-        """Replace each token's hidden state in ``x`` by the next-token module's input: the state and the next token.
-
-        The most likely token stands in for the token after the last one.
-        """
-        assert self.model.ahead is not None
+    def _following(self, reading: Reading, start: int, used: int) -> Tensor:
+        """The token after each token of a chunk; for the last one, the most likely token stands in."""
         assert reading.logits is not None
-        following = to_device(reading.tokens[start + 1 : start + 1 + len(x)], self.device)
-        if len(following) < len(x):
-            following = torch.cat((following, reading.logits.argmax(-1)))
-        x.copy_(self.model.ahead.enter(self.model.embedding(following), self.model.norm(x)))
+        following = to_device(reading.tokens[start + 1 : start + 1 + used], self.device)
+        return following if len(following) == used else torch.cat((following, reading.logits.argmax(-1)))
 
-    def _store(self, block: Block, x: Tensor) -> Tensor:
-        """Store keys and values of a chunk ``[T, hidden]``; returns its queries ``[T, H, D]``."""
-        rows = self.start + torch.arange(x.shape[0], device=self.device)
-        return block.store(x, *self.model.rope(rows + self.ahead), self.staging, self.start)
+    def chunk_at(self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0) -> PromptChunk:
+        """What operations work on for a chunk; it is the current one until the next call.
 
-    def _read(self, block: Block, x: Tensor, entries: int) -> Tensor:
-        """Take a chunk through a layer in place; with it, the staging cache has ``entries`` entries."""
-        query = self._store(block, x)
-        read = entries if self.backend.reads_all_keys_in_prefill else None
-        attended = self._attend(query, self.staging.row(0, read), self.start)
-        x.copy_(block.complete(x, attended))
-        return query
-
-    def _attend(self, query: Tensor, seen: LayerCache, start: Tensor) -> Tensor:
-        return self.backend.prefill(
-            query,
-            seen.keys[0],
-            self._values(seen),
-            start,
-            self.scale,
-            packed=self._packed,
-            packed_until=self._packed_until,
+        Args:
+            first: Entry of its first token.
+            rows: Its tokens (``T``).
+            x: Its hidden states, ``[T, hidden]``; by default those of the tokens at these entries.
+            offset: Offset of true positions from entries: the number of tokens dropped in earlier turns.
+        """
+        self._slots.count.fill_(first)
+        self._slots.position.fill_(first + offset)
+        x = self.hidden[first : first + rows] if x is None else x
+        buffers = {name: buffer[: rows * self._copies[name]] for name, buffer in self._buffers.items()}
+        slots = replace(self._slots, token=self._slots.token[:, :rows])
+        staging = self.staging.row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
+        return PromptChunk(
+            buffers | {"x": x}, slots, [staging], [], packed=self._packed, packed_until=self._packed_until
         )
-
-    def _values(self, cache: LayerCache) -> Tensor:
-        """Values of the staging cache, ``[N, L, V]``; for latents, the columns that serve as values."""
-        return cache.values[0][..., : self._columns]
 
     def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
         """Keep the rows of ``query`` ``[T, H, D]``, the first of entry ``start``, that are among the prompt's last."""
@@ -181,17 +214,24 @@ class Prefill:
             at = start + skipped - first
             self.queries[:, at : at + rows.shape[1]] = rows
 
-    def _last_logits(self, reading: Reading, block: Block) -> Tensor:
+    def _last_logits(self, reading: Reading, layer: _Layer) -> Tensor:
         """Logits of the prompt's last token, the only one that goes through the rest of the last layer."""
         # Computed the same way whether or not the prompt is scored.
         last = len(reading.tokens) - 1
         x = self._last_input if self._completes(reading) else self.hidden[last : last + 1]
-        query = self.queries[:, -1:].transpose(0, 1)
-        start = torch.full((), reading.length - 1, dtype=torch.int64, device=self.device)
-        seen = self.staging.row(0, reading.length)
         self._packed_until.zero_()  # the last layer's values have not been packed yet
-        attended = self._attend(query, seen, start)
-        return self.model.logits(block.complete(x, attended))
+        chunk = self.chunk_at(reading.length - 1, 1, x)
+        layer.query.of(chunk.buffers)[0] = self.queries[:, -1]
+        program_for_rows(layer.after, chunk).run()
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Logits, float32 ``[T, vocab]``, of hidden states of the last layer ``[T, hidden]``; a few rows."""
+        chunk = self.chunk_at(0, len(x), x)
+        logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
+        chunk.buffers["logits"] = logits
+        program_for_rows(self._output, chunk).run()
+        return logits
 
     def _score(self, reading: Reading, x: Tensor, start: int) -> None:
         """Compute log-probabilities of the tokens after each token of a chunk, from its last hidden states."""
@@ -199,7 +239,7 @@ class Prefill:
         # The logits of a whole chunk would take more memory than everything else.
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
-            logprobs = self.model.logits(x[at : at + len(some)]).log_softmax(-1)
+            logprobs = self._logits(x[at : at + len(some)]).log_softmax(-1)
             taken = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0]
             best = logprobs.topk(reading.scored or 0, -1)
             chosen, top, ids = (part.tolist() for part in to_host([taken, *best]))
@@ -242,7 +282,7 @@ class Prefill:
             target.parts = counts if target.parts is None else target.parts + counts
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
-        if target.telemetry and reading.layer < len(self.model.layers):
+        if target.telemetry and reading.layer < self.model.spec.layers:
             prompt = self._shown(reading, target, WINDOW)
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
             target.mass.append(shares.mean())

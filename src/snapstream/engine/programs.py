@@ -17,6 +17,7 @@ from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.stock import program_for_rows
 from snapstream.models import DecoderModel
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Programs:
     Attributes:
         loop: Steps of one token, and what takes it, by the native loop, where there is one.
         kernels: Steps of one token up to the logits, by kernels for CUDA, where there are any.
+        stock: The same with another attention backend, where there is neither.
     """
 
     def __init__(
@@ -52,10 +54,14 @@ class Programs:
         given = {"logits": logits}
         self.loop: CpuProgram | None = None
         self.kernels: Run | None = None
+        self.stock: Run | None = None
         if isinstance(backend, CpuAttention) and not reason:
             self.loop = CpuProgram(every, self.machine(every, self.slots(1), given=given))
         elif isinstance(backend, TritonAttention):
             self.kernels = self._triton(self._operations, self.machine(self._operations, self.slots(1), given=given))
+        else:
+            attending = with_backend(self._operations, backend)
+            self.stock = program_for_rows(attending, self.machine(attending, self.slots(1), given=given)).run
 
     def slots(self, tokens: int) -> Slots:
         """The state of the slots in steps of so many tokens."""

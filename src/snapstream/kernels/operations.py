@@ -1,12 +1,15 @@
-"""The operations of a decode step. Models describe their layers as a short list of them.
+"""The operations of a model. Models describe their layers as a short list of them.
 
-Three programs run such a list:
+The same list serves decode steps, which have a row per token of each slot, and chunks of a prompt, which have a row per
+token. Four programs run it:
 
 - :mod:`snapstream.kernels.cpu.program`: a native loop, for all layers and several tokens in one launch (kernel looping,
-  arXiv 2410.23668).
+  arXiv 2410.23668). For decode steps on a CPU.
 - :mod:`snapstream.kernels.triton.program`: on CUDA.
+- :mod:`snapstream.kernels.stock`: products by torch, the rest by kernels for rows where there are any. For prompts on a
+  CPU, and for everything that the other two do not support.
 - This module: operation by operation in plain torch. It defines what each operation means, and is the reference for
-  tests of the other two.
+  tests of the others.
 
 An operation reads and writes parts of buffers (:mod:`snapstream.kernels.parts`).
 """
@@ -21,8 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from snapstream.cache import LayerCache
 from snapstream.kernels import plain
-from snapstream.kernels.parts import Machine, Part, Slots
+from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Rotate(Operation):
 
 @dataclass(frozen=True)
 class Store(Operation):
-    """Write keys and values to a layer's cache, or, with more than one token per slot, to its pending entries."""
+    """Write keys and values to a layer's cache, or, with several tokens that are not certain, to pending entries."""
 
     key: Part
     value: Part | None
@@ -166,7 +170,9 @@ class Store(Operation):
         B, T = slots.token.shape
         key = self.key.of(m.buffers).view(B, T, -1, self.key.size)
         value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size)
-        if T == 1:
+        if isinstance(m, PromptChunk):
+            cache.write(slots.entries(), key, value)
+        elif T == 1:
             cache.write(slots.entries(), key, value, slots.active)
         else:
             m.pending[self.layer].write(torch.arange(T, device=key.device).expand(B, T), key, value, slots.active)
@@ -195,6 +201,9 @@ class Attend(Operation):
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
         entries, valid = slots.entries(), slots.valid()
+        if isinstance(m, PromptChunk):
+            target.copy_(self._causal(query, cache, valid))
+            return
         seen = type(cache)([tensor.clone() for tensor in cache.tensors])
         for t in range(T):
             if T > 1:
@@ -210,6 +219,19 @@ class Attend(Operation):
                 scale=self.scale,
             )
             target[:, t] = torch.where(valid[:, t, None, None] > 0, out.reshape(B, self.target.heads, -1), target[:, t])
+
+    def _causal(self, query: Tensor, cache: LayerCache, valid: Tensor) -> Tensor:
+        """Attention of a chunk that is stored already, ``[1, T, H, V]``; a row sees its first ``valid`` entries."""
+        heads, group = cache.keys.shape[1], self.query.heads // cache.keys.shape[1]
+        mask = torch.arange(cache.entries, device=query.device) < valid[0, :, None]
+        out = F.scaled_dot_product_attention(
+            query[0].view(len(mask), heads, group, -1).permute(1, 2, 0, 3),
+            cache.keys[0, :, None].expand(-1, group, -1, -1),
+            cache.values[0, :, None, :, : self.target.size].expand(-1, group, -1, -1),
+            attn_mask=mask,
+            scale=self.scale,
+        )
+        return out.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
 @dataclass(frozen=True)

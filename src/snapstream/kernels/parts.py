@@ -1,4 +1,4 @@
-"""What the operations of a decode step work on: buffers, the state of the slots, and their caches.
+"""What operations work on: buffers, the state of the slots, and their caches.
 
 A buffer has a row for each token of each slot: row ``slot * T + t``.
 """
@@ -154,6 +154,53 @@ class Machine:
     step: int = 0
 
 
+@dataclass
+class PromptChunk(Machine):
+    """A chunk of one prompt: one slot, whose tokens are all certain, so they are stored in the cache at once.
+
+    Attributes:
+        packed: The attention backend's copy of the layer's values, if it keeps one.
+        packed_until: Entries that earlier chunks have packed, int64 scalar.
+    """
+
+    packed: Tensor | None = None
+    packed_until: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BufferShape:
+    """Shape of a buffer, per token.
+
+    Attributes:
+        width: Elements of a row.
+        copies: Rows per token.
+        dtype: Dtype of the elements.
+    """
+
+    width: int
+    copies: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per token."""
+        return self.width * self.copies * self.dtype.itemsize
+
+
+def buffer_shapes(parts: Iterable[Part], dtype: torch.dtype) -> dict[str, BufferShape]:
+    """Shapes of buffers that are wide enough for all parts, by name; ``dtype`` is the model's."""
+    made: dict[str, BufferShape] = {}
+    kinds: dict[str, Part] = {}
+    for part in parts:
+        first = kinds.setdefault(part.buffer, part)
+        assert (part.dtype, part.copies) == (first.dtype, first.copies), part
+        kind = part.dtype or dtype
+        wide = torch.promote_types(kind, dtype) if kind.is_floating_point else kind
+        width = max(part.end, made[part.buffer].width) if part.buffer in made else part.end
+        made[part.buffer] = BufferShape(width, part.copies, wide)
+    return made
+
+
 def allocate_buffers(
     parts: Iterable[Part],
     rows: int,
@@ -162,15 +209,8 @@ def allocate_buffers(
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Allocate zeroed buffers that are wide enough for all parts; those in ``given`` are used as they are."""
-    widths: dict[str, int] = {}
-    kinds: dict[str, Part] = {}
-    for part in parts:
-        widths[part.buffer] = max(widths.get(part.buffer, 0), part.end)
-        first = kinds.setdefault(part.buffer, part)
-        assert (part.dtype, part.copies) == (first.dtype, first.copies), part
-    made = {}
-    for name, width in widths.items():
-        kind = kinds[name].dtype or dtype
-        wide = torch.promote_types(kind, dtype) if kind.is_floating_point else kind
-        made[name] = torch.zeros(rows * kinds[name].copies, width, dtype=wide, device=device)
+    made = {
+        name: torch.zeros(rows * shape.copies, shape.width, dtype=shape.dtype, device=device)
+        for name, shape in buffer_shapes(parts, dtype).items()
+    }
     return made | (given or {})

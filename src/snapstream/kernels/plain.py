@@ -8,14 +8,28 @@ from torch.nn import functional as F
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Plain-torch :func:`snapstream.kernels.rows.norm`; float64 is not converted."""
+    """Root-mean-square norm over the last axis, in float32; rounded before it is multiplied by the weight.
+
+    Args:
+        x: ``[T, ..., D]``; float64 is not converted.
+        weight: ``[D]``.
+        epsilon: Added to the mean of squares.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(x.dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
-    """Plain-torch :func:`snapstream.kernels.rows.rotate`."""
+    """Rotary embedding.
+
+    Args:
+        x: Queries or keys, ``[T, heads, D]``.
+        cosine: Cosines of the angles, ``[T, 1, D]`` with equal halves.
+        sine: Sines of the angles, likewise.
+        pairs: Rotate neighboring elements together; in the result, the first elements of all pairs come before the
+            second ones. Otherwise, rotate the two halves of a head together.
+    """
     if pairs:
         half = x.shape[-1] // 2
         cosine, sine = cosine[..., :half], sine[..., :half]
@@ -26,7 +40,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """Plain-torch :func:`snapstream.kernels.rows.gate`."""
+    """SwiGLU of ``[T, 2 * I]``: ``silu`` of the first half times the second, ``[T, I]``."""
     first, second = x.chunk(2, -1)
     return F.silu(first).mul_(second)
 

@@ -25,6 +25,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_into(target: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy."""
+    if bias is None and target.dtype == x.dtype and x.shape[0] > _skinny_rows(weight):
+        torch.mm(x, weight.t(), out=target)
+    else:
+        target.copy_(linear(x, weight, bias))
+
+
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, by the weights of their experts; each expert's weights are read once.
 

@@ -1,8 +1,9 @@
 """Models: from a checkpoint to the operations that compute logits. They know nothing about requests."""
 
-from snapstream.models.decoder import Attend, DecoderModel
+from snapstream.models.decoder import DecoderModel
 from snapstream.models.files import resolve_checkpoint
+from snapstream.models.logits import logits_of
 from snapstream.models.spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from snapstream.models.weights import load_model
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "Attend", "DecoderModel", "ModelSpec", "load_model", "resolve_checkpoint"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "DecoderModel", "ModelSpec", "load_model", "logits_of", "resolve_checkpoint"]

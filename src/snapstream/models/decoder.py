@@ -1,16 +1,13 @@
 """The decoder architecture of all supported models: blocks of attention and feed-forward between embedding and logits.
 
-Tokens come as a flat tensor ``[T]``: a chunk of one prompt, or one token of each of ``T`` sequences. The caller owns
-the caches and computes attention. A block computes attention's inputs (:meth:`Block.project`) and processes its result
-(:meth:`Block.complete`).
-
-The caller also chooses the order. Prefill takes all tokens of a prompt through one layer before the next; decoding
-takes one token of each slot through all layers. :meth:`DecoderModel.forward` is a plain loop over the layers.
+A model is a list of operations (:mod:`snapstream.kernels.operations`). Decoding takes one or several tokens of each
+slot through all of it; prefill takes all tokens of a prompt through one layer before the next. The modules hold the
+weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -21,11 +18,8 @@ from snapstream.kernels.parts import Part
 from snapstream.models.block import Block
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.next_token import NextTokenModule
-from snapstream.models.rope import rope_frequencies, rope_table
+from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, query [T, H, D], key [T, N, D], value [T, N, D]) -> [T, H, D]``; queries and keys are rotated."""
 
 
 class DecoderModel(nn.Module):
@@ -51,43 +45,38 @@ class DecoderModel(nn.Module):
         """All blocks, first to last."""
         return cast(Sequence[Block], self.blocks)
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine ``[T, 1, D]`` of true positions, int64 ``[T]``, which differ from entry indices."""
-        return rope_table(positions, self.frequencies, self.rope_scaling, self.embedding.weight.dtype)
+    def operations(self) -> Iterator[Operation]:
+        """Maps tokens to logits, in the buffer ``logits`` (float32)."""
+        yield self.embed()
+        yield self.angles()
+        for layer in range(self.spec.layers):
+            yield from self.operations_of(layer)
+        yield from self.output()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Take tokens through all layers.
+    def embed(self) -> Operation:
+        """Maps tokens to hidden states, in the buffer ``x``."""
+        return Embed(self.embedding.weight, self._x)
+
+    def angles(self) -> Angles:
+        """The rotary angles of the tokens' positions."""
+        target = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
+        return Angles(self.frequencies, self.rope_scaling, target, self.embedding.weight.dtype)
+
+    def operations_of(self, layer: int, cache: int | None = None) -> Iterator[Operation]:
+        """A layer: changes the hidden states in ``x``.
 
         Args:
-            tokens: int64 ``[T]``.
-            positions: True positions, int64 ``[T]``.
-            attend: Computes attention over the caller's cache.
-
-        Returns:
-            Hidden states of the last layer, ``[T, hidden]``.
+            layer: Index of the layer; one more than the last for the next-token module's.
+            cache: Index of its cache, if that is another one.
         """
-        x: Tensor = self.embedding(tokens)
-        cosine, sine = self.rope(positions)
-        for layer, block in enumerate(self.layers):
-            query, key, value = block.project(x, cosine, sine)
-            x = block.complete(x, attend(layer, query, key, value))
-        return x
+        block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.block
+        return block.operations(layer if cache is None else cache, self._x, self.angles().target)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states of the last layer, ``[T, hidden]``, to float32 ``[T, vocab]``."""
-        result: Tensor = self.head(self.norm(hidden)).float()
-        return result
-
-    def operations(self) -> Iterator[Operation]:
-        """A decode step: maps one token per slot to logits, in the buffer ``logits`` (float32)."""
-        x, normed = Part("x", self.spec.hidden_size), Part("normed", self.spec.hidden_size)
-        yield Embed(self.embedding.weight, x)
-        yield (angles := self._angles())
-        for layer, block in enumerate(self.layers):
-            yield from block.operations(layer, x, angles.target)
-        yield self.norm.operation(x, normed)
-        logits = Part("logits", self.spec.vocab_size, dtype=torch.float32)
-        yield self.head.operation(normed, logits, rounded=True)
+    def output(self) -> Iterator[Operation]:
+        """Maps hidden states of the last layer, in ``x``, to logits; leaves the normalized states in ``normed``."""
+        normed = Part("normed", self.spec.hidden_size)
+        yield self.norm.operation(self._x, normed)
+        yield self.head.operation(normed, Part("logits", self.spec.vocab_size, dtype=torch.float32), rounded=True)
 
     def operations_ahead(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.
@@ -96,11 +85,17 @@ class DecoderModel(nn.Module):
         states in the buffer ``normed``, which :attr:`head` maps to the logits of the next tokens.
         """
         assert self.ahead is not None
-        x = Part("x", self.spec.hidden_size)
-        yield Embed(self.embedding.weight, x)
-        yield (angles := self._angles())
-        yield from self.ahead.operations(x, angles.target)
+        yield self.embed()
+        yield self.angles()
+        yield from self.ahead.operations(self._x, self.angles().target)
 
-    def _angles(self) -> Angles:
-        target = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
-        return Angles(self.frequencies, self.rope_scaling, target, self.embedding.weight.dtype)
+    def enter_ahead(self) -> Iterator[Operation]:
+        """Replaces each token's hidden state in ``x`` by the input of the next-token module's layer."""
+        assert self.ahead is not None
+        yield self.norm.operation(self._x, Part("hidden", self.spec.hidden_size))
+        yield self.embed()
+        yield from self.ahead.enter(self._x)
+
+    @property
+    def _x(self) -> Part:
+        return Part("x", self.spec.hidden_size)

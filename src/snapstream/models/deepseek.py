@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from snapstream.cache import LayerCache
-from snapstream.kernels import plain
 from snapstream.kernels.operations import (
     Attend,
     Choose,
@@ -31,8 +28,6 @@ from snapstream.kernels.operations import (
     Store,
 )
 from snapstream.kernels.parts import Part
-from snapstream.kernels.products import grouped_linear
-from snapstream.kernels.rows import gate, rotate, store_latent
 from snapstream.models.layers import FeedForward, Linear, RMSNorm
 from snapstream.models.spec import ExpertShape, ModelSpec
 
@@ -58,42 +53,8 @@ class LatentAttention(nn.Module):
         self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
         self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
 
-    def project(self, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map ``[T, hidden]`` to query ``[T, H, D]`` and latent ``[T, 1, D]``, which is both key and value."""
-        rank, pairs = self.shape.rank, self.shape.rope_in_pairs
-        compressed, key = self.latent(x).split((rank, self.shape.rope), -1)
-        key = rotate(key[:, None], cosine, sine, pairs=pairs)
-        latent = torch.cat((self.latent_norm(compressed)[:, None], key), -1)
-        return self._query(x, cosine, sine), latent, latent
-
-    def store(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: LayerCache, start: Tensor) -> Tensor:
-        """Compute queries ``[T, H, D]`` and write latents to a cache.
-
-        See :meth:`snapstream.models.block.Block.store`.
-        """
-        norm = (self.latent_norm.weight, self.latent_norm.epsilon)
-        store_latent(self.latent(x), cosine, sine, cache, start, norm, pairs=self.shape.rope_in_pairs)
-        return self._query(x, cosine, sine)
-
-    def _query(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Absorbed and rotated queries ``[T, H, D]``."""
-        shape, low = self.shape, x
-        if self.query_down is not None and self.query_norm is not None:
-            low = self.query_norm(self.query_down(x))
-        query = self.query(low).view(x.shape[0], self.heads, -1)
-        nope, rope = query.split((shape.nope, shape.rope), -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self.expand[:, : shape.nope]).transpose(0, 1)
-        return torch.cat((absorbed, rotate(rope, cosine, sine, pairs=shape.rope_in_pairs)), -1)
-
-    def complete(self, attended: Tensor) -> Tensor:
-        """Map ``[T, H, D]`` to ``[T, hidden]``; the compressed part of an attended latent is the value."""
-        mixed, to_value = attended[..., : self.shape.rank], self.expand[:, self.shape.nope :]
-        value = torch.bmm(mixed.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
-        result: Tensor = self.output(value.reshape(attended.shape[0], -1))
-        return result
-
     def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
-        """Attention as operations of a decode step; the result is added to ``target``."""
+        """Attention as operations; the result is added to ``target``."""
         H, shape = self.heads, self.shape
         width, entry = shape.nope + shape.rope, shape.rank + shape.rope
         low = source
@@ -131,28 +92,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Route ``[T, hidden]``.
-
-        Returns:
-            Weights, float32 ``[T, chosen]``, and experts, int64 ``[T, chosen]``.
-        """
-        shape = self.shape
-        logits = F.linear(x.float(), self.weight.float())
-        return plain.choose_experts(
-            logits,
-            self.correction,
-            shape.chosen,
-            groups=shape.groups,
-            chosen_groups=shape.chosen_groups,
-            corrected=shape.corrected,
-            normalize=shape.normalize,
-            scale=shape.scale,
-        )
-
 
 class MixtureOfExperts(nn.Module):
-    """A mixture of experts: a few routed experts per token, plus shared experts that process every token."""
+    """A mixture of experts: a few routed experts per token, plus shared experts that process every token.
+
+    Rows are sorted by expert, so the weights of each selected expert are read once, however many tokens use it. There
+    are always ``T * chosen`` rows, so no shape depends on the selection.
+    """
 
     def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
         super().__init__()
@@ -162,26 +108,8 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
         self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[T, hidden]`` to ``[T, hidden]``.
-
-        Rows are sorted by expert, so the weights of each selected expert are read once, however many tokens use it.
-        There are always ``T * chosen`` rows, so no shape depends on the selection.
-        """
-        weights, experts = self.router(x)
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        ends = F.one_hot(flat, self.router.shape.count).sum(0).cumsum(0)
-        inner = gate(grouped_linear(x[order // self.chosen], self.gate_up, ends))
-        rows = grouped_linear(inner, self.down, ends)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        routed: Tensor = (rows[back].view(len(x), self.chosen, -1) * weights[..., None]).sum(1).to(x.dtype)
-        if self.shared is not None:
-            routed = routed + self.shared(x)
-        return routed
-
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The mixture as operations of a decode step; the result is added to ``target``."""
+        """The mixture as operations; the result is added to ``target``."""
         shape, wide = self.router.shape, torch.float32
         logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
         weights = Part("expert_weights", self.chosen, dtype=wide)

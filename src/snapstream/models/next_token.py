@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
@@ -30,16 +29,15 @@ class NextTokenModule(nn.Module):
         self.block = Block(spec, spec.layers)
         self.norm = RMSNorm(size, epsilon)
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the layer's input from embedded tokens and the hidden states before them; all are ``[T, hidden]``."""
-        joined: Tensor = self.join(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1))
-        return joined
-
-    def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
-        """A step: maps embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
+    def enter(self, x: Part) -> Iterator[Operation]:
+        """The layer's input in ``x``, from embedded tokens in ``x`` and the states before them in ``hidden``."""
         size = x.size
         yield self.embedding_norm.operation(x, Part("joined", size))
         yield self.hidden_norm.operation(Part("hidden", size), Part("joined", size, offset=size))
         yield self.join.operation(Part("joined", 2 * size), x)
+
+    def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
+        """A step: maps embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
+        yield from self.enter(x)
         yield from self.block.operations(0, x, angles)
-        yield self.norm.operation(x, Part("normed", size))
+        yield self.norm.operation(x, Part("normed", x.size))

@@ -39,23 +39,3 @@ def longest_sequence(config: Any) -> int:
     if kind == "linear" or (kind == "llama3" and original and longest <= original):
         return int(longest * factor)
     return longest
-
-
-def rope_table(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for each position.
-
-    They are computed from the true positions each time, in float32. This avoids a table, whose size would have to be
-    chosen in advance.
-
-    Args:
-        positions: int64 ``[T]``.
-        frequencies: ``[D / 2]``.
-        scaling: Factor on both.
-        dtype: Dtype of the result.
-
-    Returns:
-        Two tensors ``[T, 1, D]``; the axis of size 1 is for heads.
-    """
-    angles = positions[:, None].float() * frequencies
-    angles = torch.cat((angles, angles), -1)[:, None]
-    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

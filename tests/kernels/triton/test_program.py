@@ -9,7 +9,9 @@ from snapstream.cache import EntryShape
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Slots
+from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
+from tests.attending import read_in_chunks
 from tests.checkpoints import LATENT, save_checkpoint
 from tests.kernels.test_program import DRAFTED, EXACT, agree, machine
 from tests.kernels.triton.devices import DEVICE, column, random
@@ -90,6 +92,16 @@ def test_a_step_equals_float64(checkpoint, tokens):
     for ours, theirs in zip((*mine.caches, *mine.pending), (*wide.caches, *wide.pending), strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_chunks_of_a_prompt_equal_float64(checkpoint):
+    if not runs_here(checkpoint, torch.float32):
+        pytest.skip("no such model on CUDA")
+    tokens = torch.arange(5, 45, device=DEVICE)
+    got = read_in_chunks(load(checkpoint, torch.float32), tokens, (19, 20, 40), TritonProgram)
+    want = logits_of(load(checkpoint, torch.float64), tokens)
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])

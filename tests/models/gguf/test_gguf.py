@@ -10,14 +10,13 @@ import torch
 pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
 
-from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams
+from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams, models
 from snapstream.engine.settings import load_tokenizer
 from snapstream.models.fingerprint import fingerprint
 from snapstream.models.gguf.container import open_container
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import GROUPED, make_model
 from tests.models.gguf.files import SIZES, write
-from tests.models.test_logits import DenseCache
 
 CPU = torch.device("cpu")
 
@@ -30,11 +29,7 @@ def no_memory_of_files():
 
 
 def logits_of(path, tokens, dtype=torch.float32):
-    spec = load_spec(path)
-    model = load_model(path, spec, dtype, CPU)
-    cache = DenseCache(spec, len(tokens))
-    with torch.inference_mode():
-        return model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), cache.attend))
+    return models.logits_of(load_model(path, load_spec(path), dtype, CPU), torch.tensor(tokens))
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])

@@ -108,35 +108,39 @@ def takes_rows(x: Tensor) -> bool:
     return ready and x.dtype in TYPES and x.stride(-1) == 1 and x.shape[0] > 0
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """CPU kernel for :func:`snapstream.kernels.rows.norm`; the size of the last axis must be a multiple of 32.
+def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
+    """Root-mean-square norm of each head, in float32; rounded before it is multiplied by the weight.
+
+    Args:
+        source: ``[T, heads, D]``, ``D`` a multiple of 32; the elements of a head must be contiguous.
+        target: As ``source``; may be the same memory.
+        weight: ``[D]``.
+        epsilon: Added to the mean of squares.
 
     Raises:
         ValueError: The weight does not match the rows.
         MemoryError: There is not enough memory for temporaries.
     """
-    require(weight.shape == x.shape[-1:] and weight.dtype == x.dtype, "weight does not match")
+    require(weight.shape == source.shape[-1:] and weight.dtype == source.dtype, "weight does not match")
     require(weight.is_contiguous(), "weight must be contiguous")
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, target = (each if each.dim() == 3 else each[:, None] for each in (x, out))
     run_rows("norm", source, target, weight=weight.data_ptr(), real=epsilon)
-    return out
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
-    """CPU kernel for :func:`snapstream.kernels.rows.rotate`."""
-    half = x.shape[-1] // 2
-    angles = torch.cat((cosine[..., :half], sine[..., :half]), -1).float()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run_rows("rotate", x, out, other=angles, number=(pairs,))
-    return out
+def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> None:
+    """Rotate heads; see :class:`~snapstream.kernels.operations.Rotate`.
+
+    Args:
+        source: ``[T, heads, D]``; the elements of a head must be contiguous.
+        target: As ``source``; may be the same memory.
+        angles: Cosines, then sines, float32 ``[T, 1, D]``.
+        pairs: Rotate neighboring elements together, not the two halves.
+    """
+    run_rows("rotate", source, target, other=angles, number=(pairs,))
 
 
-def gate(x: Tensor) -> Tensor:
-    """CPU kernel for :func:`snapstream.kernels.rows.gate`."""
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    run_rows("gate", x[:, None], out[:, None])
-    return out
+def gate(source: Tensor, target: Tensor) -> None:
+    """SwiGLU of ``[T, 1, 2 * I]``, ``silu`` of the first half times the second, into ``[T, 1, I]``."""
+    run_rows("gate", source, target)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A decode step on a CUDA device: the list of operations, run by stock products and kernels of this package.
+"""Operations on a CUDA device: decode steps and chunks of prompts, run by stock products and kernels of this package.
 
 Norms of queries and keys, their rotation and the cache write are fused into one kernel where they follow each other.
 Nothing here waits for the device or depends on data in its memory, so a step can be captured as one graph.
@@ -15,10 +15,11 @@ from torch import Tensor
 from snapstream.cache import LayerCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import stock_grouped_linear
 from snapstream.kernels.triton import rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
+from snapstream.kernels.triton.prefill import attend_chunk
 
 Call = Callable[[], object]
 
@@ -39,7 +40,7 @@ class TritonProgram:
         needed = [
             decode_scratch(machine.slots.token.numel(), each.target.heads, each.target.size, splits)
             for each in operations
-            if isinstance(each, ops.Attend)
+            if type(each) is ops.Attend
         ]
         device = machine.slots.token.device
         self._scratch = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
@@ -63,12 +64,16 @@ class TritonProgram:
         if fused is not None:
             return fused
         first = operations[0]
-        if isinstance(first, ops.Attend):
+        if type(first) is ops.Attend:
             return 1, self._attend(first)
         return 1, _call_of(first, self.machine)
 
     def _attend(self, o: ops.Attend) -> Call:
         m = self.machine
+        if isinstance(m, PromptChunk):
+            query, target, cache = o.query.of(m.buffers), o.target.of(m.buffers), m.caches[o.layer]
+            keys, values, start = cache.keys[0], cache.values[0][..., : o.target.size], m.slots.count[0]
+            return lambda: target.copy_(attend_chunk(query, keys, values, start, o.scale))
         return functools.partial(
             attend_slots,
             o.query.of(m.buffers),
@@ -139,9 +144,11 @@ class TritonProgram:
         return 3, lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs)
 
     def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
-        """Where tokens are stored; with several per slot, they only become pending."""
+        """Where tokens are stored; several that are not certain only become pending."""
         m, slots = self.machine, self.machine.slots
         T = slots.tokens
+        if isinstance(m, PromptChunk):
+            return m.caches[layer], store.Places(store.STRAIGHT, T, slots.count)
         into = m.caches[layer] if T == 1 else m.pending[layer]
         kind = store.RING if T == 1 else store.PENDING
         return into, store.Places(kind, T, slots.count, slots.base, slots.limit, slots.active)

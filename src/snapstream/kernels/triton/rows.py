@@ -101,7 +101,7 @@ def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl
 
 
 def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
-    """Triton kernel for :func:`snapstream.kernels.rows.norm`.
+    """Triton kernel for :func:`snapstream.kernels.plain.norm`.
 
     Args:
         source: ``[T, heads, D]``; the elements of a head must be contiguous.
@@ -125,7 +125,7 @@ def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None
 
 
 def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> None:
-    """Triton kernel for :func:`snapstream.kernels.rows.rotate`.
+    """Triton kernel for :func:`snapstream.kernels.plain.rotate`.
 
     Args:
         source: ``[T, heads, D]``; the elements of a head must be contiguous.
@@ -152,7 +152,7 @@ def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pair
 
 
 def gate(source: Tensor, target: Tensor) -> None:
-    """Triton kernel for :func:`snapstream.kernels.rows.gate`.
+    """Triton kernel for :func:`snapstream.kernels.plain.gate`.
 
     Args:
         source: ``[T, 2 * I]``; the elements of a row must be contiguous.

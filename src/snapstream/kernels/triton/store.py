@@ -321,7 +321,7 @@ def store_latent(
         cache: ``[B, 1, C, D]``.
         places: Entries of the tokens.
         norm: The norm's weight, whose size is that of the compressed part, and its epsilon.
-        pairs: See :func:`snapstream.kernels.rows.rotate`.
+        pairs: See :func:`snapstream.kernels.plain.rotate`.
     """
     weight, epsilon = norm
     rank = len(weight)

@@ -1,0 +1,109 @@
+"""Runs operations with torch's matrix products, and with kernels for rows where there are any; on any device.
+
+For chunks of prompts on a CPU, whose products are large, and for everything that the other programs do not support.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from snapstream.kernels import cpu, plain, triton
+from snapstream.kernels import operations as ops
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine, PromptChunk
+from snapstream.kernels.products import grouped_linear, linear, linear_into, stock_grouped_linear
+
+
+class Program(Protocol):
+    """Runs a list of operations on a machine."""
+
+    def run(self) -> None:
+        """Run one step, or one chunk."""
+
+
+class StockProgram:
+    """Runs a list of operations, one after another."""
+
+    def __init__(self, operations: Sequence[Operation], machine: Machine) -> None:
+        self.operations, self.machine = operations, machine
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Run one step, or one chunk."""
+        for operation in self.operations:
+            _run(operation, self.machine)
+
+
+def program_for_rows(operations: Sequence[Operation], machine: Machine) -> Program:
+    """The program for chunks of prompts, and for steps that attend by another backend than the device's own."""
+    if triton.takes(machine.buffers["x"]):
+        from snapstream.kernels.triton.program import TritonProgram
+
+        return TritonProgram(operations, machine)
+    return StockProgram(operations, machine)
+
+
+@functools.singledispatch
+def _run(o: Operation, m: Machine) -> None:
+    o.run(m)
+
+
+@_run.register
+def _(o: ops.Norm, m: Machine) -> None:
+    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
+    if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:
+        cpu.norm(x, target, o.weight, o.epsilon)
+    else:
+        o.run(m)
+
+
+@_run.register
+def _(o: ops.Rotate, m: Machine) -> None:
+    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
+    if cpu.takes_rows(x) and o.source.size <= cpu.MOST_ROTATED:
+        cpu.rotate(x, target, o.angles.of(m.buffers), pairs=o.pairs)
+    else:
+        o.run(m)
+
+
+@_run.register
+def _(o: ops.Product, m: Machine) -> None:
+    x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+    if target.dtype != x.dtype and not o.rounded:
+        o.run(m)
+    elif o.add:
+        target.add_(linear(x, o.weight, o.bias))
+    else:
+        linear_into(target, x, o.weight, o.bias)
+
+
+@_run.register
+def _(o: ops.GatedProduct, m: Machine) -> None:
+    x, target = linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers)
+    if cpu.takes_rows(x):
+        cpu.gate(x[:, None], target)
+    else:
+        target[:, 0] = plain.gate(x)
+
+
+@_run.register
+def _(o: ops.ExpertProduct, m: Machine) -> None:
+    x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)
+    ends = o.ends.of(m.buffers)[0, 0]
+    if isinstance(m, PromptChunk):  # every row belongs to an expert
+        out = grouped_linear(x, o.weight, ends)
+    elif x.device.type == "cpu":
+        o.run(m)
+        return
+    else:
+        out = stock_grouped_linear(x, o.weight, ends)
+    if not o.gated:
+        target[:, 0] = out
+    elif cpu.takes_rows(out):
+        cpu.gate(out[:, None], target)
+    else:
+        target[:, 0] = plain.gate(out)

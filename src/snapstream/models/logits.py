@@ -1,0 +1,39 @@
+"""Logits of a text, in plain torch: what a model says, without an engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.operations import PlainProgram
+from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
+from snapstream.models.decoder import DecoderModel
+
+
+def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
+    """Logits after every token of a text, with a full cache.
+
+    Args:
+        model: The model.
+        tokens: int64 ``[L]``.
+
+    Returns:
+        float32 ``[L, vocab]``, or float64 for a model in float64.
+    """
+    length, device, dtype = len(tokens), tokens.device, model.embedding.weight.dtype
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    slots = Slots(
+        token=tokens[None],
+        position=nothing,
+        base=nothing,
+        count=nothing,
+        limit=nothing + length,
+        active=nothing == 0,
+        forced=nothing[:, None] - 1,
+        taken=nothing[None],
+    )
+    operations = list(model.operations())
+    buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
+    caches = [model.spec.entry.empty(1, length, dtype=dtype, device=device) for _ in range(model.spec.layers)]
+    PlainProgram(operations, PromptChunk(buffers, slots, caches, [])).run()
+    return buffers["logits"]
