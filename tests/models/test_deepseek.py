@@ -13,8 +13,9 @@ from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.stock import StockProgram
 from snapstream.models import logits_of
-from snapstream.models.deepseek import MixtureOfExperts
-from snapstream.models.spec import ExpertShape, ModelSpec
+from snapstream.models.experts import MixtureOfExperts
+from snapstream.models.families import read_spec
+from snapstream.models.spec import ExpertShape
 from snapstream.models.weights import dequantise, load_model, load_spec
 from tests.attending import run_on
 from tests.checkpoints import LATENT, save_checkpoint
@@ -280,5 +281,5 @@ def test_scale_of_deepseek_r1():
         "beta_slow": 1,
         "original_max_position_embeddings": 4096,
     }
-    spec = ModelSpec.from_config(DeepseekV3Config(rope_parameters=rope, max_position_embeddings=163840))
+    spec = read_spec(DeepseekV3Config(rope_parameters=rope, max_position_embeddings=163840))
     assert spec.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from snapstream.errors import ConfigurationError
-from snapstream.models.deepseek import MixtureOfExperts, Router
+from snapstream.models.experts import MixtureOfExperts, Router
 from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import empty_model
 

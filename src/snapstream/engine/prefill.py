@@ -165,11 +165,11 @@ class Prefill:
         program_for_rows(operations, chunk).run()
         self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
+        if last_layer and reading.done == len(reading.tokens):
+            reading.logits = self._last_logits(reading, layer, used - 1)
         if last_layer and reading.scored is not None:
             self._score(reading, x, start)
         if reading.done == len(reading.tokens):
-            if last_layer:
-                reading.logits = self._last_logits(reading, layer)
             if reading.keeps is not None:
                 self._keep_beginning(reading, reading.keeps)
             self._compress(reading)
@@ -186,7 +186,7 @@ class Prefill:
         following = to_device(reading.tokens[start + 1 : start + 1 + used], self.device)
         return following if len(following) == used else torch.cat((following, reading.logits.argmax(-1)))
 
-    def chunk_at(self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0) -> PromptChunk:
+    def chunk_at(self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0, row: int = 0) -> PromptChunk:
         """What operations work on for a chunk; it is the current one until the next call.
 
         Args:
@@ -194,11 +194,15 @@ class Prefill:
             rows: Its tokens (``T``).
             x: Its hidden states, ``[T, hidden]``; by default those of the tokens at these entries.
             offset: Offset of true positions from entries: the number of tokens dropped in earlier turns.
+            row: Which rows of the buffers it has: so many after the first.
         """
         self._slots.count.fill_(first)
         self._slots.position.fill_(first + offset)
         x = self.hidden[first : first + rows] if x is None else x
-        buffers = {name: buffer[: rows * self._copies[name]] for name, buffer in self._buffers.items()}
+        buffers = {
+            name: buffer[row * self._copies[name] : (row + rows) * self._copies[name]]
+            for name, buffer in self._buffers.items()
+        }
         slots = replace(self._slots, token=self._slots.token[:, :rows])
         staging = self.staging.row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
         return PromptChunk(
@@ -214,14 +218,19 @@ class Prefill:
             at = start + skipped - first
             self.queries[:, at : at + rows.shape[1]] = rows
 
-    def _last_logits(self, reading: Reading, layer: _Layer) -> Tensor:
-        """Logits of the prompt's last token, the only one that goes through the rest of the last layer."""
+    def _last_logits(self, reading: Reading, layer: _Layer, row: int) -> Tensor:
+        """Logits of the prompt's last token, the only one that goes through the rest of the last layer.
+
+        Args:
+            reading: The prompt, whose last chunk has been through :attr:`_Layer.before`.
+            layer: The last layer.
+            row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads.
+        """
         # Computed the same way whether or not the prompt is scored.
         last = len(reading.tokens) - 1
         x = self._last_input if self._completes(reading) else self.hidden[last : last + 1]
         self._packed_until.zero_()  # the last layer's values have not been packed yet
-        chunk = self.chunk_at(reading.length - 1, 1, x)
-        layer.query.of(chunk.buffers)[0] = self.queries[:, -1]
+        chunk = self.chunk_at(reading.length - 1, 1, x, row=row)
         program_for_rows(layer.after, chunk).run()
         return self._logits(x)
 

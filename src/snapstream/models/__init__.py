@@ -3,7 +3,7 @@
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.files import resolve_checkpoint
 from snapstream.models.logits import logits_of
-from snapstream.models.spec import SUPPORTED_ARCHITECTURES, ModelSpec
+from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import load_model
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "DecoderModel", "ModelSpec", "load_model", "logits_of", "resolve_checkpoint"]
+__all__ = ["DecoderModel", "ModelSpec", "load_model", "logits_of", "resolve_checkpoint"]

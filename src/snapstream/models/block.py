@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Protocol, cast
 
 from torch import nn
 
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
-from snapstream.models.deepseek import LatentAttention, MixtureOfExperts
+from snapstream.models.experts import MixtureOfExperts, expert_places
 from snapstream.models.layers import FeedForward, RMSNorm
-from snapstream.models.llama import GroupedAttention
+from snapstream.models.names import Place, gated_places, norm_places
 from snapstream.models.spec import ModelSpec
 
 
-class Block(nn.Module):
-    """One decoder layer."""
+class Attention(Protocol):
+    """Attention with its projections: a module that describes what it computes."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
+        """Attention as operations; the result is added to ``target``."""
+
+
+class Block(nn.Module):
+    """One decoder layer; most families differ in attention alone."""
+
+    def __init__(self, spec: ModelSpec, layer: int, attention: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.attention = GroupedAttention(spec) if spec.latent is None else LatentAttention(spec)
+        self.attention = attention
         self.feed_forward_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
         self.feed_forward: nn.Module
         if spec.experts is not None and layer >= spec.experts.first_layer:
@@ -33,6 +40,24 @@ class Block(nn.Module):
         """The layer as operations; its results are added to ``x``."""
         normed = Part("normed", x.size)
         yield self.attention_norm.operation(x, normed)
-        yield from self.attention.operations(layer, normed, x, angles)
+        yield from cast(Attention, self.attention).operations(layer, normed, x, angles)
         yield self.feed_forward_norm.operation(x, normed)
         yield from cast(FeedForward | MixtureOfExperts, self.feed_forward).operations(normed, x)
+
+
+def block_places(
+    source: str,
+    target: str,
+    spec: ModelSpec,
+    layer: int,
+    attention: Callable[[str, str, ModelSpec], dict[str, Place]],
+) -> dict[str, Place]:
+    """Where the tensors of a layer go; ``attention`` says it for attention's."""
+    places = norm_places(
+        source, target, spec, input_layernorm="attention_norm", post_attention_layernorm="feed_forward_norm"
+    )
+    places |= attention(f"{source}.self_attn", f"{target}.attention", spec)
+    source, target = f"{source}.mlp", f"{target}.feed_forward"
+    if spec.experts is not None and layer >= spec.experts.first_layer:
+        return places | expert_places(source, target, spec.hidden_size, spec.experts)
+    return places | gated_places(source, target, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)

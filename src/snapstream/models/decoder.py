@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from snapstream.kernels.operations import Angles, Embed, Operation
 from snapstream.kernels.parts import Part
-from snapstream.models.block import Block
+from snapstream.models.families import make_block
+from snapstream.models.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.next_token import NextTokenModule
 from snapstream.models.rope import rope_frequencies
@@ -31,7 +32,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.blocks = nn.ModuleList(make_block(spec, layer) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
         self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied_embeddings:
@@ -41,9 +42,9 @@ class DecoderModel(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     @property
-    def layers(self) -> Sequence[Block]:
+    def layers(self) -> Sequence[Layer]:
         """All blocks, first to last."""
-        return cast(Sequence[Block], self.blocks)
+        return cast(Sequence[Layer], self.blocks)
 
     def operations(self) -> Iterator[Operation]:
         """Maps tokens to logits, in the buffer ``logits`` (float32)."""
@@ -69,7 +70,7 @@ class DecoderModel(nn.Module):
             layer: Index of the layer; one more than the last for the next-token module's.
             cache: Index of its cache, if that is another one.
         """
-        block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.block
+        block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.layer
         return block.operations(layer if cache is None else cache, self._x, self.angles().target)
 
     def output(self) -> Iterator[Operation]:

@@ -10,26 +10,21 @@ package it is grouped attention with one group (DeepSeek-V2, arXiv 2405.04434, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from snapstream.kernels.operations import (
-    Attend,
-    Choose,
-    Combine,
-    ExpertProduct,
-    HeadProduct,
-    Operation,
-    Product,
-    Rotate,
-    Sort,
-    Store,
-)
+from snapstream.errors import CheckpointError
+from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate, Store
 from snapstream.kernels.parts import Part
-from snapstream.models.layers import FeedForward, Linear, RMSNorm
-from snapstream.models.spec import ExpertShape, ModelSpec
+from snapstream.models.block import Block, block_places
+from snapstream.models.family import Family
+from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.names import Place, linear_places
+from snapstream.models.spec import ExpertShape, LatentShape, ModelSpec
 
 
 class LatentAttention(nn.Module):
@@ -78,60 +73,114 @@ class LatentAttention(nn.Module):
         yield self.output.operation(Part("value", H * shape.value), target, add=True)
 
 
-class Router(nn.Module):
-    """Selects the experts of each token and their weights, in float32.
+def _fields(config: Any, architecture: str) -> dict[str, Any]:
+    bias, latent = bool(getattr(config, "attention_bias", False)), _latent(config)
+    return {
+        "kv_heads": 1,
+        "head_dim": latent.rank + latent.rope,
+        "scale": _scale(config, latent),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "latent": latent,
+        "experts": _experts(config, architecture),
+        "extra_layers": getattr(config, "num_nextn_predict_layers", None) or 0,
+    }
 
-    V2 takes a softmax over all experts, and selects the best ones overall or within the best groups; a group is rated
-    by its best expert. V3 takes a sigmoid per expert. A learned correction affects the selection but not the weights,
-    and a group is rated by the sum of its two best experts.
+
+def _latent(config: Any) -> LatentShape:
+    # The norms inside attention have transformers' default epsilon; the configured one is for the other norms.
+    return LatentShape(
+        query_rank=config.q_lora_rank,
+        rank=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        rope_in_pairs=bool(getattr(config, "rope_interleave", True)),
+        norm_epsilon=1e-6,
+    )
+
+
+def _scale(config: Any, shape: LatentShape) -> float:
+    """Factor on attention logits; YaRN's ``mscale_all_dim`` sharpens attention in long contexts."""
+    rope = config.rope_parameters
+    scale: float = (shape.nope + shape.rope) ** -0.5
+    factor, all_dim = rope.get("factor", 1.0), rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") == "default" or not all_dim or factor <= 1:
+        return scale
+    return scale * float(0.1 * all_dim * math.log(factor) + 1.0) ** 2
+
+
+def _experts(config: Any, architecture: str) -> ExpertShape | None:
+    """The shape of the mixture of experts, or ``None`` if all layers are dense.
+
+    Raises:
+        CheckpointError: The kind of routing is not supported.
     """
+    first = config.first_k_dense_replace or 0
+    if first >= config.num_hidden_layers:
+        return None
+    corrected = architecture == "DeepseekV3ForCausalLM"
+    allowed: dict[str, tuple[Any, ...]]
+    if corrected:
+        allowed = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+    else:  # transformers and the model's own code disagree about normalized weights in V2
+        allowed = {
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": ("softmax",),
+            "norm_topk_prob": (False, None),
+        }
+    allowed["moe_layer_freq"] = (1,)
+    for name, values in allowed.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            raise CheckpointError(
+                f"{architecture} with {name}={value!r} is not supported; supported: {', '.join(map(str, values))}"
+            )
+    grouped = corrected or config.topk_method == "group_limited_greedy"
+    groups = (config.n_group or 1) if grouped else 1
+    count, chosen_groups = config.n_routed_experts, (config.topk_group or 1) if groups > 1 else 1
+    chosen = config.num_experts_per_tok
+    if count % groups or (groups > 1 and corrected and count // groups < 2):
+        raise CheckpointError(f"{count} experts cannot be divided into {groups} groups of two or more")
+    if not chosen or chosen > count // groups * chosen_groups:
+        raise CheckpointError(f"num_experts_per_tok is {chosen}; {chosen_groups} of {groups} groups hold fewer experts")
+    return ExpertShape(
+        count=count,
+        chosen=chosen,
+        inner=config.moe_intermediate_size,
+        shared=config.n_shared_experts or 0,
+        first_layer=first,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        corrected=corrected,
+        normalize=corrected and bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+    )
 
-    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
-        self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
+
+def attention_places(source: str, target: str, spec: ModelSpec) -> dict[str, Place]:
+    """Where the tensors of latent attention go."""
+    shape = spec.latent
+    assert shape is not None
+    hidden, queries = spec.hidden_size, spec.heads * (shape.nope + shape.rope)
+    if shape.query_rank is None:
+        places = linear_places(f"{source}.q_proj", f"{target}.query", queries, hidden, False)
+    else:
+        places = linear_places(f"{source}.q_a_proj", f"{target}.query_down", shape.query_rank, hidden, spec.qkv_bias)
+        places[f"{source}.q_a_layernorm.weight"] = Place(f"{target}.query_norm.weight", (shape.query_rank,))
+        places |= linear_places(f"{source}.q_b_proj", f"{target}.query", queries, shape.query_rank, False)
+    latent = shape.rank + shape.rope
+    places |= linear_places(f"{source}.kv_a_proj_with_mqa", f"{target}.latent", latent, hidden, spec.qkv_bias)
+    places[f"{source}.kv_a_layernorm.weight"] = Place(f"{target}.latent_norm.weight", (shape.rank,))
+    expanded = spec.heads * (shape.nope + shape.value)
+    places[f"{source}.kv_b_proj.weight"] = Place(f"{target}.expand", (expanded, shape.rank))
+    places |= linear_places(f"{source}.o_proj", f"{target}.output", hidden, spec.heads * shape.value, spec.output_bias)
+    return places
 
 
-class MixtureOfExperts(nn.Module):
-    """A mixture of experts: a few routed experts per token, plus shared experts that process every token.
-
-    Rows are sorted by expert, so the weights of each selected expert are read once, however many tokens use it. There
-    are always ``T * chosen`` rows, so no shape depends on the selection.
-    """
-
-    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
-        super().__init__()
-        self.chosen = shape.chosen
-        self.router = Router(hidden_size, shape)
-        self.gate_up = nn.Parameter(torch.empty(shape.count, 2 * shape.inner, hidden_size))
-        self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
-        self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
-
-    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The mixture as operations; the result is added to ``target``."""
-        shape, wide = self.router.shape, torch.float32
-        logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
-        weights = Part("expert_weights", self.chosen, dtype=wide)
-        experts = Part("experts", self.chosen, dtype=torch.int64)
-        rows = Part("sorted", source.size, copies=self.chosen)
-        inner = Part("expert_inner", shape.inner, copies=self.chosen)
-        made = Part("made", target.size, copies=self.chosen)
-        yield Product(source, logits, self.router.weight)
-        yield Choose(
-            logits,
-            weights,
-            experts,
-            self.router.correction,
-            groups=shape.groups,
-            chosen_groups=shape.chosen_groups,
-            corrected=shape.corrected,
-            normalize=shape.normalize,
-            scale=shape.scale,
-        )
-        yield Sort(source, rows, experts, ends, shape.count)
-        yield ExpertProduct(rows, inner, ends, self.gate_up, gated=True)
-        yield ExpertProduct(inner, made, ends, self.down, gated=False)
-        if self.shared is not None:
-            yield from self.shared.operations(source, target)
-        yield Combine(made, weights, experts, target)
+DEEPSEEK = Family(
+    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    fields=_fields,
+    block=lambda spec, layer: Block(spec, layer, LatentAttention(spec)),
+    places=lambda source, target, spec, layer: block_places(source, target, spec, layer, attention_places),
+)

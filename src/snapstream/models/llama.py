@@ -1,14 +1,20 @@
-"""Attention in the Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3."""
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3, with grouped-query attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
+from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Attend, Operation, Rotate, Store
 from snapstream.kernels.parts import Part
+from snapstream.models.block import Block, block_places
+from snapstream.models.family import Family
 from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.names import Place, linear_places
+from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
 
 
@@ -36,3 +42,51 @@ class GroupedAttention(nn.Module):
         yield Store(key, value, layer)
         yield Attend(query, Part("attended", D, H), layer, self.scale)
         yield self.output.operation(Part("attended", H * D), target, add=True)
+
+
+def _fields(config: Any, architecture: str) -> dict[str, Any]:
+    window, longest = _sliding_window(config, architecture), longest_sequence(config)
+    if window is not None and window < longest:
+        raise CheckpointError(
+            f"sliding-window attention ({window} of {longest} tokens) is not supported: such a model drops "
+            "tokens itself; set sliding_window to null in config.json only if the model was trained without it"
+        )
+    bias = bool(getattr(config, "attention_bias", False))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "qkv_bias": bias or architecture == "Qwen2ForCausalLM",
+        "output_bias": bias,
+        "qk_norm": architecture == "Qwen3ForCausalLM",
+    }
+
+
+def _sliding_window(config: Any, architecture: str) -> int | None:
+    """How many tokens attention can look back, or ``None`` for all."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if architecture == "MistralForCausalLM":
+        return window
+    return window if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else None
+
+
+def attention_places(source: str, target: str, spec: ModelSpec) -> dict[str, Place]:
+    """Where the tensors of grouped-query attention go."""
+    queries, keys, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
+    places = linear_places(f"{source}.q_proj", f"{target}.qkv", queries, hidden, spec.qkv_bias)
+    places |= linear_places(f"{source}.k_proj", f"{target}.qkv", keys, hidden, spec.qkv_bias, queries)
+    places |= linear_places(f"{source}.v_proj", f"{target}.qkv", keys, hidden, spec.qkv_bias, queries + keys)
+    places |= linear_places(f"{source}.o_proj", f"{target}.output", hidden, queries, spec.output_bias)
+    if spec.qk_norm:
+        places[f"{source}.q_norm.weight"] = Place(f"{target}.query_norm.weight", (spec.head_dim,))
+        places[f"{source}.k_norm.weight"] = Place(f"{target}.key_norm.weight", (spec.head_dim,))
+    return places
+
+
+LLAMA = Family(
+    architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    fields=_fields,
+    block=lambda spec, layer: Block(spec, layer, GroupedAttention(spec)),
+    places=lambda source, target, spec, layer: block_places(source, target, spec, layer, attention_places),
+)

@@ -8,12 +8,14 @@ own hidden state in place of the model's. It shares the model's embedding and ou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from torch import nn
 
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
-from snapstream.models.block import Block
+from snapstream.models.families import make_block
+from snapstream.models.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.spec import ModelSpec
 
@@ -26,8 +28,13 @@ class NextTokenModule(nn.Module):
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.embedding_norm, self.hidden_norm = RMSNorm(size, epsilon), RMSNorm(size, epsilon)
         self.join = Linear(2 * size, size, bias=False)
-        self.block = Block(spec, spec.layers)
+        self.block = make_block(spec, spec.layers)
         self.norm = RMSNorm(size, epsilon)
+
+    @property
+    def layer(self) -> Layer:
+        """Its decoder layer."""
+        return cast(Layer, self.block)
 
     def enter(self, x: Part) -> Iterator[Operation]:
         """The layer's input in ``x``, from embedded tokens in ``x`` and the states before them in ``hidden``."""
@@ -39,5 +46,5 @@ class NextTokenModule(nn.Module):
     def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
         """A step: maps embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
         yield from self.enter(x)
-        yield from self.block.operations(0, x, angles)
+        yield from self.layer.operations(0, x, angles)
         yield self.norm.operation(x, Part("normed", x.size))

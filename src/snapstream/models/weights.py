@@ -13,10 +13,11 @@ from snapstream.errors import CheckpointError, first_line, listing
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
-from snapstream.models.deepseek import Router
+from snapstream.models.experts import Router
+from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
-from snapstream.models.names import Place, may_be_ignored, scale_of, tensor_places
+from snapstream.models.names import Place, may_be_ignored, scale_of
 from snapstream.models.rope import rope_frequencies
 from snapstream.models.spec import ModelSpec, end_tokens
 
@@ -39,9 +40,7 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     raw = read_json(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     try:
-        return ModelSpec.from_config(
-            AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), _generation_ends(checkpoint)
-        )
+        return read_spec(AutoConfig.from_pretrained(checkpoint, trust_remote_code=False), _generation_ends(checkpoint))
     except CheckpointError:
         raise
     except Exception as error:  # transformers validates with exceptions of many kinds

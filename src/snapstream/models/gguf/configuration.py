@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.errors import CheckpointError, first_line
+from snapstream.models.families import read_spec
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
@@ -35,7 +36,7 @@ def load_gguf_spec(path: Path) -> ModelSpec:
     """
     file = open_container(path)
     try:
-        return ModelSpec.from_config(configuration(file), ends(file))
+        return read_spec(configuration(file), ends(file))
     except CheckpointError:
         raise
     except Exception as error:  # transformers validates with exceptions of many kinds

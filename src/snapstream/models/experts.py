@@ -1,0 +1,89 @@
+"""Mixtures of experts: a router sends each token to a few of many feed-forward layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
+from snapstream.kernels.parts import Part
+from snapstream.models.layers import FeedForward
+from snapstream.models.names import Place, gated_places
+from snapstream.models.spec import ExpertShape
+
+
+class Router(nn.Module):
+    """Selects the experts of each token and their weights, in float32.
+
+    V2 takes a softmax over all experts, and selects the best ones overall or within the best groups; a group is rated
+    by its best expert. V3 takes a sigmoid per expert. A learned correction affects the selection but not the weights,
+    and a group is rated by the sum of its two best experts.
+    """
+
+    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
+        self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
+
+
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts: a few routed experts per token, plus shared experts that process every token.
+
+    Rows are sorted by expert, so the weights of each selected expert are read once, however many tokens use it. There
+    are always ``T * chosen`` rows, so no shape depends on the selection.
+    """
+
+    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
+        super().__init__()
+        self.chosen = shape.chosen
+        self.router = Router(hidden_size, shape)
+        self.gate_up = nn.Parameter(torch.empty(shape.count, 2 * shape.inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
+        self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
+
+    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
+        """The mixture as operations; the result is added to ``target``."""
+        shape, wide = self.router.shape, torch.float32
+        logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
+        weights = Part("expert_weights", self.chosen, dtype=wide)
+        experts = Part("experts", self.chosen, dtype=torch.int64)
+        rows = Part("sorted", source.size, copies=self.chosen)
+        inner = Part("expert_inner", shape.inner, copies=self.chosen)
+        made = Part("made", target.size, copies=self.chosen)
+        yield Product(source, logits, self.router.weight)
+        yield Choose(
+            logits,
+            weights,
+            experts,
+            self.router.correction,
+            groups=shape.groups,
+            chosen_groups=shape.chosen_groups,
+            corrected=shape.corrected,
+            normalize=shape.normalize,
+            scale=shape.scale,
+        )
+        yield Sort(source, rows, experts, ends, shape.count)
+        yield ExpertProduct(rows, inner, ends, self.gate_up, gated=True)
+        yield ExpertProduct(inner, made, ends, self.down, gated=False)
+        if self.shared is not None:
+            yield from self.shared.operations(source, target)
+        yield Combine(made, weights, experts, target)
+
+
+def expert_places(source: str, target: str, hidden: int, shape: ExpertShape) -> dict[str, Place]:
+    """Where the tensors of a mixture go."""
+    places = {f"{source}.gate.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
+    if shape.corrected:
+        places[f"{source}.gate.e_score_correction_bias"] = Place(f"{target}.router.correction", (shape.count,))
+    for expert in range(shape.count):
+        theirs = f"{source}.experts.{expert}"
+        inner = (shape.inner, hidden)
+        places[f"{theirs}.gate_proj.weight"] = Place(f"{target}.gate_up", inner, 0, expert)
+        places[f"{theirs}.up_proj.weight"] = Place(f"{target}.gate_up", inner, shape.inner, expert)
+        places[f"{theirs}.down_proj.weight"] = Place(f"{target}.down", (hidden, shape.inner), 0, expert)
+    if shape.shared:
+        places |= gated_places(f"{source}.shared_experts", f"{target}.shared", hidden, shape.shared * shape.inner)
+    return places

@@ -1,0 +1,136 @@
+"""The supported families of models: their pages, and what all of them have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from snapstream.errors import CheckpointError
+from snapstream.models.deepseek import DEEPSEEK
+from snapstream.models.family import Family
+from snapstream.models.llama import LLAMA
+from snapstream.models.names import Place, linear_places, norm_places
+from snapstream.models.rope import longest_sequence
+from snapstream.models.spec import ModelSpec, end_tokens
+
+FAMILIES: list[Family] = [LLAMA, DEEPSEEK]
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Names of all supported architectures."""
+    return tuple(name for family in FAMILIES for name in family.architectures)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture.
+
+    Raises:
+        CheckpointError: The architecture is not supported.
+    """
+    for family in FAMILIES:
+        if architecture in family.architectures:
+            return family
+    raise CheckpointError(
+        f"architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}"
+    )
+
+
+def make_block(spec: ModelSpec, layer: int) -> nn.Module:
+    """A layer of a model."""
+    return family_of(spec.architecture).block(spec, layer)
+
+
+def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
+    """Read a ``transformers`` configuration.
+
+    Args:
+        config: The configuration.
+        more_ends: Tokens that end a sequence, in addition to those in the configuration.
+
+    Raises:
+        CheckpointError: The architecture, or one of its features, is not supported.
+    """
+    named = getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
+    architecture: str = named[0]
+    family = family_of(architecture)
+    if config.hidden_act != "silu":
+        raise CheckpointError(f"activation {config.hidden_act!r} is not supported; supported: silu")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in ("default", "linear", "llama3", "yarn"):
+        raise CheckpointError(f"RoPE scaling {rope_type!r} is not supported; supported: default, linear, llama3, yarn")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        norm_epsilon=config.rms_norm_eps,
+        max_position=longest_sequence(config),
+        tied_embeddings=bool(config.tie_word_embeddings),
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        dtype=_dtype(config),
+        eos_token_ids=tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
+        source=config,
+        weight_block=_weight_block(config),
+        **family.fields(config, architecture),
+    )
+
+
+def tensor_places(spec: ModelSpec) -> dict[str, Place]:
+    """The destination of every tensor that a checkpoint of this model must have, by name."""
+    family = family_of(spec.architecture)
+    places = {
+        "model.embed_tokens.weight": Place("embedding.weight", (spec.vocab_size, spec.hidden_size)),
+        "model.norm.weight": Place("norm.weight", (spec.hidden_size,)),
+    }
+    if not spec.tied_embeddings:
+        places["lm_head.weight"] = Place("head.weight", (spec.vocab_size, spec.hidden_size))
+    for layer in range(spec.layers):
+        places |= family.places(f"model.layers.{layer}", f"blocks.{layer}", spec, layer)
+    if spec.reads_ahead:
+        places |= _next_token("ahead", spec, family)
+    return places
+
+
+def _next_token(target: str, spec: ModelSpec, family: Family) -> dict[str, Place]:
+    """The next-token module's own tensors.
+
+    Its embedding and output projection are the model's; checkpoints may contain second copies of them here.
+    """
+    layer, hidden = spec.layers, spec.hidden_size
+    source = f"model.layers.{layer}"
+    places = norm_places(source, target, spec, enorm="embedding_norm", hnorm="hidden_norm")
+    places[f"{source}.shared_head.norm.weight"] = Place(f"{target}.norm.weight", (hidden,))
+    places |= linear_places(f"{source}.eh_proj", f"{target}.join", hidden, 2 * hidden)
+    return places | family.places(source, f"{target}.block", spec, layer)
+
+
+def _dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(f"checkpoint dtype {dtype} is not supported; supported: float32, bfloat16, float16")
+    return dtype
+
+
+def _weight_block(config: Any) -> tuple[int, int]:
+    """The block size of float8 weights.
+
+    Raises:
+        CheckpointError: The weights are quantized in another way.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return 128, 128
+    settings = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method != "fp8" or not isinstance(block, list | tuple) or len(block) != 2:
+        raise CheckpointError(
+            f"weights quantized with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
+            "weight_block_size, which is converted to the engine's dtype on load"
+        )
+    return int(block[0]), int(block[1])
