@@ -2,8 +2,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from snapstream import LLM, SamplingParams
+from snapstream.compression.scoring import counter_uniform
+from snapstream.engine import sampler
 from snapstream.engine.sampler import SamplingState, sample
 from tests.checkpoints import prompt
 from tests.engine.test_engine import make
@@ -45,6 +49,54 @@ def test_frequencies_follow_the_softmax(temperature):
 def test_truncation(params, allowed):
     tokens = draw(LOGITS, range(3000), temperature=1.0, **params)[0].tokens
     assert set(tokens.tolist()) == allowed
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    vocab=st.sampled_from((50, 1000, 30_000)),
+    spread=st.sampled_from((1.0, 4.0, 15.0, 60.0)),
+    coarse=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_the_likely_tokens_give_the_draws_of_all(vocab, spread, coarse, seed):
+    """Also with ties, as logits in bfloat16 have; rows want different things."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 8
+    logits = torch.randn(rows, vocab, generator=generator) * spread
+    logits = logits.bfloat16().float() if coarse else logits
+    made = []
+    for kind in ("likely", "sorted"):
+        state = SamplingState(rows, vocab, 3, torch.device("cpu"))
+        for row in range(rows):
+            params = SamplingParams(
+                temperature=(0.0, 0.3, 1.0, 2.0)[(seed + row) % 4],
+                top_k=(0, 1, 40, vocab // 2)[row % 4],
+                top_p=(1.0, 0.9, 0.5)[row % 3],
+                min_p=(0.0, 0.05)[row // 4],
+                presence_penalty=float(seed % 3 == 0),
+                logprobs=2 if seed % 2 else None,
+            )
+            state.assign(row, params, row, torch.tensor([0]))
+        with pytest.MonkeyPatch.context() as patched:
+            if kind == "sorted":
+                for name in ("_draw_any", "_draw_best"):
+                    patched.setattr(
+                        sampler, name, lambda scaled, limits: sampler._draw(*sampler._sorted(scaled), limits)
+                    )
+            active, position = torch.ones(rows, dtype=torch.bool), torch.full((rows,), 7)
+            steps = [sample(logits, state, position + t, active, -torch.ones_like(position)) for t in range(5)]
+        made.append((steps, state.output_counts))
+    for one, other in zip(*(steps for steps, _ in made), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprob, other.logprob)
+    assert torch.equal(made[0][1], made[1][1])
+
+
+def test_noise_cannot_lift_a_token_further():
+    """The bound on which tokens may be drawn, from the largest uniform number."""
+    most = torch.tensor(1 - 2.0**-24, dtype=torch.float32)
+    assert -torch.log(-torch.log(most)) < sampler.MOST_NOISE - 0.001
+    assert counter_uniform(torch.arange(2000)[:, None], torch.arange(500)).max() <= most
 
 
 def test_ties_go_to_the_smaller_token():
@@ -89,7 +141,7 @@ def test_inactive_slots_are_not_counted():
 
 
 def test_logprobs_are_those_of_the_unmodified_distribution():
-    out, _ = draw(LOGITS, [3], temperature=0.3, top_k=2)
+    out, _ = draw(LOGITS, [3], temperature=0.3, top_k=2, logprobs=3)
     want = LOGITS.log_softmax(-1)
     torch.testing.assert_close(out.logprob[0], want[out.tokens[0]])
     assert out.top_ids[0].tolist() == [0, 1, 2]

@@ -1,7 +1,10 @@
-"""Sampling for all slots at once, with fixed shapes, so it runs inside the decode graph.
+"""Sampling for all slots at once. On CUDA, all shapes are fixed, so it runs inside the decode graph.
 
 The noise depends only on the request's seed, the position and the token (Gumbel-max over counter-based noise). A seeded
 request therefore gives the same tokens in any slot, whatever other requests are running.
+
+On a CPU, where shapes may depend on data, only tokens that the noise can make the winner are sorted, and nothing is
+computed that no request asks for. The tokens drawn are the same.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from snapstream.compression.scoring import counter_uniform
 from snapstream.config import SamplingParams
 from snapstream.transfers import to_device
 
+FEW = 512
+"""Best tokens that are looked at first on a CPU if not every token may be drawn."""
+MOST_NOISE = 16.64
+"""More than the largest noise, as uniform numbers are at most 1 - 2**-24."""
+
 
 class Sampled(NamedTuple):
-    """One step's tokens and their log-probabilities.
+    """One step's tokens and their log-probabilities. On a CPU, the latter are 0 if no request wants any.
 
     Attributes:
         tokens: int64 ``[B]``.
@@ -53,6 +61,8 @@ class SamplingState:
         self.repetition = column(1.0)
         self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.bias = torch.zeros(slots, vocab_size, dtype=torch.float32, device=device)
+        self.biased = column(False, torch.bool)
+        self.wants_logprobs = column(False, torch.bool)
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         # Tokens that end the output, and the first position at which they are allowed.
         self.ends = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
@@ -79,7 +89,9 @@ class SamplingState:
         self.repetition[slot].fill_(params.repetition_penalty)
         self.output_counts[slot].fill_(0)
         self.in_prompt[slot].fill_(False).index_fill_(0, prompt, True)
+        self.wants_logprobs[slot].fill_(params.logprobs is not None)
         self.bias[slot].fill_(0)
+        self.biased[slot].fill_(bool(params.logit_bias))
         if params.logit_bias:
             tokens = to_device(list(params.logit_bias), self.bias.device)
             self.bias[slot, tokens] = to_device(list(params.logit_bias.values()), self.bias.device, torch.float32)
@@ -119,26 +131,123 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         active: Which slots hold a running request, bool ``[B]``.
         forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
     """
-    logprobs = logits.log_softmax(-1)
-    top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
-    adjusted = _penalize(logits, state, position)
+    on_cpu = logits.device.type == "cpu"
+    adjusted = logits if on_cpu and not _is_penalized(state, position) else _penalize(logits, state, position)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
-    # A stable sort breaks ties in favor of the smaller token id, and makes top-k exact.
-    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    keep = ordered - ordered[:, :1] >= state.min_p[:, None].log()
-    keep &= rank < state.top_k[:, None]
-    probability = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-    keep &= probability.cumsum(-1) - probability < state.top_p[:, None]
-    keep |= rank == 0
-    noise_seed = (state.seed * 1_000_003 + position)[:, None]
-    gumbel = -torch.log(-torch.log(counter_uniform(noise_seed, ids)))
-    drawn = torch.where(keep, ordered + gumbel, float("-inf")).argmax(-1, keepdim=True)
-    tokens = impose(torch.where(greedy, ids[:, 0], ids.gather(1, drawn)[:, 0]), forced)
+    limits = _Limits(state.top_k, state.top_p, state.min_p, state.seed * 1_000_003 + position)
+    if on_cpu:
+        drawn = scaled.argmax(-1)
+        for rows, draw in zip(limits.kinds(~greedy, scaled.shape[1]), (_draw_any, _draw_best), strict=True):
+            if len(rows):
+                drawn[rows] = draw(scaled[rows], limits.of(rows))
+    else:
+        ordered, ids = _sorted(scaled)
+        drawn = torch.where(greedy, ids[:, 0], _draw(ordered, ids, limits))
+    tokens = impose(drawn, forced)
     state.output_counts.scatter_add_(1, tokens[:, None], active.to(torch.int32)[:, None])
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return Sampled(tokens, chosen, top_ids, top_logprobs)
+    if on_cpu and not state.wants_logprobs.any():
+        nothing = logits.new_zeros(len(logits), state.max_logprobs)
+        return Sampled(tokens, nothing[:, 0], nothing.long(), nothing)
+    logprobs = logits.log_softmax(-1)
+    top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
+    return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top_logprobs)
+
+
+class _Limits(NamedTuple):
+    """What may be drawn in each row, and the seed of its noise; all ``[B]``."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+    def of(self, rows: Tensor) -> _Limits:
+        """The limits of some rows."""
+        return _Limits(*(each[rows] for each in self))
+
+    def kinds(self, sampled: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Of the rows that are ``sampled``, those without limits and those with some."""
+        unlimited = (self.top_k >= vocab_size) & (self.top_p >= 1) & (self.min_p == 0)
+        return (sampled & unlimited).nonzero()[:, 0], (sampled & ~unlimited).nonzero()[:, 0]
+
+
+def _sorted(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of each row from the highest to the lowest, and their tokens.
+
+    A stable sort breaks ties in favor of the smaller token id, and makes top-k exact.
+    """
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    return ordered, ids
+
+
+def _gumbel(seed: Tensor, ids: Tensor) -> Tensor:
+    return -torch.log(-torch.log(counter_uniform(seed, ids)))
+
+
+def _draw(ordered: Tensor, ids: Tensor, limits: _Limits, rest: Tensor | float = 0.0) -> Tensor:
+    """Draw a token per row.
+
+    Args:
+        ordered: Logits of a row's tokens, the highest first, ``[B, n]``; minus infinity for padding.
+        ids: Their tokens.
+        limits: See :class:`_Limits`.
+        rest: What tokens that are not listed add to the sum of weights, which are 1 for the likeliest, ``[B, 1]``.
+    """
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    keep = ordered - ordered[:, :1] >= limits.min_p[:, None].log()
+    keep &= rank < limits.top_k[:, None]
+    weight = (ordered - ordered[:, :1]).exp().where(keep, 0.0)
+    probability = weight / (weight.sum(-1, keepdim=True) + rest)
+    keep &= probability.cumsum(-1) - probability < limits.top_p[:, None]
+    keep |= rank == 0
+    best = torch.where(keep, ordered + _gumbel(limits.seed[:, None], ids), float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(1, best)[:, 0]
+
+
+def _draw_any(scaled: Tensor, limits: _Limits) -> Tensor:
+    """:func:`_draw` without limits, which needs no order: among the tokens that noise can lift above the likeliest."""
+    drawn = []
+    for row, seed in zip(scaled, limits.seed, strict=True):
+        first = row.argmax(-1, keepdim=True)
+        reached = row[first] + _gumbel(seed, first)
+        ids = (row >= torch.minimum(reached - MOST_NOISE, row[first])).nonzero()[:, 0]
+        values = row[ids] + _gumbel(seed, ids)
+        best = (values == values.max()).nonzero()[:, 0]
+        drawn.append(ids[best[row[ids[best]].argmax()]])  # of equal ones the likelier, which comes first if sorted
+    return torch.stack(drawn)
+
+
+def _draw_best(scaled: Tensor, limits: _Limits) -> Tensor:
+    """:func:`_draw` with limits: of the best tokens, as many as it takes to have all that may be drawn."""
+    peak, V = scaled.amax(-1, keepdim=True), scaled.shape[1]
+    all_weights = (scaled - peak).exp().sum(-1)
+    count = FEW
+    while count < V // 2:
+        lowest = scaled.topk(count, -1).values[:, -1:]
+        rows, ids = (scaled >= lowest).nonzero(
+            as_tuple=True
+        )  # all that are as good as the last one; by row, then token
+        counts = rows.bincount(minlength=len(scaled))
+        place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        values = scaled.new_full((len(scaled), int(counts.max())), float("-inf"))
+        values[rows, place] = scaled[rows, ids]
+        tokens = torch.zeros_like(values, dtype=torch.int64)
+        tokens[rows, place] = ids
+        weights = (values - peak).exp().sum(-1)
+        is_limited = (limits.top_k <= counts) | (limits.min_p.log() > (lowest - peak)[:, 0])
+        if bool((is_limited | (weights > limits.top_p * all_weights)).all()):
+            ordered, order = _sorted(values)
+            rest = (all_weights - weights).clamp(min=0).where(~is_limited, 0.0)[:, None]
+            return _draw(ordered, tokens.gather(1, order), limits, rest)
+        count *= 8
+    return _draw(*_sorted(scaled), limits)
+
+
+def _is_penalized(state: SamplingState, position: Tensor) -> bool:
+    """Whether :func:`_penalize` changes anything."""
+    changes = (state.presence != 0) | (state.frequency != 0) | (state.repetition != 1) | state.biased
+    return bool((changes | (position < state.end_from)).any())
 
 
 def _penalize(logits: Tensor, state: SamplingState, position: Tensor) -> Tensor:
