@@ -70,9 +70,9 @@ def test_the_likely_tokens_give_the_draws_of_all(vocab, spread, coarse, seed):
         for row in range(rows):
             params = SamplingParams(
                 temperature=(0.0, 0.3, 1.0, 2.0)[(seed + row) % 4],
-                top_k=(0, 1, 40, vocab // 2)[row % 4],
+                top_k=(0, 1, 40, vocab // 2, 0, 600, 0)[row % 7],
                 top_p=(1.0, 0.9, 0.5)[row % 3],
-                min_p=(0.0, 0.05)[row // 4],
+                min_p=(0.0, 0.0, 0.05, 1e-6)[(row + seed) % 4],
                 presence_penalty=float(seed % 3 == 0),
                 logprobs=2 if seed % 2 else None,
             )

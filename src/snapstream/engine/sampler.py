@@ -236,7 +236,8 @@ def _draw_best(scaled: Tensor, limits: _Limits) -> Tensor:
         tokens[rows, place] = ids
         weights = (values - peak).exp().sum(-1)
         is_limited = (limits.top_k <= counts) | (limits.min_p.log() > (lowest - peak)[:, 0])
-        if bool((is_limited | (weights > limits.top_p * all_weights)).all()):
+        only_top_p = (limits.top_k >= V) & (limits.min_p == 0)
+        if bool((is_limited | (only_top_p & (weights > limits.top_p * all_weights))).all()):
             ordered, order = _sorted(values)
             rest = (all_weights - weights).clamp(min=0).where(~is_limited, 0.0)[:, None]
             return _draw(ordered, tokens.gather(1, order), limits, rest)
