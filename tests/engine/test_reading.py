@@ -7,7 +7,8 @@ import torch
 
 from snapstream import CacheBudget, SamplingParams
 from snapstream.config import policy_names
-from tests.checkpoints import prompt
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make, naive_generate
 from tests.readings import record_readings
 
@@ -190,6 +191,19 @@ def test_reading_for_a_second_policy_changes_nothing(checkpoint, policy):
     one, other = llm.generate([prompt(140)] * 2, [greedy(9, kv_budget=budget), greedy(9)])
     assert one.token_ids == llm.generate(prompt(140), greedy(9, kv_budget=budget))[0].token_ids
     assert other.token_ids == llm.generate(prompt(140), greedy(9))[0].token_ids
+
+
+def test_a_model_of_one_layer(tmp_path):
+    """Whose only layer is the first and the last: an answer is the same whether the prompt is scored or not."""
+    peer = save_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    save_tokenizer(tmp_path)
+    llm = make(tmp_path, budget=None, prefill_chunk=32)
+    for length in (20, 70):
+        tokens = prompt(length, seed=length)
+        with torch.no_grad():
+            want = peer(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max()
+        for params in (greedy(1, prompt_logprobs=1, logprobs=1), greedy(1, logprobs=1)):
+            assert llm.generate(tokens, params)[0].logprobs[0].logprob == pytest.approx(float(want), abs=1e-3)
 
 
 def test_staging_holds_one_layer(checkpoint):

@@ -1,4 +1,4 @@
-"""A family of one's own: a page of what it computes and what its tensors are called, and nothing else."""
+"""A family of one's own: what it computes and what its tensors are called, and nothing else."""
 
 import json
 
@@ -57,7 +57,7 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def test_a_page_is_enough(checkpoint, monkeypatch):
+def test_a_new_family_runs(checkpoint, monkeypatch):
     """Chunks of a prompt, compression and decoding, with kernels and without, as the naive decoder has it."""
     monkeypatch.setattr(families, "FAMILIES", [*families.FAMILIES, PARALLEL])
     budget = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)

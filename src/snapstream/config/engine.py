@@ -24,8 +24,8 @@ class EngineConfig:
             staging cache. ``None`` means what the model was trained for.
         slots: Sequences that are decoded concurrently.
         prefill_chunk: Prompt tokens per prefill launch; decoding waits for at most one such chunk, in one layer.
-            ``None``: 512 on a CPU and 2048 on a GPU, which takes less time for a chunk than its host for the launches
-            of a shorter one.
+            ``None``: 512 on a CPU, and 2048 on a GPU, where launching a shorter chunk takes the host longer than
+            computing it takes the device.
         decode_steps: Tokens decoded per launch. More means fewer host round trips, and later stops.
         speculative: Source of the draft tokens that the model verifies, several in one step: ``off``; ``lookup``, which
             searches the prompt and the output so far; ``mtp``, the checkpoint's module for multi-token prediction

@@ -1,4 +1,4 @@
-"""Attention as an operation, by whichever backend there is: of chunks of prompts, and of steps of several tokens."""
+"""Attention as an operation, by whichever backend there is: of chunks of prompts, and of steps."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Layer:
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        at = next(at for at, each in enumerate(operations) if isinstance(each, Attend))
+        (at,) = (at for at, each in enumerate(operations) if isinstance(each, Attend))
         attend = operations[at]
         assert isinstance(attend, Attend)
         self.before, self.after, self.query = operations[:at], operations[at:], attend.query
@@ -157,12 +157,14 @@ class Prefill:
         if is_ahead:
             self._slots.token[0, :used] = self._following(reading, start, used)
             operations = [*self._enter, *operations]
-        # Of the last layer's output, only the last token's may be needed; see _last_logits().
-        if not is_ahead and (not last_layer or self._completes(reading)):
-            if last_layer:
-                self._last_input.copy_(x[used - 1 :])
-            operations += layer.after
-        program_for_rows(operations, chunk).run()
+        if last_layer or is_ahead:
+            program_for_rows(operations, chunk).run()
+            self._last_input.copy_(x[used - 1 :])
+            # Of the last layer's output, only the last token's may be needed; see _last_logits().
+            if last_layer and self._completes(reading):
+                program_for_rows(layer.after, chunk).run()
+        else:
+            program_for_rows([*operations, *layer.after], chunk).run()
         self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
         if last_layer and reading.done == len(reading.tokens):
@@ -227,10 +229,9 @@ class Prefill:
             row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads.
         """
         # Computed the same way whether or not the prompt is scored.
-        last = len(reading.tokens) - 1
-        x = self._last_input if self._completes(reading) else self.hidden[last : last + 1]
+        x = self._last_input
         self._packed_until.zero_()  # the last layer's values have not been packed yet
-        chunk = self.chunk_at(reading.length - 1, 1, x, row=row)
+        chunk = self.chunk_at(reading.length - 1, 1, x, offset=reading.dropped_before, row=row)
         program_for_rows(layer.after, chunk).run()
         return self._logits(x)
 

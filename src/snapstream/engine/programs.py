@@ -15,9 +15,9 @@ from snapstream.cache import LayerCache
 from snapstream.engine.attend import with_backend
 from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Advance, Commit, Operation, PlainProgram, Take, Verify
+from snapstream.kernels.operations import Advance, Commit, Operation, Take, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
-from snapstream.kernels.stock import program_for_rows
+from snapstream.kernels.stock import StockProgram, program_for_rows
 from snapstream.models import DecoderModel
 
 logger = logging.getLogger(__name__)
@@ -116,9 +116,9 @@ class Programs:
             greedy = _one_after_the_other(look, settle)
         return Parts(read, settle, look, greedy), machine
 
-    def _program(self, operations: Sequence[Operation], machine: Machine) -> CpuProgram | PlainProgram:
+    def _program(self, operations: Sequence[Operation], machine: Machine) -> CpuProgram | StockProgram:
         if self.loop is None:
-            return PlainProgram(with_backend(operations, self._backend), machine)
+            return StockProgram(with_backend(operations, self._backend), machine)
         return CpuProgram(operations, machine)
 
     def _triton(self, operations: Sequence[Operation], machine: Machine) -> Run:

@@ -3,8 +3,8 @@
 The noise depends only on the request's seed, the position and the token (Gumbel-max over counter-based noise). A seeded
 request therefore gives the same tokens in any slot, whatever other requests are running.
 
-On a CPU, where shapes may depend on data, only tokens that the noise can make the winner are sorted, and nothing is
-computed that no request asks for. The tokens drawn are the same.
+On a CPU, where shapes may depend on data, only tokens that can be drawn are considered, and nothing is computed that no
+running request asks for. The tokens drawn are the same.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
     """
     on_cpu = logits.device.type == "cpu"
-    adjusted = logits if on_cpu and not _is_penalized(state, position) else _penalize(logits, state, position)
+    adjusted = logits if on_cpu and not _is_penalized(state, position, active) else _penalize(logits, state, position)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
     limits = _Limits(state.top_k, state.top_p, state.min_p, state.seed * 1_000_003 + position)
     if on_cpu:
         drawn = scaled.argmax(-1)
-        for rows, draw in zip(limits.kinds(~greedy, scaled.shape[1]), (_draw_any, _draw_best), strict=True):
+        for rows, draw in zip(limits.kinds(active & ~greedy, scaled.shape[1]), (_draw_any, _draw_best), strict=True):
             if len(rows):
                 drawn[rows] = draw(scaled[rows], limits.of(rows))
     else:
@@ -146,7 +146,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         drawn = torch.where(greedy, ids[:, 0], _draw(ordered, ids, limits))
     tokens = impose(drawn, forced)
     state.output_counts.scatter_add_(1, tokens[:, None], active.to(torch.int32)[:, None])
-    if on_cpu and not state.wants_logprobs.any():
+    if on_cpu and not (active & state.wants_logprobs).any():
         nothing = logits.new_zeros(len(logits), state.max_logprobs)
         return Sampled(tokens, nothing[:, 0], nothing.long(), nothing)
     logprobs = logits.log_softmax(-1)
@@ -245,10 +245,10 @@ def _draw_best(scaled: Tensor, limits: _Limits) -> Tensor:
     return _draw(*_sorted(scaled), limits)
 
 
-def _is_penalized(state: SamplingState, position: Tensor) -> bool:
-    """Whether :func:`_penalize` changes anything."""
+def _is_penalized(state: SamplingState, position: Tensor, active: Tensor) -> bool:
+    """Whether :func:`_penalize` changes anything for a running request."""
     changes = (state.presence != 0) | (state.frequency != 0) | (state.repetition != 1) | state.biased
-    return bool((changes | (position < state.end_from)).any())
+    return bool((active & (changes | (position < state.end_from))).any())
 
 
 def _penalize(logits: Tensor, state: SamplingState, position: Tensor) -> Tensor:

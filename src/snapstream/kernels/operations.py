@@ -236,7 +236,7 @@ class Attend(Operation):
 
 @dataclass(frozen=True)
 class Choose(Operation):
-    """Choose each token's experts and their weights from the router's logits; see ``models/deepseek.py``."""
+    """Choose each token's experts and their weights from the router's logits; see ``models/experts.py``."""
 
     logits: Part
     weights: Part

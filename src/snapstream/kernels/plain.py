@@ -56,7 +56,7 @@ def choose_experts(
     normalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and indices of experts, ``[T, chosen]`` each, of router logits ``[T, E]``; see ``models/deepseek.py``."""
+    """Weights and indices of experts, ``[T, chosen]`` each, of router logits ``[T, E]``; see ``models/experts.py``."""
     scores = logits.sigmoid() if corrected else logits.softmax(-1)
     ranking = scores if correction is None else scores + correction.float()
     if groups > 1:

@@ -32,9 +32,9 @@ class StockProgram:
         self.operations, self.machine = operations, machine
 
     @torch.inference_mode()
-    def run(self) -> None:
-        """Run one step, or one chunk."""
-        for operation in self.operations:
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Run operations ``first .. last`` of one step, or of one chunk."""
+        for operation in self.operations[first:last]:
             _run(operation, self.machine)
 
 

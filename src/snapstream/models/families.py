@@ -1,4 +1,4 @@
-"""The supported families of models: their pages, and what all of them have in common."""
+"""The supported families of models, and what they have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page of this package says about a family of models."""
+"""What a module of this package says about a family of models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class Layer(Protocol):
 
     def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
         """The layer as operations; its results are added to ``x``.
+
+        One of them is :class:`~snapstream.kernels.operations.Attend`. The operations from it on must not write to the
+        query's buffer, nor to any other that they read before they write to it, except ``x``: prefill takes the last
+        token of a prompt through them a second time.
 
         Args:
             layer: Index of its cache.

@@ -1,4 +1,4 @@
-"""Maps the tensors of a Hugging Face checkpoint to the parameters of this package's modules."""
+"""Where tensors of a Hugging Face checkpoint go: to which parameters of this package's modules."""
 
 from __future__ import annotations
 

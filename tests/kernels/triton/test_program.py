@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+from snapstream.attention import TritonAttention
 from snapstream.cache import EntryShape
+from snapstream.engine.attend import with_backend
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Slots
@@ -99,7 +101,11 @@ def test_chunks_of_a_prompt_equal_float64(checkpoint):
     if not runs_here(checkpoint, torch.float32):
         pytest.skip("no such model on CUDA")
     tokens = torch.arange(5, 45, device=DEVICE)
-    got = read_in_chunks(load(checkpoint, torch.float32), tokens, (19, 20, 40), TritonProgram)
+
+    def program(operations, machine):
+        return TritonProgram(with_backend(operations, TritonAttention(DEVICE)), machine)
+
+    got = read_in_chunks(load(checkpoint, torch.float32), tokens, (19, 20, 40), program)
     want = logits_of(load(checkpoint, torch.float64), tokens)
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
 

@@ -28,7 +28,7 @@ class ExpertOperations {
   // Allocates what a launch needs besides its scratch.
   void prepare() { order.reserve(s.place.size() * chosen), used.reserve(experts), next.reserve(experts); }
 
-  // Chooses experts from a row's logits, see models/deepseek.py.
+  // Chooses experts from a row's logits, see models/experts.py.
   void choose(const Operation& o, int64_t row, int64_t thread) {
     const int64_t count = o.source.size, chosen = o.target.size, groups = o.number[0], chosen_groups = o.number[1];
     const bool corrected = o.number[2] != 0, normalize = o.number[3] != 0;

@@ -1,8 +1,8 @@
 """Triton kernels for CUDA devices.
 
-They cover decode attention, attention for prompts that torch's kernels do not support, votes and selection of entries,
-norms, rotations, and cache writes. Triton comes with CUDA builds of torch. Without it everything still works, with
-slower stock operations. It is not imported before it is needed.
+They cover decode attention, attention for prompts where torch's kernels are slower or do not run, votes, key
+differences and selection of entries, norms, rotations, and cache writes. Triton comes with CUDA builds of torch.
+Without it everything still works, with slower stock operations. It is not imported before it is needed.
 
 With ``TRITON_INTERPRET=1`` in the environment, kernels run on the CPU in Triton's interpreter: slowly, but with the
 same steps. This is how they are tested without a GPU.

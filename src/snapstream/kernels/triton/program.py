@@ -19,7 +19,6 @@ from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import stock_grouped_linear
 from snapstream.kernels.triton import rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
-from snapstream.kernels.triton.prefill import attend_chunk
 
 Call = Callable[[], object]
 
@@ -70,10 +69,6 @@ class TritonProgram:
 
     def _attend(self, o: ops.Attend) -> Call:
         m = self.machine
-        if isinstance(m, PromptChunk):
-            query, target, cache = o.query.of(m.buffers), o.target.of(m.buffers), m.caches[o.layer]
-            keys, values, start = cache.keys[0], cache.values[0][..., : o.target.size], m.slots.count[0]
-            return lambda: target.copy_(attend_chunk(query, keys, values, start, o.scale))
         return functools.partial(
             attend_slots,
             o.query.of(m.buffers),
