@@ -131,7 +131,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         active: Which slots hold a running request, bool ``[B]``.
         forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
     """
-    on_cpu = logits.device.type == "cpu"
+    on_cpu = shapes_may_vary(logits.device)
     adjusted = logits if on_cpu and not _is_penalized(state, position, active) else _penalize(logits, state, position)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
@@ -152,6 +152,11 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
     logprobs = logits.log_softmax(-1)
     top_logprobs, top_ids = logprobs.topk(state.max_logprobs, -1)
     return Sampled(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top_logprobs)
+
+
+def shapes_may_vary(device: torch.device) -> bool:
+    """Whether the shapes of temporaries may depend on data: not in a graph, and not without data."""
+    return device.type == "cpu"
 
 
 class _Limits(NamedTuple):
