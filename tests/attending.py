@@ -26,26 +26,11 @@ class AttendBy(Operation):
         target.copy_(out[..., : target.shape[2]])
 
 
-def slots_of(tokens, positions=None):
-    """State of slots with tokens ``[B, T]``, nothing stored yet."""
-    nothing = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-    return Slots(
-        token=tokens,
-        position=nothing if positions is None else positions,
-        base=nothing,
-        count=nothing,
-        limit=nothing + tokens.shape[1],
-        active=nothing == 0,
-        forced=nothing[:, None] - 1,
-        taken=nothing[None],
-    )
-
-
 def run_on(operations, x, program):
     """What operations add to the buffer ``y`` ``[T, hidden]`` for rows ``x`` of one prompt."""
     operations = list(operations)
     buffers = allocate_buffers((part for each in operations for part in each.parts()), len(x), x.dtype, {"x": x})
-    slots = slots_of(torch.zeros(1, len(x), dtype=torch.int64))
+    slots = Slots.of_prompt(torch.zeros(1, len(x), dtype=torch.int64), len(x))
     program(operations, PromptChunk(buffers, slots, [], [])).run()
     return buffers["y"]
 
@@ -56,8 +41,9 @@ def read_in_chunks(model, tokens, ends, program):
     dtype, made, start = model.embedding.weight.dtype, [], 0
     caches = [model.spec.entry.empty(1, length, dtype=dtype, device=device) for _ in range(model.spec.layers)]
     for end in ends:
-        slots = slots_of(tokens[None, start:end], torch.full((1,), start, device=device))
-        slots = replace(slots, count=slots.position, limit=torch.full_like(slots.limit, length))
+        slots = Slots.of_prompt(tokens[None, start:end], length)
+        for first in (slots.position, slots.count):
+            first.fill_(start)
         parts = (part for each in operations for part in each.parts())
         buffers = allocate_buffers(parts, end - start, dtype, device=device)
         program(operations, PromptChunk(buffers, slots, caches, [])).run()
@@ -74,7 +60,7 @@ def logits_with(model, tokens, positions, attend):
             store = each
         else:
             made.append(AttendBy(attend, store, each) if isinstance(each, Attend) else each)
-    slots = slots_of(tokens[:, None], positions)
+    slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)
     dtype = model.embedding.weight.dtype
     buffers = allocate_buffers((part for each in given for part in each.parts()), len(tokens), dtype)
     PlainProgram(made, Machine(buffers, slots, [], [])).run()

@@ -81,7 +81,7 @@ def test_the_likely_tokens_give_the_draws_of_all(vocab, spread, coarse, seed):
             if kind == "sorted":
                 for name in ("_draw_any", "_draw_best"):
                     patched.setattr(
-                        sampler, name, lambda scaled, limits: sampler._draw(*sampler._sorted(scaled), limits)
+                        sampler, name, lambda scaled, likeliest, limits: sampler._draw(*sampler._sorted(scaled), limits)
                     )
             active, position = torch.ones(rows, dtype=torch.bool), torch.full((rows,), 7)
             steps = [sample(logits, state, position + t, active, -torch.ones_like(position)) for t in range(5)]

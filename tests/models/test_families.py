@@ -59,7 +59,7 @@ def checkpoint(tmp_path):
 
 def test_a_new_family_runs(checkpoint, monkeypatch):
     """Chunks of a prompt, compression and decoding, with kernels and without, as the naive decoder has it."""
-    monkeypatch.setattr(families, "FAMILIES", [*families.FAMILIES, PARALLEL])
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, PARALLEL))
     budget = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
     want = naive_generate(checkpoint, prompt(100), budget, 60)
     params = [greedy(60), greedy(60, prompt_logprobs=2)]

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
+from snapstream.kernels import plain
 
 
 class SdpaAttention(AttentionBackend):
@@ -57,19 +58,7 @@ class SdpaAttention(AttentionBackend):
     ) -> Tensor:
         if self.with_flash:
             return flash.attend(query, keys, values, start, scale)
-        (T, H, D), (N, L, V) = query.shape, values.shape
-        key_position = torch.arange(L, device=query.device)
-        mask = key_position <= start + torch.arange(T, device=query.device)[:, None]
-        # KV heads form the batch, and the heads of a group share the same memory. With a mask and more query heads than
-        # KV heads, torch may only have a kernel that materializes all logits.
-        out = F.scaled_dot_product_attention(
-            query.reshape(T, N, H // N, D).permute(1, 2, 0, 3),
-            keys[:, None].expand(N, H // N, L, D),
-            values[:, None].expand(N, H // N, L, V),
-            attn_mask=mask,
-            scale=scale,
-        )
-        return out.permute(2, 0, 1, 3).reshape(T, H, V)
+        return plain.attend_chunk(query, keys, values, start, scale)
 
     @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:

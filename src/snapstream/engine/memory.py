@@ -240,7 +240,7 @@ def _plan(
         # a step, those of attention and those of everything after it.
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
         + chunk * (fixed.buffers + 8)
-        + slots * (fixed.buffers + spec.hidden_size * item + fixed.temporaries)
+        + slots * fixed.step
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
         + _verifying(setup, fixed, slots, entries),
         slot_count=slots,
@@ -269,11 +269,10 @@ def _verifying(setup: Setup, fixed: FixedSizes, slots: int, entries: int) -> int
     """Bytes of verification steps: pending entries, logits and buffers, for each size of step."""
     spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
-    buffers = fixed.buffers + spec.hidden_size * item + fixed.temporaries
     attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
-    held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + buffers) + attending
+    held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + fixed.step) + attending
     if spec.reads_ahead:  # the next-token module's step, and its hidden states
-        held += rows * (buffers + 5 * spec.hidden_size * item) + attending
+        held += rows * (fixed.step + 5 * spec.hidden_size * item) + attending
     return held
 
 
@@ -285,11 +284,13 @@ class FixedSizes:
         weights: Model parameters.
         buffers: Buffers between operations, per token; without hidden states and logits.
         temporaries: Most that exists within an operation, per token.
+        step: All that a token takes while a step processes it; without logits.
     """
 
     weights: int
     buffers: int
     temporaries: int
+    step: int
 
 
 def fixed_sizes(setup: Setup) -> FixedSizes:
@@ -300,7 +301,8 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     shapes = buffer_shapes((part for each in operations for part in each.parts()), dtype)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(shape.nbytes for name, shape in shapes.items() if name not in ELSEWHERE)
-    return FixedSizes(weights, buffers, _temporaries(spec, dtype.itemsize))
+    temporaries = _temporaries(spec, dtype.itemsize)
+    return FixedSizes(weights, buffers, temporaries, buffers + temporaries + spec.hidden_size * dtype.itemsize)
 
 
 def _temporaries(spec: ModelSpec, item: int) -> int:

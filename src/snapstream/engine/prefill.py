@@ -110,21 +110,7 @@ class Prefill:
         parts = [part for each in every for part in each.parts() if part.buffer not in ELSEWHERE]
         self._copies = {part.buffer: part.copies for part in parts}
         self._buffers = allocate_buffers(parts, chunk, dtype, device=device)
-
-        def column(value: int) -> Tensor:
-            return torch.full((1,), value, dtype=torch.int64, device=device)
-
-        # A prompt is one slot that never wraps around: entry i of the staging cache is token i.
-        self._slots = Slots(
-            token=torch.zeros(1, chunk, dtype=torch.int64, device=device),
-            position=column(0),
-            base=column(0),
-            count=column(0),
-            limit=column(padded),
-            active=torch.ones(1, dtype=torch.bool, device=device),
-            forced=column(-1)[:, None],
-            taken=column(0)[None],
-        )
+        self._slots = Slots.of_prompt(torch.zeros(1, chunk, dtype=torch.int64, device=device), padded)
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:

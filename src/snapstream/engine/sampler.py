@@ -140,7 +140,7 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         drawn = scaled.argmax(-1)
         for rows, draw in zip(limits.kinds(active & ~greedy, scaled.shape[1]), (_draw_any, _draw_best), strict=True):
             if len(rows):
-                drawn[rows] = draw(scaled[rows], limits.of(rows))
+                drawn[rows] = draw(scaled[rows], drawn[rows, None], limits.of(rows))
     else:
         ordered, ids = _sorted(scaled)
         drawn = torch.where(greedy, ids[:, 0], _draw(ordered, ids, limits))
@@ -210,11 +210,10 @@ def _draw(ordered: Tensor, ids: Tensor, limits: _Limits, rest: Tensor | float = 
     return ids.gather(1, best)[:, 0]
 
 
-def _draw_any(scaled: Tensor, limits: _Limits) -> Tensor:
-    """:func:`_draw` without limits, which needs no order: among the tokens that noise can lift above the likeliest."""
+def _draw_any(scaled: Tensor, likeliest: Tensor, limits: _Limits) -> Tensor:
+    """:func:`_draw` without limits, which needs no order: among tokens that noise can lift above the ``likeliest``."""
     drawn = []
-    for row, seed in zip(scaled, limits.seed, strict=True):
-        first = row.argmax(-1, keepdim=True)
+    for row, first, seed in zip(scaled, likeliest, limits.seed, strict=True):
         reached = row[first] + _gumbel(seed, first)
         ids = (row >= torch.minimum(reached - MOST_NOISE, row[first])).nonzero()[:, 0]
         values = row[ids] + _gumbel(seed, ids)
@@ -223,9 +222,9 @@ def _draw_any(scaled: Tensor, limits: _Limits) -> Tensor:
     return torch.stack(drawn)
 
 
-def _draw_best(scaled: Tensor, limits: _Limits) -> Tensor:
+def _draw_best(scaled: Tensor, likeliest: Tensor, limits: _Limits) -> Tensor:
     """:func:`_draw` with limits: of the best tokens, as many as it takes to have all that may be drawn."""
-    peak, V = scaled.amax(-1, keepdim=True), scaled.shape[1]
+    peak, V = scaled.gather(1, likeliest), scaled.shape[1]
     all_weights = (scaled - peak).exp().sum(-1)
     count = FEW
     while count < V // 2:

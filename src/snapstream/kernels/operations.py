@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from snapstream.cache import LayerCache
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
 
@@ -200,10 +199,11 @@ class Attend(Operation):
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
-        entries, valid = slots.entries(), slots.valid()
         if isinstance(m, PromptChunk):
-            target.copy_(self._causal(query, cache, valid))
+            values = cache.values[0][..., : self.target.size]
+            target[0] = plain.attend_chunk(query[0], cache.keys[0], values, slots.count[0], self.scale)
             return
+        entries, valid = slots.entries(), slots.valid()
         seen = type(cache)([tensor.clone() for tensor in cache.tensors])
         for t in range(T):
             if T > 1:
@@ -219,19 +219,6 @@ class Attend(Operation):
                 scale=self.scale,
             )
             target[:, t] = torch.where(valid[:, t, None, None] > 0, out.reshape(B, self.target.heads, -1), target[:, t])
-
-    def _causal(self, query: Tensor, cache: LayerCache, valid: Tensor) -> Tensor:
-        """Attention of a chunk that is stored already, ``[1, T, H, V]``; a row sees its first ``valid`` entries."""
-        heads, group = cache.keys.shape[1], self.query.heads // cache.keys.shape[1]
-        mask = torch.arange(cache.entries, device=query.device) < valid[0, :, None]
-        out = F.scaled_dot_product_attention(
-            query[0].view(len(mask), heads, group, -1).permute(1, 2, 0, 3),
-            cache.keys[0, :, None].expand(-1, group, -1, -1),
-            cache.values[0, :, None, :, : self.target.size].expand(-1, group, -1, -1),
-            attn_mask=mask,
-            scale=self.scale,
-        )
-        return out.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
 @dataclass(frozen=True)

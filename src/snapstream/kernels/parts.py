@@ -104,6 +104,29 @@ class Slots:
             taken=nothing[None],
         )
 
+    @classmethod
+    def of_prompt(cls, token: Tensor, entries: int) -> Slots:
+        """A prompt as one slot that never wraps around: entry ``i`` of its cache is token ``i``.
+
+        Args:
+            token: Tokens of its first chunk, int64 ``[1, T]``.
+            entries: Entries of the cache (``L``).
+        """
+
+        def column(value: int) -> Tensor:
+            return torch.full((1,), value, dtype=torch.int64, device=token.device)
+
+        return cls(
+            token=token,
+            position=column(0),
+            base=column(0),
+            count=column(0),
+            limit=column(entries),
+            active=torch.ones(1, dtype=torch.bool, device=token.device),
+            forced=column(-1)[:, None],
+            taken=column(0)[None],
+        )
+
     @property
     def tokens(self) -> int:
         """Tokens per slot (``T``)."""

@@ -45,6 +45,34 @@ def gate(x: Tensor) -> Tensor:
     return F.silu(first).mul_(second)
 
 
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+    """Causal attention of a chunk of a prompt to everything before it and to itself, by torch's attention with a mask.
+
+    Args:
+        query: ``[T, H, D]``.
+        keys: ``[N, L, D]``, the chunk's included.
+        values: ``[N, L, V]``.
+        start: Entry of the first token, int64 scalar.
+        scale: Factor on the logits.
+
+    Returns:
+        ``[T, H, V]``.
+    """
+    (T, H, D), (N, L, V) = query.shape, values.shape
+    key_position = torch.arange(L, device=query.device)
+    mask = key_position <= start + torch.arange(T, device=query.device)[:, None]
+    # KV heads form the batch, and the heads of a group share the same memory. With a mask and more query heads than
+    # KV heads, torch may only have a kernel that materializes all logits.
+    out = F.scaled_dot_product_attention(
+        query.reshape(T, N, H // N, D).permute(1, 2, 0, 3),
+        keys[:, None].expand(N, H // N, L, D),
+        values[:, None].expand(N, H // N, L, V),
+        attn_mask=mask,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(T, H, V)
+
+
 def choose_experts(
     logits: Tensor,
     correction: Tensor | None,

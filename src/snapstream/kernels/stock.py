@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
@@ -83,11 +84,7 @@ def _(o: ops.Product, m: Machine) -> None:
 
 @_run.register
 def _(o: ops.GatedProduct, m: Machine) -> None:
-    x, target = linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers)
-    if cpu.takes_rows(x):
-        cpu.gate(x[:, None], target)
-    else:
-        target[:, 0] = plain.gate(x)
+    _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers))
 
 
 @_run.register
@@ -101,9 +98,15 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
         return
     else:
         out = stock_grouped_linear(x, o.weight, ends)
-    if not o.gated:
-        target[:, 0] = out
-    elif cpu.takes_rows(out):
-        cpu.gate(out[:, None], target)
+    if o.gated:
+        _gate(out, target)
     else:
-        target[:, 0] = plain.gate(out)
+        target[:, 0] = out
+
+
+def _gate(x: Tensor, target: Tensor) -> None:
+    """SwiGLU of ``[T, 2 * I]`` into ``[T, 1, I]``."""
+    if cpu.takes_rows(x):
+        cpu.gate(x[:, None], target)
+    else:
+        target[:, 0] = plain.gate(x)

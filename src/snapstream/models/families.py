@@ -15,7 +15,7 @@ from snapstream.models.names import Place, linear_places, norm_places
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec, end_tokens
 
-FAMILIES: list[Family] = [LLAMA, DEEPSEEK]
+FAMILIES: tuple[Family, ...] = (LLAMA, DEEPSEEK)
 
 
 def supported_architectures() -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from snapstream.kernels.operations import PlainProgram
@@ -21,19 +20,8 @@ def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
         float32 ``[L, vocab]``, or float64 for a model in float64.
     """
     length, device, dtype = len(tokens), tokens.device, model.embedding.weight.dtype
-    nothing = torch.zeros(1, dtype=torch.int64, device=device)
-    slots = Slots(
-        token=tokens[None],
-        position=nothing,
-        base=nothing,
-        count=nothing,
-        limit=nothing + length,
-        active=nothing == 0,
-        forced=nothing[:, None] - 1,
-        taken=nothing[None],
-    )
     operations = list(model.operations())
     buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
     caches = [model.spec.entry.empty(1, length, dtype=dtype, device=device) for _ in range(model.spec.layers)]
-    PlainProgram(operations, PromptChunk(buffers, slots, caches, [])).run()
+    PlainProgram(operations, PromptChunk(buffers, Slots.of_prompt(tokens[None], length), caches, [])).run()
     return buffers["logits"]
