@@ -142,6 +142,24 @@ def test_errors_at_random_lines_of_a_step(llm, alone, error):
     assert broken > 5
 
 
+def test_an_error_after_readers_were_let_go(llm, monkeypatch):
+    """At the end of a prompt, where the executor no longer knows for whom it was read: its request ends, too."""
+    executor = llm.engine.executor
+    let_go = executor.stop_reading
+
+    def raising():
+        let_go()
+        monkeypatch.undo()
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(executor, "stop_reading", raising)
+    llm.engine.add_request(prompt(40), greedy(3), "one")
+    outputs = []
+    until_idle(llm, outputs)
+    assert [(output.finish_reason, output.error) for output in outputs] == [("error", "RuntimeError: injected")]
+    assert_idle(llm)
+
+
 def test_interrupts_at_random_lines_of_any_call(llm, alone):
     """Also while a request is being added, discarded or forgotten; then the next one is right, and open streams are."""
     rng = random.Random(7)

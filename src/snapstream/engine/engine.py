@@ -402,10 +402,12 @@ class Engine:
                 break
         if self.executor.reading is None:
             return touched
+        readers = [request for request, _ in self.executor.readers]  # an error may come after they have been let go
         try:
             read = self.executor.read(self.spec.cached_layers)
         except Exception as error:
-            return touched + self._fail_readers([request for request, _ in self.executor.stop_reading()], error)
+            self.executor.stop_reading()
+            return touched + self._fail_readers(readers, error)
         for request, failure in read:
             if failure is not None:
                 self._fail(request, failure)
