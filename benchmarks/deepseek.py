@@ -19,8 +19,10 @@ from snapstream import CacheBudget
 from snapstream.attention import choose_backend
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
+from snapstream.engine.settings import Types
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.products import grouped_linear, stock_grouped_linear
+from snapstream.kernels.weight import Weight
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
@@ -72,13 +74,13 @@ def bench_experts(model: DecoderModel) -> None:
             return many[first : first + chosen]
 
         def kernel(some=some, ends=ends) -> None:
-            grouped_linear(x, some(), ends)
+            grouped_linear(x, Weight(some()), ends)
 
         def stock(some=some, ends=ends) -> None:
-            stock_grouped_linear(x, some(), ends)
+            stock_grouped_linear(x, Weight(some()), ends)
 
         def read(some=some) -> None:
-            kernels.skinny_linear(x[:1], some().flatten(0, 1))
+            kernels.skinny_linear(x[:1], Weight(some().flatten(0, 1)))
 
         beside = []
         for other in (read, stock):  # not in the same round, because torch's threads keep spinning for a while
@@ -134,7 +136,9 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
     for length in (1024, 4096):
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         budget, spec = CacheBudget.of(1024), model.spec
-        prefill = Prefill(model, backend, queries=budget.queries, padded=length, chunk=512)
+        prefill = Prefill(
+            model, backend, types=Types.all(torch.bfloat16), queries=budget.queries, padded=length, chunk=512
+        )
         slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
         def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:

@@ -29,6 +29,7 @@ from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
 from snapstream.engine.decode import Decode
+from snapstream.engine.settings import Types
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.operations import Attend, GatedProduct, Norm, Product
 from snapstream.models import DecoderModel, load_model
@@ -86,7 +87,16 @@ def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context:
     """A decoder whose slots are in sequences of `context` tokens; the contents of the caches are random."""
     spec = model.spec
     backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
-    decode = Decode(model, backend, capacity=budget.capacity, slots=batch, steps=8, max_logprobs=1, eager=True)
+    decode = Decode(
+        model,
+        backend,
+        types=Types.all(model.embedding.weight.dtype),
+        capacity=budget.capacity,
+        slots=batch,
+        steps=8,
+        max_logprobs=1,
+        eager=True,
+    )
     for cache in decode.layers:
         for tensor in cache.tensors:
             tensor.normal_()

@@ -281,7 +281,7 @@ class Bench:
         _clean_up()
         setup = self._setup(entries, entries, slots)
         sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1, "guesses": guesses}
-        decode = Decode(self.model, setup.backend, eager=setup.eager, **sizes)
+        decode = Decode(self.model, setup.backend, types=setup.types, eager=setup.eager, **sizes)
         for layer in decode.layers:
             for tensor in layer.tensors:
                 tensor.normal_()
@@ -301,7 +301,8 @@ class Bench:
     def _prefill(self, model: DecoderModel, length: int) -> Prefill:
         setup = self._setup(self.scale.cache, length, 1)
         chunk = self.scale.chunk
-        return Prefill(model, setup.backend, queries=setup.queries, padded=-(-length // chunk) * chunk, chunk=chunk)
+        padded = -(-length // chunk) * chunk
+        return Prefill(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=chunk)
 
     def _caches(self, layers: int) -> list[LayerCache]:
         """Caches that a prompt is compressed into."""

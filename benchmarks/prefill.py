@@ -32,6 +32,7 @@ from snapstream.attention import CpuAttention, choose_backend
 from snapstream.cache import LayerCache
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
+from snapstream.engine.settings import Types
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.kernels import cpu as kernels
 from snapstream.models import DecoderModel, load_model
@@ -135,7 +136,9 @@ class Reader:
         spec = model.spec
         backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
         queries, padded = self.budget.queries, -(-length // chunk) * chunk
-        self.prefill = Prefill(model, backend, queries=queries, padded=padded, chunk=chunk)
+        self.prefill = Prefill(
+            model, backend, types=Types.all(torch.bfloat16), queries=queries, padded=padded, chunk=chunk
+        )
         self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
     def read(self, tokens: list[int]) -> None:

@@ -31,7 +31,7 @@ def run_on(operations, x, program):
     operations = list(operations)
     buffers = allocate_buffers((part for each in operations for part in each.parts()), len(x), x.dtype, {"x": x})
     slots = Slots.of_prompt(torch.zeros(1, len(x), dtype=torch.int64), len(x))
-    program(operations, PromptChunk(buffers, slots, [], [])).run()
+    program(operations, PromptChunk(buffers, slots, [], [], x.dtype)).run()
     return buffers["y"]
 
 
@@ -46,7 +46,7 @@ def read_in_chunks(model, tokens, ends, program):
             first.fill_(start)
         parts = (part for each in operations for part in each.parts())
         buffers = allocate_buffers(parts, end - start, dtype, device=device)
-        program(operations, PromptChunk(buffers, slots, caches, [])).run()
+        program(operations, PromptChunk(buffers, slots, caches, [], dtype)).run()
         made.append(buffers["logits"])
         start = end
     return torch.cat(made)
@@ -63,5 +63,5 @@ def logits_with(model, tokens, positions, attend):
     slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)
     dtype = model.embedding.weight.dtype
     buffers = allocate_buffers((part for each in given for part in each.parts()), len(tokens), dtype)
-    PlainProgram(made, Machine(buffers, slots, [], [])).run()
+    PlainProgram(made, Machine(buffers, slots, [], [], dtype)).run()
     return buffers["logits"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream.config import EngineConfig
-from snapstream.engine.settings import load_sampling_defaults, set_up
+from snapstream.engine.settings import Types, load_sampling_defaults, set_up
 from tests.checkpoints import save_checkpoint
 
 
@@ -55,10 +55,10 @@ def test_experts_are_captured_where_the_host_has_no_part_in_them(
 
 def test_float16_becomes_bfloat16_on_a_cpu(tmp_path, caplog):
     save_checkpoint(tmp_path, "qwen2", dtype=torch.float16)
-    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).dtype == torch.bfloat16
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).types == Types.all(torch.bfloat16)
     assert "float16, which is slow on a CPU: it is loaded as bfloat16 (dtype float16 keeps it)" in caplog.text
-    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu", dtype="float16")).dtype == torch.float16
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu", dtype="float16")).types == Types.all(torch.float16)
     cuda = EngineConfig(device="cuda", attention="sdpa")
-    assert set_up(str(tmp_path), 64, cuda, must_exist=False).dtype == torch.float16
+    assert set_up(str(tmp_path), 64, cuda, must_exist=False).types == Types.all(torch.float16)
     save_checkpoint(tmp_path, "qwen2", dtype=torch.float32)
-    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).dtype == torch.float32
+    assert set_up(str(tmp_path), 64, EngineConfig(device="cpu")).types == Types.all(torch.float32)

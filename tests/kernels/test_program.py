@@ -1,6 +1,7 @@
 """The loop over a decode step against the same operations in plain torch: one by one, and in whole."""
 
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Advance, Commit, PlainProgram, Take, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.weight import Weight
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
 
@@ -40,20 +42,22 @@ def load(checkpoint, dtype):
     return load_model(checkpoint, load_spec(checkpoint), dtype, CPU)
 
 
-def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None):
+def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, stored=None):
     """Slots in the middle of sequences of different lengths, one of them free; caches are random.
 
+    ``dtype`` is that of activations, by default the weights', and ``stored`` that of caches, by default the same.
     Where it is said how many guesses slots have, what comes of them is verified.
     """
     spec, generator = model.spec, torch.Generator().manual_seed(seed)
     dtype = dtype or model.embedding.weight.dtype
+    stored = stored or dtype
     layouts = [lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)]
 
     def column(values):
         return torch.tensor([*values] * 2)[:slots].clone()
 
     def caches(entries):
-        made = [spec.entry.empty(slots, entries, dtype=dtype) for _ in range(spec.layers)]
+        made = [spec.entry.empty(slots, entries, dtype=stored) for _ in range(spec.layers)]
         for cache in made:
             for tensor in cache.tensors:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -78,7 +82,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None)
         operations.append(Take(logits))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending = caches(tokens) if tokens > 1 else []
-    return operations, Machine(buffers, state, caches(BUDGET.capacity), pending)
+    return operations, Machine(buffers, state, caches(BUDGET.capacity), pending, dtype)
 
 
 def agree(got, want, tolerance):
@@ -106,25 +110,57 @@ def agree(got, want, tolerance):
         assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
+def check_each_operation(model, **kinds):
     """One after the other, each from what plain torch has made of those before."""
-    model = load(checkpoint, dtype)
-    for instructions in INSTRUCTIONS if dtype == torch.bfloat16 else (0,):
-        operations, plain = machine(model, tokens=tokens, drafted=drafted)
+    for instructions in INSTRUCTIONS:
+        operations, plain = machine(model, **kinds)
         mine = copy.deepcopy(plain)
         loop, twin = CpuProgram(operations, mine, instructions=instructions), PlainProgram(operations, plain)
+        tolerance = max(EXACT[each] for each in (plain.dtype, plain.caches[0].dtype))
         for index in range(len(operations)):
             loop.run(1, index, index + 1)
             twin.run(1, index, index + 1)
-            agree(mine, plain, EXACT[dtype])
+            agree(mine, plain, tolerance)
             for name, buffer in plain.buffers.items():
                 mine.buffers[name].copy_(buffer)
             for ours, theirs in zip((*mine.caches, *mine.pending), (*plain.caches, *plain.pending), strict=True):
                 for a, b in zip(ours.tensors, theirs.tensors, strict=True):
                     a.copy_(b)
+
+
+@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
+    check_each_operation(load(checkpoint, dtype), tokens=tokens, drafted=drafted)
+
+
+MIXED = [each for each in itertools.product((torch.float32, torch.bfloat16), repeat=3) if len(set(each)) > 1]
+"""Types of weights, of activations and of caches."""
+
+
+@pytest.mark.parametrize("types", MIXED, ids=lambda types: "-".join(f"{each}"[6:] for each in types))
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@torch.inference_mode()
+def test_every_tensor_has_a_type_of_its_own(family, types, tmp_path):
+    """Operation by operation, and a whole step beside activations in float64."""
+    save_checkpoint(tmp_path, family, **({} if family in LATENT else {"head_dim": 32}))
+    weights, activations, stored = types
+    model, wide_model = load(tmp_path, weights), load(tmp_path, weights).double()
+    wide_model.frequencies = model.frequencies.double()
+    kinds = {"tokens": 3, "drafted": DRAFTED, "stored": stored}
+    check_each_operation(model, **kinds, dtype=activations)
+    operations, mine = machine(model, **kinds, dtype=activations)
+    _, plain = machine(model, **kinds, dtype=activations)
+    wide_operations, wide = machine(wide_model, **kinds, dtype=torch.float64)
+    CpuProgram(operations, mine).run()
+    PlainProgram(operations, plain).run()
+    PlainProgram(wide_operations, wide).run()
+    rows = wide.slots.used().flatten()
+    want = wide.buffers["logits"][rows]
+    for got in (mine, plain):
+        error = (got.buffers["logits"][rows].double() - want).norm() / want.norm()
+        assert error < (6e-2 if activations == torch.bfloat16 else 1e-4)
 
 
 @torch.inference_mode()
@@ -314,14 +350,14 @@ def test_a_launch_without_active_slots_does_nothing(checkpoint):
 
 
 def test_what_the_loop_cannot_run():
-    product = ops.Product(Part("x", 40), Part("y", 64), torch.zeros(64, 40))
+    product = ops.Product(Part("x", 40), Part("y", 64), Weight(torch.zeros(64, 40)))
     assert "multiples of 32" in unsupported([product], torch.float32)
     assert "float16" in unsupported([], torch.float16)
     buffers = {"x": torch.zeros(1, 40), "y": torch.zeros(1, 64)}
     zero = torch.zeros(1, dtype=torch.int64)
     slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
     with pytest.raises(ValueError, match="multiples of 32"):
-        CpuProgram([product], Machine(buffers, slots, [], []))
+        CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
 
 
 def test_weights_are_checked():
@@ -329,23 +365,34 @@ def test_weights_are_checked():
     zero = torch.zeros(1, dtype=torch.int64)
     slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
     x, y = Part("x", 64), Part("y", 64)
+    weight, gaps = Weight(torch.zeros(64, 64)), torch.zeros(64, 128)[:, :64]
     for product, said in (
-        (ops.Product(x, y, torch.zeros(64, 64).bfloat16(), None), "product has weights in torch.bfloat16"),
-        (ops.Product(x, y, torch.zeros(64, 128)[:, :64], None), "product has weights that are not contiguous"),
-        (ops.Product(x, y, torch.zeros(64, 64), torch.zeros(128)[::2]), "product has weights that are not contiguous"),
-        (ops.Norm(x, y, torch.zeros(64, dtype=torch.float64), 1e-5), "norm has weights in torch.float64"),
+        (ops.Product(x, y, Weight(torch.zeros(64, 64).half())), "the dtype is torch.float16"),
+        (ops.Product(x, y, Weight(gaps)), "weight of Product is not contiguous"),
+        (ops.Product(x, y, weight, torch.zeros(128)[::2]), "bias of Product is not contiguous"),
+        (ops.Norm(x, y, torch.zeros(64, dtype=torch.float64), 1e-5), "the dtype is torch.float64"),
+        (ops.Angles(torch.zeros(32).bfloat16(), 1.0, y), "frequencies of Angles must be torch.float32"),
+        (ops.Norm(x, Part("y", 64, dtype=torch.bfloat16), torch.zeros(64), 1e-5), "target of Norm is torch.bfloat16"),
+        (AnotherOperation(), "does not support AnotherOperation"),
     ):
         with pytest.raises(ValueError, match=said):
-            CpuProgram([product], Machine(buffers, slots, [], []))
-    for few in (kernels.skinny_linear, lambda x, w: kernels.grouped_linear(x, w[None], torch.tensor([2]))):
-        with pytest.raises(ValueError, match="weights that are not contiguous"):
-            few(torch.zeros(2, 64), torch.zeros(64, 128)[:, :64])
+            CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
+    for few in (
+        kernels.skinny_linear,
+        lambda x, w: kernels.grouped_linear(x, Weight(w.stored[None]), torch.tensor([2])),
+    ):
+        with pytest.raises(ValueError, match="is not contiguous"):
+            few(torch.zeros(2, 64), Weight(gaps))
+
+
+class AnotherOperation(ops.Operation):
+    """One that the loop has never heard of."""
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are not listed here")
 def test_a_fork_has_a_team_of_its_own(monkeypatch):
     """Threads are not copied: what was left to them would never be done, or by one thread alone."""
-    x, weight = torch.randn(2, 256), torch.randn(4096, 256)
+    x, weight = torch.randn(2, 256), Weight(torch.randn(4096, 256))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     want = kernels.skinny_linear(x, weight)
     reading, writing = os.pipe()

@@ -12,6 +12,7 @@ from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.stock import StockProgram
+from snapstream.kernels.weight import Weight
 from snapstream.models import logits_of
 from snapstream.models.experts import MixtureOfExperts
 from snapstream.models.families import read_spec
@@ -47,7 +48,7 @@ def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, mo
     x = torch.randn(rows, 96, generator=generator).to(dtype)
     weight = torch.randn(experts, out, 96, generator=generator).to(dtype)
     weight[sizes == 0] = float("nan")  # what nobody chose is not touched
-    got = grouped_linear(x, weight, sizes.cumsum(0))
+    got = grouped_linear(x, Weight(weight), sizes.cumsum(0))
     expert = torch.arange(experts).repeat_interleave(sizes)
     want = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     assert got.dtype == dtype
@@ -58,12 +59,12 @@ def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, mo
 def test_grouped_linear_checks_its_arguments():
     x, weight = torch.randn(4, 64), torch.randn(3, 8, 64)
     with pytest.raises(ValueError, match="not in order"):
-        grouped_linear(x, weight, torch.tensor([3, 2, 4]))
+        grouped_linear(x, Weight(weight), torch.tensor([3, 2, 4]))
     for last in (3, 5):
         with pytest.raises(ValueError, match="not the number of rows"):
-            grouped_linear(x, weight, torch.tensor([1, 2, last]))
-    with pytest.raises(ValueError, match="multiple of 32"):
-        kernels.grouped_linear(x[:, :40], weight[..., :40], torch.tensor([1, 2, 4]))
+            grouped_linear(x, Weight(weight), torch.tensor([1, 2, last]))
+    with pytest.raises(ValueError, match="multiples of 32"):
+        kernels.grouped_linear(x[:, :40], Weight(weight[..., :40].contiguous()), torch.tensor([1, 2, 4]))
 
 
 def shape(**changes):

@@ -68,5 +68,7 @@ class SdpaAttention(AttentionBackend):
         # A free slot attends to its first entry: a row with nothing to attend to would be NaN.
         mask = torch.arange(C, device=query.device) < valid.clamp(min=1)[:, None]
         mask = mask[:, None, None].expand(B, 1, H // N, C)
-        grouped = query.reshape(B, N, H // N, D)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(B, H, -1)
+        wide = torch.promote_types(query.dtype, keys.dtype)
+        grouped, keys, values = query.reshape(B, N, H // N, D).to(wide), keys.to(wide), values.to(wide)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(B, H, -1).to(query.dtype)

@@ -95,6 +95,11 @@ class LayerCache(ABC):
         """The values for attention, ``[B, N, C, D]``."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the entries."""
+        return self.keys.dtype
+
+    @property
     def rows(self) -> int:
         """Sequences (``B``)."""
         return self.keys.shape[0]
@@ -114,8 +119,8 @@ class LayerCache(ABC):
 
         Args:
             entries: Entries to write, int64 ``[B, T]``.
-            key: ``[B, T, N, D]``.
-            value: ``[B, T, N, D]``; ignored if values are part of the keys.
+            key: ``[B, T, N, D]``, in the cache's dtype.
+            value: ``[B, T, N, D]``, likewise; ignored if values are part of the keys.
             active: Rows to write, bool ``[B]``; the others stay unchanged. ``None`` writes all rows.
         """
         device = entries.device
@@ -135,10 +140,18 @@ class LayerCache(ABC):
 
         Args:
             positions: Entries to copy, int64 ``[N, E]``.
-            into: The target, with ``E`` entries or more.
+            into: The target, with ``E`` entries or more of the same dtype.
         """
+        self._require_same_dtype(into)
         for mine, theirs in zip(self.tensors, into.tensors, strict=True):
             copy_rows(mine[0], positions, theirs[0, :, : positions.shape[1]])
+
+    def gathered(self, positions: Tensor) -> LayerCache:
+        """Copy entries, as :meth:`gather` does, to a new cache."""
+        shape = (1, *positions.shape, self.keys.shape[3])
+        into = type(self)([tensor.new_empty(shape) for tensor in self.tensors])
+        self.gather(positions, into)
+        return into
 
     def take(self, row: int, entries: Tensor) -> LayerCache:
         """Copy entries ``[E]`` of one sequence to a new cache."""
@@ -159,14 +172,26 @@ class LayerCache(ABC):
 
     def put_from_host(self, other: LayerCache, entries: int) -> None:
         """Copy the first entries of a cache from :meth:`to_host` to this one, which has one row, too."""
+        self._require_same_dtype(other)
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             for head in range(mine.shape[1]):
                 mine[0, head, :entries].copy_(theirs[0, head, :entries])
 
     def put(self, other: LayerCache) -> None:
         """Copy all entries of a cache with one row to the first entries of this one, which has one row, too."""
+        self._require_same_dtype(other)
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine[0, :, : other.entries].copy_(theirs[0])
+
+    def converted(self, dtype: torch.dtype) -> LayerCache:
+        """The same entries in another dtype; this cache itself if it has that dtype already.
+
+        No other method converts entries.
+        """
+        return self if self.dtype == dtype else type(self)([tensor.to(dtype) for tensor in self.tensors])
+
+    def _require_same_dtype(self, other: LayerCache) -> None:
+        assert self.dtype == other.dtype, f"entries of {other.dtype} and {self.dtype}; see converted()"
 
 
 class GroupedCache(LayerCache):

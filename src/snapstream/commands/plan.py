@@ -105,7 +105,7 @@ def plan(
             fields |= {"slots_in_caches": ours.slots_in(room), "slots_in_caches_full": full.slots_in(room)}
         print(json.dumps(fields))
     else:
-        kind = f"{setup.dtype} on {setup.device}".removeprefix("torch.")
+        kind = f"{setup.types.weights} on {setup.device}".removeprefix("torch.")
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
         kept = ["weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace", "tokenizing"]
@@ -147,7 +147,7 @@ def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float 
     from snapstream.engine.devices import Devices
     from snapstream.engine.memory import gigabytes
 
-    devices = Devices(setup.spec, setup.dtype, count, attention)
+    devices = Devices(setup.spec, setup.types.weights, count, attention)
     plans = []
     for entries in (setup.budget.capacity, setup.max_model_len):
         room = None if cache_memory is None else int(cache_memory * 2**30) // count

@@ -21,6 +21,7 @@ from snapstream.engine.verification import Run, most_tokens
 from snapstream.kernels.operations import Commit
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.products import linear
+from snapstream.kernels.weight import Weight
 from snapstream.models import DecoderModel
 
 
@@ -43,13 +44,13 @@ class Ahead:
             guesses: Maximum number of draft tokens per slot.
             captured: Whether to capture CUDA graphs; ignored on other devices.
         """
-        weight, slots = model.embedding.weight, len(cache.keys)
-        self.device = device = weight.device
+        slots, self.device = len(cache.keys), cache.keys.device
+        device = self.device
         self._model = model
         self._steps = {tokens: _Step(model, programs, cache, tokens) for tokens in most_tokens(guesses, device)}
         # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
-        self._states = torch.zeros(slots, guesses, weight.shape[1], dtype=weight.dtype, device=device)
+        self._states = torch.zeros(slots, guesses, model.spec.hidden_size, dtype=programs.dtype, device=device)
         self._looks = [
             StaticGraph(functools.partial(self._look, known), device, captured=captured) for known in range(guesses)
         ]
@@ -93,7 +94,7 @@ class Ahead:
             step.hidden[:, :known] = self._states[:, :known]
             step.read()
             self._states[:, known] = step.made[:, known - 1]
-        self._guesses[:, known] = linear(self._states[:, known], self._model.head.weight).argmax(-1)
+        self._guesses[:, known] = linear(self._states[:, known], Weight(self._model.head.weight)).argmax(-1)
 
 
 class _Step:

@@ -29,7 +29,7 @@ from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
 from snapstream.engine.renewal import Placement
 from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
-from snapstream.engine.settings import Setup
+from snapstream.engine.settings import Setup, Types
 from snapstream.engine.verification import Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.parts import Slots
@@ -70,6 +70,7 @@ class Decode:
         model: DecoderModel,
         backend: AttentionBackend,
         *,
+        types: Types,
         capacity: int,
         slots: int,
         steps: int,
@@ -77,9 +78,7 @@ class Decode:
         eager: bool,
         guesses: int = 0,
     ) -> None:
-        spec = model.spec
-        weight = model.embedding.weight
-        device = weight.device
+        spec, device = model.spec, model.embedding.weight.device
         self.model, self.backend, self.slots = model, backend, slots
         self.scale = spec.scale
 
@@ -87,7 +86,7 @@ class Decode:
             return torch.zeros(slots, dtype=torch.int64, device=device)
 
         # The caches of the model's layers, and that of its next-token module.
-        self.layers = self._caches(capacity, weight.dtype, device)
+        self.layers = self._caches(capacity, types.cache, device)
         # The next token of each slot, and draft tokens after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
         self.token, self.position = self.tokens[:, 0], column()
@@ -113,7 +112,7 @@ class Decode:
             drafted=self.drafted,
             accepted=self.accepted,
         )
-        programs = Programs(model, backend, self.layers, state, self.logits)
+        programs = Programs(model, backend, types.activations, self.layers, state, self.logits)
         self.loop, self.kernels = programs.loop, programs.kernels
         self._step = programs.kernels or programs.stock
         captured = not eager and self.kernels is not None
@@ -135,6 +134,7 @@ class Decode:
         return cls(
             model,
             setup.backend,
+            types=setup.types,
             capacity=setup.budget.capacity,
             slots=config.slots,
             steps=config.decode_steps,

@@ -74,7 +74,7 @@ class Engine:
             config = EngineConfig(**settings)
         setup = set_up(model, budget, config)
         spec = setup.spec
-        self.model, self.config, self.spec, self.device, self.dtype = model, config, spec, setup.device, setup.dtype
+        self.model, self.config, self.spec, self.device, self.types = model, config, spec, setup.device, setup.types
         self.max_model_len, self.budget = setup.max_model_len, setup.budget
         plan = plan_engine(setup, available_memory(self.device, config.memory_fraction))
         self.plan = plan.ours
@@ -87,7 +87,7 @@ class Engine:
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         if self.device.type == "cpu":
             cpu_kernels.available()  # builds them now: the model's matrix products check for them
-        loaded = load_model(checkpoint, spec, self.dtype, self.device)
+        loaded = load_model(checkpoint, spec, self.types.weights, self.device)
         drafter = make_drafter(setup, self.tokenizer)
         self.executor = Executor(setup, loaded, drafter, padded=self.plan.padded_len)
         # Spare memory: holds compressed prompts that were prefilled for several requests until those have a slot.
@@ -268,7 +268,7 @@ class Engine:
             RequestError: The budget is invalid.
         """
         entries = lay_out(tokens, self.budget.for_request(kv_budget, self.config.kept_queries)).count
-        return entries * self.spec.saved_bytes_per_entry(self.dtype)
+        return entries * self.spec.saved_bytes_per_entry(self.types.cache)
 
     @property
     def texts(self) -> PromptTokenizer:

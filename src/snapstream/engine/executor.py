@@ -74,7 +74,7 @@ class Executor:
         """Prefill and compress a dummy prompt, so that all kernels that prefill needs are built and loaded."""
         length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
         reading = Reading(self.spec, [0] * length)
-        entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
+        entry, dtype = self.spec.entry, self.decode.layers[0].dtype
         for each in _smaller(budget, length // 2, queries):
             empty = entry.empty(1, lay_out(length, each).count, dtype=dtype, device=self.device)
             reading.add(each, [empty] * self.spec.cached_layers, telemetry=True)
@@ -113,7 +113,7 @@ class Executor:
         for request in requests:
             count = lay_out(reading.length, request.budget, reading.before).count
             if request.slot is None:
-                entry, dtype = self.spec.entry, self.prefill.staging.keys.dtype
+                entry, dtype = self.spec.entry, self.decode.layers[0].dtype
                 caches = [
                     entry.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.cached_layers)
                 ]

@@ -54,7 +54,7 @@ class SequenceFiles:
             model=self.model,
             shape=setup.spec.entry,
             layers=setup.spec.cached_layers,
-            dtype=setup.dtype,
+            dtype=setup.types.cache,
             device=setup.device,
         )
         if sequence.layout.limit > setup.budget.capacity:

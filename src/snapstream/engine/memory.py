@@ -177,7 +177,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
         if fixed.weights > available:
-            smaller = setup.dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
+            smaller = setup.types.weights.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
             advice = "the weights alone do not fit; " + (
                 "in bfloat16 they would (dtype)" if smaller else "vLLM splits a model across devices (docs/vllm.md)"
             )
@@ -199,17 +199,18 @@ def _plan(
     setup: Setup, fixed: FixedSizes, *, slots: int | None = None, entries: int | None = None, length: int | None = None
 ) -> MemoryPlan:
     """The plan of an engine, optionally with other numbers of slots, entries or tokens than its settings."""
-    spec, config, item = setup.spec, setup.config, setup.dtype.itemsize
+    spec, config, types = setup.spec, setup.config, setup.types
+    item = types.activations.itemsize
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
-    chunk, per_token = setup.chunk, spec.kv_bytes_per_token(setup.dtype)
+    chunk, per_token = setup.chunk, spec.kv_bytes_per_token(types.cache)
     padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
     values = torch.Size((spec.kv_heads, padded, spec.value_size))
-    packed = math.prod(setup.backend.packed_shape(values, setup.dtype)) * item
+    packed = math.prod(setup.backend.packed_shape(values, types.activations)) * item
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
-    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, setup.dtype)
+    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
     if setup.device.type == "cpu":  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
@@ -217,23 +218,23 @@ def _plan(
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
     # The kept entries of one layer are gathered before they are copied to the slot.
-    leaving = entries * spec.entry.nbytes(setup.dtype)
+    leaving = entries * spec.entry.nbytes(types.activations)
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
     return MemoryPlan(
         weights=fixed.weights,
         slots=slots * entries * per_token,
-        staging=padded * spec.entry.nbytes(setup.dtype)
+        staging=padded * spec.entry.nbytes(types.activations)
         + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * entries * spec.saved_bytes_per_entry(setup.dtype),
+        sessions=config.sessions * entries * spec.saved_bytes_per_entry(types.cache),
         contexts=config.context_bytes,
-        prefixes=_prefixes(setup, length) * per_token,
+        prefixes=_prefixes(setup, length) * spec.kv_bytes_per_token(types.activations),
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
         # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a chunk and of
@@ -267,10 +268,10 @@ def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int
 
 def _verifying(setup: Setup, fixed: FixedSizes, slots: int, entries: int) -> int:
     """Bytes of verification steps: pending entries, logits and buffers, for each size of step."""
-    spec, item, guesses = setup.spec, setup.dtype.itemsize, setup.config.guesses
+    spec, item, guesses = setup.spec, setup.types.activations.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
     attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
-    held = rows * (spec.kv_bytes_per_token(setup.dtype) + spec.vocab_size * 4 + fixed.step) + attending
+    held = rows * (spec.kv_bytes_per_token(setup.types.cache) + spec.vocab_size * 4 + fixed.step) + attending
     if spec.reads_ahead:  # the next-token module's step, and its hidden states
         held += rows * (fixed.step + 5 * spec.hidden_size * item) + attending
     return held
@@ -295,8 +296,8 @@ class FixedSizes:
 
 def fixed_sizes(setup: Setup) -> FixedSizes:
     """Measure a model that is not loaded."""
-    spec, dtype = setup.spec, setup.dtype
-    model = empty_model(spec, dtype)
+    spec, dtype = setup.spec, setup.types.activations
+    model = empty_model(spec, setup.types.weights)
     operations = [*model.operations(), *(model.enter_ahead() if spec.reads_ahead else ())]
     shapes = buffer_shapes((part for each in operations for part in each.parts()), dtype)
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -32,7 +32,7 @@ from snapstream.engine.attend import with_backend
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefixes import Prefix
 from snapstream.engine.reading import Reading, Target, count_parts
-from snapstream.engine.settings import Setup
+from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.stock import program_for_rows
@@ -71,6 +71,7 @@ class Prefill:
         model: DecoderModel,
         backend: AttentionBackend,
         *,
+        types: Types,
         queries: int,
         padded: int,
         chunk: int,
@@ -80,12 +81,12 @@ class Prefill:
         Args:
             model: The model.
             backend: The attention backend.
+            types: The engine's dtypes.
             queries: Number of last queries of a prompt to keep, or ALL.
             padded: Tokens in the staging cache, see :func:`staging_length`.
             chunk: Prompt tokens per launch.
         """
-        spec, weight = model.spec, model.embedding.weight
-        device, dtype = weight.device, weight.dtype
+        spec, device, dtype = model.spec, model.embedding.weight.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device = spec.scale, device
         self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
@@ -115,7 +116,7 @@ class Prefill:
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
         """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
-        return cls(model, setup.backend, queries=setup.queries, padded=padded, chunk=setup.chunk)
+        return cls(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=setup.chunk)
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:
@@ -130,7 +131,7 @@ class Prefill:
         x = self.hidden[start : start + used]
         begins = start == reading.skipped
         if begins and reading.past is not None:
-            self.staging.put(reading.past.layers[reading.layer])
+            self.staging.put(reading.past.layers[reading.layer].converted(self.staging.dtype))
         if begins and reading.prefix is not None:
             self.staging.put_from_host(reading.prefix.layers[reading.layer], start)
         first = reading.before + start
@@ -194,7 +195,13 @@ class Prefill:
         slots = replace(self._slots, token=self._slots.token[:, :rows])
         staging = self.staging.row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
         return PromptChunk(
-            buffers | {"x": x}, slots, [staging], [], packed=self._packed, packed_until=self._packed_until
+            buffers | {"x": x},
+            slots,
+            [staging],
+            [],
+            self.staging.dtype,
+            packed=self._packed,
+            packed_until=self._packed_until,
         )
 
     def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
@@ -263,14 +270,17 @@ class Prefill:
                 target.error = error
 
     def _compress_into(self, target: Target, reading: Reading) -> None:
-        layout, budget = target.layout, target.budget
+        layout, budget, into = target.layout, target.budget, target.layers[reading.layer]
         if layout.dropped == 0:  # nothing to select: entry i is token i
             heads = self.staging.keys.shape[1]
             positions = torch.arange(layout.count, device=self.device).expand(heads, -1)
-            target.layers[reading.layer].put(self.staging.row(0, layout.count))
+            into.put(self.staging.row(0, layout.count).converted(into.dtype))
         else:
             positions = choose_entries(self._shown(reading, target), budget)[0, :, : layout.count]
-            self.staging.gather(positions, target.layers[reading.layer])
+            if into.dtype == self.staging.dtype:
+                self.staging.gather(positions, into)
+            else:
+                into.put(self.staging.gathered(positions).converted(into.dtype))
         true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
         total = reading.length + reading.dropped_before
         if layout.count < total:

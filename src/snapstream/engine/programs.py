@@ -33,22 +33,30 @@ class Programs:
     """
 
     def __init__(
-        self, model: DecoderModel, backend: AttentionBackend, layers: Sequence[LayerCache], slots: Slots, logits: Tensor
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        layers: Sequence[LayerCache],
+        slots: Slots,
+        logits: Tensor,
     ) -> None:
         """Prepare steps of one token per slot.
 
         Args:
             model: The model.
             backend: Attention.
+            dtype: Dtype of activations.
             layers: The slots' caches.
             slots: Their state, with room for all guesses; steps of fewer tokens use the first columns.
             logits: Where steps of one token leave them, float32 ``[B, vocab]``.
         """
         self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
+        self.dtype = dtype
         self._operations = list(model.operations())
         self._logits = Part("logits", self._spec.vocab_size, dtype=torch.float32)
         every = [*self._operations, Take(self._logits)]
-        reason = unsupported(every, layers[0].keys.dtype)
+        reason = unsupported(every, dtype, layers[0].dtype)
         if reason and slots.token.device.type == "cpu":
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
         given = {"logits": logits}
@@ -77,11 +85,13 @@ class Programs:
     ) -> Machine:
         """What operations work on: caches, those of the model if not said, and buffers for what is between."""
         caches = self._layers[: self._spec.layers] if caches is None else caches
-        (rows, tokens), device, dtype = slots.token.shape, slots.token.device, self._layers[0].keys.dtype
+        (rows, tokens), device = slots.token.shape, slots.token.device
         parts = (part for each in operations for part in each.parts())
-        buffers = allocate_buffers(parts, rows * tokens, dtype, given, device)
-        pending = [self._spec.entry.empty(rows, tokens, dtype=dtype, device=device) for _ in caches if tokens > 1]
-        return Machine(buffers, slots, caches, pending)
+        buffers = allocate_buffers(parts, rows * tokens, self.dtype, given, device)
+        pending = [
+            self._spec.entry.empty(rows, tokens, dtype=cache.dtype, device=device) for cache in caches if tokens > 1
+        ]
+        return Machine(buffers, slots, caches, pending, self.dtype)
 
     def run_of(self, operations: Sequence[Operation], machine: Machine) -> Run:
         """What runs a list of operations that read several tokens per slot."""

@@ -26,6 +26,26 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
+class Types:
+    """The dtypes of an engine's tensors, each independent of the others.
+
+    Attributes:
+        weights: Parameters of the model.
+        activations: What is between two operations, and the staging cache of prefill.
+        cache: Entries of the slots' caches, and of what is saved from them.
+    """
+
+    weights: torch.dtype
+    activations: torch.dtype
+    cache: torch.dtype
+
+    @classmethod
+    def all(cls, dtype: torch.dtype) -> Types:
+        """One dtype for everything."""
+        return cls(dtype, dtype, dtype)
+
+
+@dataclass(frozen=True)
 class Setup:
     """All settings of an engine, resolved before anything is loaded.
 
@@ -33,7 +53,7 @@ class Setup:
         spec: The model.
         config: The user's settings.
         device: Device of the engine.
-        dtype: Dtype of weights and caches.
+        types: Dtypes of weights, activations and caches.
         max_model_len: Maximum sequence length.
         budget: Cache budget of one slot.
         backend: Attention backend.
@@ -45,7 +65,7 @@ class Setup:
     spec: ModelSpec
     config: EngineConfig
     device: torch.device
-    dtype: torch.dtype
+    types: Types
     max_model_len: int
     budget: CacheBudget
     backend: AttentionBackend
@@ -97,7 +117,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec=spec,
         config=config,
         device=device,
-        dtype=dtype,
+        types=Types.all(dtype),
         max_model_len=max_model_len,
         budget=chosen,
         backend=choose_backend(config.attention, device, dtype, spec.head_dim, spec.value_size),

@@ -78,7 +78,7 @@ class EngineHost:
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
             "checkpoint": self.llm.engine.files.model,
-            "dtype": str(self.llm.engine.dtype).removeprefix("torch."),
+            "dtype": str(self.llm.engine.types.weights).removeprefix("torch."),
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,
             "chat": self.prompts.chat,

@@ -26,11 +26,12 @@ from typing_extensions import override
 
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
+from snapstream.kernels.weight import Weight
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. Fields of type :class:`Part` are read or written; tensors are weights."""
+    """One operation. Fields of type :class:`Part` are read or written; weights and tensors are parameters."""
 
     def run(self, m: Machine) -> None:
         """Run the operation in plain torch."""
@@ -46,28 +47,28 @@ class Operation:
 class Embed(Operation):
     """Embeddings of the tokens, from a table ``[vocab, hidden]``."""
 
-    table: Tensor
+    table: Weight
     target: Part
 
     @override
     def run(self, m: Machine) -> None:
-        self.target.of(m.buffers)[:, 0] = self.table[m.slots.token.flatten()]
+        target = self.target.of(m.buffers)[:, 0]
+        target.copy_(self.table.rows(m.slots.token.flatten(), target.dtype))
 
 
 @dataclass(frozen=True)
 class Angles(Operation):
-    """Cosines, then sines, of the rotary angles at the tokens' positions: float32, rounded to the model's dtype."""
+    """Cosines, then sines, of the rotary angles at the tokens' positions: float32, rounded to activations' type."""
 
     frequencies: Tensor
     scaling: float
     target: Part
-    dtype: torch.dtype
 
     @override
     def run(self, m: Machine) -> None:
         angles = m.slots.positions()[:, None].to(self.frequencies.dtype) * self.frequencies
         both = torch.cat((angles.cos(), angles.sin()), -1) * self.scaling
-        self.target.of(m.buffers)[:, 0] = both.to(self.dtype)
+        self.target.of(m.buffers)[:, 0] = both.to(m.dtype)
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,12 @@ class Product(Operation):
     """``x @ weight.T + bias`` with a weight ``[out, in]``.
 
     With ``add``, the result is added to the target. A float32 target gets the float32 sums, or with ``rounded`` the
-    sums rounded to the model's dtype.
+    sums rounded to the type of activations.
     """
 
     source: Part
     target: Part
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
     add: bool = False
     rounded: bool = False
@@ -102,10 +103,7 @@ class Product(Operation):
     @override
     def run(self, m: Machine) -> None:
         x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
-        if target.dtype != x.dtype and not self.rounded:
-            y = F.linear(x.to(target.dtype), self.weight.to(target.dtype))
-        else:
-            y = F.linear(x, self.weight, self.bias)
+        y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias)
         target.copy_(target + y if self.add else y)
 
 
@@ -115,12 +113,25 @@ class GatedProduct(Operation):
 
     source: Part
     target: Part
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
 
     @override
     def run(self, m: Machine) -> None:
-        self.target.of(m.buffers)[:, 0] = plain.gate(F.linear(self.source.of(m.buffers)[:, 0], self.weight, self.bias))
+        both = self.weight.multiply(self.source.of(m.buffers)[:, 0], self.bias)
+        self.target.of(m.buffers)[:, 0] = plain.gate(both)
+
+
+@dataclass(frozen=True)
+class Gate(Operation):
+    """What follows the product of a :class:`GatedProduct`: halves of rows become ``silu(first) * second``."""
+
+    source: Part
+    target: Part
+
+    @override
+    def run(self, m: Machine) -> None:
+        self.target.of(m.buffers).copy_(plain.gate(self.source.of(m.buffers)))
 
 
 @dataclass(frozen=True)
@@ -129,13 +140,15 @@ class HeadProduct(Operation):
 
     source: Part
     target: Part
-    weight: Tensor
+    weight: Weight
     transposed: bool
 
     @override
     def run(self, m: Machine) -> None:
-        weight = self.weight if self.transposed else self.weight.transpose(1, 2)
-        out = torch.bmm(self.source.of(m.buffers).transpose(0, 1), weight)
+        x = self.source.of(m.buffers).transpose(0, 1)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        weight = self.weight.dense(wide)
+        out = torch.bmm(x.to(wide), weight if self.transposed else weight.transpose(1, 2))
         self.target.of(m.buffers).copy_(out.transpose(0, 1))
 
 
@@ -167,8 +180,8 @@ class Store(Operation):
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         B, T = slots.token.shape
-        key = self.key.of(m.buffers).view(B, T, -1, self.key.size)
-        value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size)
+        key = self.key.of(m.buffers).view(B, T, -1, self.key.size).to(cache.dtype)
+        value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size).to(cache.dtype)
         if isinstance(m, PromptChunk):
             cache.write(slots.entries(), key, value)
         elif T == 1:
@@ -211,13 +224,14 @@ class Attend(Operation):
                 key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                 seen.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), slots.active)
             mask = torch.arange(seen.entries, device=query.device) < valid[:, t].clamp(min=1)[:, None]
+            wide = torch.promote_types(query.dtype, cache.dtype)
             out = F.scaled_dot_product_attention(
-                query[:, t].reshape(B, seen.keys.shape[1], -1, self.query.size),
-                seen.keys,
-                seen.values[..., : self.target.size],
+                query[:, t].reshape(B, seen.keys.shape[1], -1, self.query.size).to(wide),
+                seen.keys.to(wide),
+                seen.values[..., : self.target.size].to(wide),
                 attn_mask=mask[:, None, None],
                 scale=self.scale,
-            )
+            ).to(query.dtype)
             target[:, t] = torch.where(valid[:, t, None, None] > 0, out.reshape(B, self.target.heads, -1), target[:, t])
 
 
@@ -277,15 +291,15 @@ class ExpertProduct(Operation):
     source: Part
     target: Part
     ends: Part
-    weight: Tensor
+    weight: Weight
     gated: bool
 
     @override
     def run(self, m: Machine) -> None:
         source, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         start = 0
-        for expert, end in enumerate(self.ends.of(m.buffers)[0, 0, : len(self.weight)].tolist()):
-            out = F.linear(source[start:end], self.weight[expert])
+        for expert, end in enumerate(self.ends.of(m.buffers)[0, 0].tolist()):
+            out = self.weight.matrix(expert).multiply(source[start:end])
             target[start:end] = plain.gate(out) if self.gated else out
             start = end
 

@@ -25,7 +25,7 @@ class Part:
         heads: Heads per row.
         offset: Offset of the first head in a row.
         stride: Elements from one head to the next; 0 if heads are contiguous.
-        dtype: Dtype of the buffer; ``None`` for the model's.
+        dtype: Dtype of the buffer; ``None`` for that of activations.
         copies: Rows of the buffer per token.
     """
 
@@ -167,6 +167,7 @@ class Machine:
         slots: State of the slots.
         caches: One per layer.
         pending: If ``T > 1``, one per layer: entries ``[B, N, T, D]`` of tokens that are not certain yet.
+        dtype: Dtype of activations.
         step: Index of the current step in the launch.
     """
 
@@ -174,6 +175,7 @@ class Machine:
     slots: Slots
     caches: Sequence[LayerCache]
     pending: Sequence[LayerCache]
+    dtype: torch.dtype
     step: int = 0
 
 
@@ -211,7 +213,7 @@ class BufferShape:
 
 
 def buffer_shapes(parts: Iterable[Part], dtype: torch.dtype) -> dict[str, BufferShape]:
-    """Shapes of buffers that are wide enough for all parts, by name; ``dtype`` is the model's."""
+    """Shapes of buffers that are wide enough for all parts, by name; ``dtype`` is that of activations."""
     made: dict[str, BufferShape] = {}
     kinds: dict[str, Part] = {}
     for part in parts:

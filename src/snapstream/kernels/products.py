@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import cpu
+from snapstream.kernels.cpu.checks import TYPES
+from snapstream.kernels.weight import Weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias``; for few rows on a CPU, the weight is read only once.
 
     Args:
@@ -20,20 +22,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[T, out]``.
     """
-    if x.shape[0] <= _skinny_rows(weight):
+    if x.shape[0] <= _skinny_rows(x, weight):
         return cpu.skinny_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return weight.multiply(x, bias)
 
 
-def linear_into(target: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def linear_into(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
     """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy."""
-    if bias is None and target.dtype == x.dtype and x.shape[0] > _skinny_rows(weight):
-        torch.mm(x, weight.t(), out=target)
+    if bias is None and target.dtype == x.dtype == weight.dtype and x.shape[0] > _skinny_rows(x, weight):
+        torch.mm(x, weight.stored.t(), out=target)
     else:
         target.copy_(linear(x, weight, bias))
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, by the weights of their experts; each expert's weights are read once.
 
     Weights of experts without rows are not read. On CUDA, torch's grouped product needs bfloat16.
@@ -46,18 +48,20 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         ``[M, out]``.
     """
-    if x.shape[0] <= weight.shape[0] * _skinny_rows(weight):  # few on average
+    if x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
     return stock_grouped_linear(x, weight, ends)
 
 
-def _skinny_rows(weight: Tensor) -> int:
+def _skinny_rows(x: Tensor, weight: Weight) -> int:
     """Maximum number of rows for which this package's kernels beat the library; 0 if there are no kernels."""
-    fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in (torch.float32, torch.bfloat16)
-    ready = cpu.loaded and weight.device.type == "cpu"
+    fits = weight.shape[-1] % cpu.MULTIPLE == 0 and weight.dtype in TYPES and x.dtype in TYPES
+    ready = cpu.loaded and x.device.type == "cpu"
     return cpu.SKINNY_ROWS if ready and fits else 0
 
 
-def stock_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def stock_grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """:func:`grouped_linear` by torch's grouped product; rows past the last end are undefined."""
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32)).contiguous()
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    out = F.grouped_mm(x.to(wide), weight.dense(wide).transpose(1, 2), offs=ends.to(torch.int32))
+    return out.to(x.dtype).contiguous()

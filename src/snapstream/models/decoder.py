@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from snapstream.kernels.operations import Angles, Embed, Operation
 from snapstream.kernels.parts import Part
+from snapstream.kernels.weight import Weight
 from snapstream.models.families import make_block
 from snapstream.models.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
@@ -56,12 +57,12 @@ class DecoderModel(nn.Module):
 
     def embed(self) -> Operation:
         """Maps tokens to hidden states, in the buffer ``x``."""
-        return Embed(self.embedding.weight, self._x)
+        return Embed(Weight(self.embedding.weight), self._x)
 
     def angles(self) -> Angles:
         """The rotary angles of the tokens' positions."""
         target = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
-        return Angles(self.frequencies, self.rope_scaling, target, self.embedding.weight.dtype)
+        return Angles(self.frequencies, self.rope_scaling, target)
 
     def operations_of(self, layer: int, cache: int | None = None) -> Iterator[Operation]:
         """A layer: changes the hidden states in ``x``.

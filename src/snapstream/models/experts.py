@@ -9,6 +9,7 @@ from torch import nn
 
 from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
 from snapstream.kernels.parts import Part
+from snapstream.kernels.weight import Weight
 from snapstream.models.layers import FeedForward
 from snapstream.models.names import Place, gated_places
 from snapstream.models.spec import ExpertShape
@@ -53,7 +54,7 @@ class MixtureOfExperts(nn.Module):
         rows = Part("sorted", source.size, copies=self.chosen)
         inner = Part("expert_inner", shape.inner, copies=self.chosen)
         made = Part("made", target.size, copies=self.chosen)
-        yield Product(source, logits, self.router.weight)
+        yield Product(source, logits, Weight(self.router.weight))
         yield Choose(
             logits,
             weights,
@@ -66,8 +67,8 @@ class MixtureOfExperts(nn.Module):
             scale=shape.scale,
         )
         yield Sort(source, rows, experts, ends, shape.count)
-        yield ExpertProduct(rows, inner, ends, self.gate_up, gated=True)
-        yield ExpertProduct(inner, made, ends, self.down, gated=False)
+        yield ExpertProduct(rows, inner, ends, Weight(self.gate_up), gated=True)
+        yield ExpertProduct(inner, made, ends, Weight(self.down), gated=False)
         if self.shared is not None:
             yield from self.shared.operations(source, target)
         yield Combine(made, weights, experts, target)

@@ -9,6 +9,7 @@ from torch import nn
 
 from snapstream.kernels.operations import GatedProduct, Norm, Operation, Product
 from snapstream.kernels.parts import Part
+from snapstream.kernels.weight import Weight
 
 
 class Linear(nn.Linear):
@@ -16,7 +17,7 @@ class Linear(nn.Linear):
 
     def operation(self, source: Part, target: Part, *, add: bool = False, rounded: bool = False) -> Operation:
         """The layer as an operation."""
-        return Product(source, target, self.weight, self.bias, add=add, rounded=rounded)
+        return Product(source, target, Weight(self.weight), self.bias, add=add, rounded=rounded)
 
 
 class RMSNorm(nn.Module):
@@ -43,5 +44,5 @@ class FeedForward(nn.Module):
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
         """The layer as operations; the result is added to ``target``."""
         inner = Part("inner", self.down.in_features)
-        yield GatedProduct(source, inner, self.gate_up.weight, self.gate_up.bias)
+        yield GatedProduct(source, inner, Weight(self.gate_up.weight), self.gate_up.bias)
         yield self.down.operation(inner, target, add=True)

@@ -23,5 +23,5 @@ def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
     operations = list(model.operations())
     buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
     caches = [model.spec.entry.empty(1, length, dtype=dtype, device=device) for _ in range(model.spec.layers)]
-    PlainProgram(operations, PromptChunk(buffers, Slots.of_prompt(tokens[None], length), caches, [])).run()
+    PlainProgram(operations, PromptChunk(buffers, Slots.of_prompt(tokens[None], length), caches, [], dtype)).run()
     return buffers["logits"]

@@ -162,7 +162,7 @@ def test_accepted_tokens_are_stored(latent, ring):
         drafted=column([T - 1] * B),
         accepted=column([5, 4, 5, 1, 3, 5]),
     )
-    TritonProgram([ops.Commit()], Machine({}, slots, [mine], [pending])).run()
-    PlainProgram([ops.Commit()], Machine({}, slots, [plain], [pending])).run()
+    TritonProgram([ops.Commit()], Machine({}, slots, [mine], [pending], mine.dtype)).run()
+    PlainProgram([ops.Commit()], Machine({}, slots, [plain], [pending], plain.dtype)).run()
     for a, b in zip(mine.tensors, plain.tensors, strict=True):
         assert torch.equal(a, b)

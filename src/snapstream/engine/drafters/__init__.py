@@ -43,6 +43,6 @@ def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
             f"draft_model {name} has a different tokenizer than the model: {len(other)} tokens have different ids, "
             f"such as {min(other)!r}; use a smaller model of the same family"
         )
-    model = load_model(checkpoint, small.spec, small.dtype, small.device)
+    model = load_model(checkpoint, small.spec, small.types.weights, small.device)
     padded = staging_length(small.max_model_len, small.chunk, continued=False)
     return DraftModel(small, model, padded=padded)

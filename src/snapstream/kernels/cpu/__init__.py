@@ -16,9 +16,9 @@ from snapstream.cache import EntryShape, LayerCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
+from snapstream.kernels.cpu.interface import INSTRUCTIONS
 from snapstream.kernels.cpu.prefill import (
     BLOCK,
-    INSTRUCTIONS,
     attend_window,
     has_instructions,
     packed_shape,
@@ -28,6 +28,7 @@ from snapstream.kernels.cpu.prefill import (
 from snapstream.kernels.cpu.program import MOST_ROTATED, CpuProgram, run_rows
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, Slots
+from snapstream.kernels.weight import Weight
 
 __all__ = [
     "BLOCK",
@@ -78,13 +79,13 @@ def available() -> bool:
     return True
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def skinny_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for few rows, reading the weight once; sums in float32.
 
     Args:
         x: ``[M, K]``, float32 or bfloat16, ``K`` a multiple of 32.
-        weight: ``[N, K]``, contiguous, of the same type.
-        bias: ``[N]`` or ``None``.
+        weight: ``[N, K]``, float32 or bfloat16.
+        bias: ``[N]``, float32 or bfloat16, or ``None``.
 
     Returns:
         ``[M, N]``. Row ``m`` depends only on row ``m`` of ``x``, bit for bit.
@@ -93,10 +94,9 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         ValueError: Shapes or dtypes do not match.
         MemoryError: There is not enough memory for temporaries.
     """
-    require(x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
-    require(bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not match")
-    _check_product(x, weight)
-    out = x.new_empty(len(x), len(weight))
+    require(x.dim() == 2 and len(weight.shape) == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
+    require(bias is None or bias.shape == weight.shape[:1], "bias does not match")
+    out = x.new_empty(len(x), weight.shape[0])
     product = ops.Product(Part("x", x.shape[1]), Part("out", out.shape[1]), weight, bias)
     _run_once(product, {"x": x.contiguous(), "out": out}, slots=len(x))
     return out
@@ -121,9 +121,8 @@ def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None
         ValueError: The weight does not match the rows.
         MemoryError: There is not enough memory for temporaries.
     """
-    require(weight.shape == source.shape[-1:] and weight.dtype == source.dtype, "weight does not match")
-    require(weight.is_contiguous(), "weight must be contiguous")
-    run_rows("norm", source, target, weight=weight.data_ptr(), real=epsilon)
+    require(weight.shape == source.shape[-1:], "weight does not match")
+    run_rows("Norm", source, target, weight=weight, epsilon=epsilon)
 
 
 def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> None:
@@ -135,31 +134,34 @@ def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> No
         angles: Cosines, then sines, float32 ``[T, 1, D]``.
         pairs: Rotate neighboring elements together, not the two halves.
     """
-    run_rows("rotate", source, target, other=angles, number=(pairs,))
+    run_rows("Rotate", source, target, angles=angles, pairs=pairs)
 
 
 def gate(source: Tensor, target: Tensor) -> None:
     """SwiGLU of ``[T, 1, 2 * I]``, ``silu`` of the first half times the second, into ``[T, 1, I]``."""
-    run_rows("gate", source, target)
+    run_rows("Gate", source, target)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """CPU kernel for :func:`snapstream.kernels.products.grouped_linear`; sizes as for :func:`skinny_linear`.
 
     Raises:
         ValueError: Shapes or dtypes do not match.
         MemoryError: There is not enough memory for temporaries.
     """
-    fits = x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1]
+    fits = x.dim() == 2 and len(weight.shape) == 3 and x.shape[1] == weight.shape[2] and ends.shape == weight.shape[:1]
     require(fits, "shapes do not match")
     require(ends.dtype == torch.int64, f"ends are {ends.dtype}; they must be int64")
-    _check_product(x, weight)
     listed = [0, *ends.tolist()]
     require(listed == sorted(listed), f"ends are not in order: {listed[1:]}")
     require(listed[-1] == len(x), f"the last end is {listed[-1]}, not the number of rows, {len(x)}")
     out = x.new_empty(len(x), weight.shape[1])
     product = ops.ExpertProduct(
-        Part("x", x.shape[1]), Part("out", out.shape[1]), Part("ends", len(ends)), weight, gated=False
+        Part("x", x.shape[1]),
+        Part("out", out.shape[1]),
+        Part("ends", len(ends), dtype=torch.int64),
+        weight,
+        gated=False,
     )
     _run_once(product, {"x": x.contiguous(), "out": out, "ends": ends.contiguous()[None]}, slots=1)
     return out
@@ -170,7 +172,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
 
     Args:
         query: ``[B, H, D]``, float32 or bfloat16, ``D`` a multiple of 32.
-        keys: ``[B, N, C, D]``, contiguous.
+        keys: ``[B, N, C, D]``, contiguous, float32 or bfloat16.
         values: ``[B, N, C, D]``, contiguous.
         valid: int64 ``[B]``; 0 gives zeros and reads nothing.
         scale: Factor on the logits.
@@ -190,7 +192,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
         f"the head size is {D}; it must be a multiple of {MULTIPLE} up to {MOST_HEAD_SIZE}",
     )
     require(keys.is_contiguous() and values.is_contiguous(), "caches must be contiguous")
-    check_types(query, keys, values)
+    check_types(keys, values)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     cache = EntryShape(keys.shape[1], D, latent=False).kind([keys, values])
     operation = ops.Attend(Part("query", D, H), Part("out", D, H), 0, scale)
@@ -210,9 +212,6 @@ def _run_once(
     if valid is None:
         valid = torch.ones(slots, dtype=torch.int64)  # all are active
     state = Slots.that_see(valid, 1 if cache is None else cache.entries)
-    CpuProgram([operation], Machine(buffers, state, [] if cache is None else [cache], [])).run()
-
-
-def _check_product(x: Tensor, weight: Tensor) -> None:
-    require(x.shape[1] % MULTIPLE == 0, f"the input size is {x.shape[1]}; it must be a multiple of {MULTIPLE}")
-    check_types(x, weight)
+    layers = [] if cache is None else [cache]
+    first = next(iter(buffers.values()))
+    CpuProgram([operation], Machine(buffers, state, layers, [], first.dtype)).run()

@@ -1,8 +1,9 @@
 """Compiles the kernels in this folder: one library per instruction set level.
 
 The kernels are plain C functions on pointers and use nothing from torch or Python. One library therefore works with
-every version of both, and building needs only a C++ compiler. ``setup.py`` loads this file by its path, without the
-package, so it may import only the standard library.
+every version of both, and building needs only a C++ compiler. The structures that they take are declared by
+``interface.py``. ``setup.py`` loads this file by its path, without the package, so it may import only the standard
+library.
 
 Each level is a separate library, not a set of functions in a common one. The linker would merge templates of the C++
 library that several levels use into one copy, which might use instructions that an older processor lacks.
@@ -11,9 +12,11 @@ library that several levels use into one copy, which might use instructions that
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -77,7 +80,7 @@ def compiler() -> list[str] | None:
 
 def library_name(level: Level) -> str:
     """File name of a level's library; it changes with the sources."""
-    digest = hashlib.sha256(repr((FLAGS, level.flags)).encode())
+    digest = hashlib.sha256(repr((FLAGS, level.flags, _header())).encode())
     for path in _sources("*.cpp", "*.h"):
         digest.update(path.name.encode() + path.read_bytes())
     return f"libsnapstream-{level.name}-{digest.hexdigest()[:16]}.so"
@@ -100,8 +103,9 @@ def build(level: Level, directory: Path) -> Path:
         raise BuildError("no C++ compiler found")
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        made = Path(temporary) / target.name
-        command = [*program, *FLAGS, *level.flags, *map(str, _sources("*.cpp")), "-o", str(made)]
+        made, header = Path(temporary) / target.name, Path(temporary) / "interface.h"
+        header.write_text(_header())
+        command = [*program, *FLAGS, *level.flags, "-I", temporary, *map(str, _sources("*.cpp")), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[:MOST_OF_AN_ERROR]}")
@@ -135,6 +139,13 @@ def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]
                 failed.append((level, error))
     remove_others(directory)
     return built, failed
+
+
+@functools.cache
+def _header() -> str:
+    """The declarations that ``interface.py`` generates; it is run by its path, like this file by ``setup.py``."""
+    text: str = runpy.run_path(str(HERE / "interface.py"))["header"]()
+    return text
 
 
 def _sources(*patterns: str) -> Iterable[Path]:

@@ -8,7 +8,7 @@ from torch import Tensor
 MULTIPLE = 32
 """Elements that the kernels read at once: dimensions that are summed over must be a multiple of it."""
 TYPES = (torch.float32, torch.bfloat16)
-"""Supported dtypes, in the order in which the library numbers them."""
+"""Dtypes of activations, weights and cache entries; their numbers are those of ``interface.TYPES``."""
 
 
 def check_types(*tensors: Tensor) -> None:

@@ -7,35 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "instructions.h"
 #include "memory.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace snapstream {
 namespace {
-
-// choice.py fills these structures.
-struct Lists {
-  const float* const* scores;    // of each list: [sequences][heads][length]
-  const int64_t* every;          // of each list: rounds from one token to the next
-  const int64_t* candidate_end;  // [sequences]
-  float* out;                    // [sequences][heads][length], zeros
-  int64_t lists, sequences, heads, length, sink, most;
-};
-
-struct Smoothing {
-  const float* votes;  // [rows][length]
-  float* out;          // likewise
-  int64_t rows, length, largest, width;
-};
-
-struct Selection {
-  const float* scores;                     // [sequences][heads][length]
-  const int64_t *base, *count, *lengths;   // [sequences]
-  int64_t* positions;                      // [sequences][heads][capacity]
-  int64_t sequences, heads, length, sink, top_k, capacity;
-};
 
 int32_t bits_of(float score) {
   int32_t bits;

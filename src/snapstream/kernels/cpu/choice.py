@@ -10,47 +10,10 @@ from torch import Tensor
 
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
+from snapstream.kernels.cpu.interface import STRUCTURES
 
 CHOICE = "selection"
 """Its name in errors."""
-
-
-class _Lists(ctypes.Structure):
-    """Mirrors ``Lists`` in choice.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "every", "candidate_end", "out")),
-        *((name, ctypes.c_int64) for name in ("lists", "sequences", "heads", "length", "sink", "most")),
-    )
-
-
-class _Smoothing(ctypes.Structure):
-    """Mirrors ``Smoothing`` in choice.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("votes", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "length", "largest", "width")),
-    )
-
-
-class _Selection(ctypes.Structure):
-    """Mirrors ``Selection`` in choice.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("scores", "base", "count", "lengths", "positions")),
-        *((name, ctypes.c_int64) for name in ("sequences", "heads", "length", "sink", "top_k", "capacity")),
-    )
-
-
-class _Keys(ctypes.Structure):
-    """Mirrors ``Keys`` in key_differences.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "candidate_end", "out")),
-        *((name, ctypes.c_int64) for name in ("sequences", "heads", "length", "size")),
-        *((name, ctypes.c_int64) for name in ("key_sequence", "key_head", "key_row", "sink", "near")),
-        ("shortest", ctypes.c_double),
-    )
 
 
 def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, shortest: float) -> Tensor:
@@ -71,7 +34,7 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
     strides = dict(zip(("key_sequence", "key_head", "key_row"), keys.stride()[:3], strict=True))
     shape = {"sequences": B, "heads": N, "length": L, "size": D}
     pointers = (each.data_ptr() for each in (keys, ends, out))
-    arguments = _Keys(*pointers, **shape, **strides, sink=sink, near=near, shortest=shortest)
+    arguments = STRUCTURES["Differences"](*pointers, **shape, **strides, sink=sink, near=near, shortest=shortest)
     library.run("key_differences", arguments, TYPES.index(keys.dtype), of=CHOICE)
     return out
 
@@ -89,7 +52,7 @@ def smooth(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     out = torch.empty_like(votes)
     length = votes.shape[-1]
     sizes = {"rows": votes.numel() // max(1, length), "length": length, "largest": largest, "width": kernel}
-    library.run("smooth", _Smoothing(votes.data_ptr(), out.data_ptr(), **sizes), of=CHOICE)
+    library.run("smooth", STRUCTURES["Smoothing"](votes.data_ptr(), out.data_ptr(), **sizes), of=CHOICE)
     return out
 
 
@@ -113,7 +76,7 @@ def take_in_turn(lists: Sequence[Tensor], every: Sequence[int], candidate_end: T
     rounds = (ctypes.c_int64 * len(scores))(*every)
     sizes = {"lists": len(scores), "sequences": B, "heads": N, "length": L, "sink": sink, "most": most}
     addresses = (ctypes.addressof(pointers), ctypes.addressof(rounds))
-    arguments = _Lists(*addresses, ends.data_ptr(), out.data_ptr(), **sizes)
+    arguments = STRUCTURES["Lists"](*addresses, ends.data_ptr(), out.data_ptr(), **sizes)
     library.run("take_in_turn", arguments, of=CHOICE)
     return out
 
@@ -134,5 +97,5 @@ def select_entries(
     positions = scores.new_empty((B, N, capacity), dtype=torch.int64)
     sizes = {"sequences": B, "heads": N, "length": L, "sink": sink, "top_k": top_k, "capacity": capacity}
     pointers = (each.data_ptr() for each in (scores, *lengths, positions))
-    library.run("select_entries", _Selection(*pointers, **sizes), of=CHOICE)
+    library.run("select_entries", STRUCTURES["Selection"](*pointers, **sizes), of=CHOICE)
     return positions

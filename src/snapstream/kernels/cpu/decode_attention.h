@@ -134,8 +134,8 @@ inline void attend_block(const typename A::Left::Number* queries, int64_t heads,
   }
 }
 
-// Merges the states of a head, `distance` apart, into the first one, and writes its output.
-template <typename T>
+// Merges the states of a head, `distance` apart, into the first one, and writes its output; N is the type of entries.
+template <typename N, typename T>
 inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, T* out) {
   float top = states[0];
   for (int64_t s = 1; s < count; ++s) top = std::max(top, states[s * distance]);
@@ -148,7 +148,7 @@ inline void merge_states(float* states, int64_t count, int64_t distance, int64_t
       store(states + d, s ? load(states + d) + load(state + d) * weight : load(state + d) * weight);
   }
   for (int64_t d = 0; d < columns; d += PAIR)
-    store_pair(out + d, load(states + LANES + d) / total, load(states + LANES + d + LANES) / total);
+    store_pair_from<N>(out + d, load(states + LANES + d) / total, load(states + LANES + d + LANES) / total);
 }
 
 }  // namespace snapstream

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "instructions.h"
 #include "memory.h"
 #include "team.h"
 #include "vectors.h"
@@ -12,18 +11,9 @@ namespace {
 
 constexpr int64_t SPAN = 512;  // keys per task if all are compared: fixed, so that results do not depend on threads
 
-// choice.py fills the structure.
-struct Keys {
-  const void* keys;
-  const int64_t* candidate_end;  // [sequences]
-  float* out;                    // [sequences][heads][length], zeros
-  int64_t sequences, heads, length, size, key_sequence, key_head, key_row, sink;
-  int64_t near;     // block size; a key is compared with its block and those beside it, or with all keys if 0
-  double shortest;  // lower bound on the norm of a key
+int64_t span_of(const Differences& a) { return a.near > 0 ? a.near : SPAN; }
 
-  int64_t span() const { return near > 0 ? near : SPAN; }
-  int64_t spans() const { return (length + span() - 1) / span(); }
-};
+int64_t spans_of(const Differences& a) { return (a.length + span_of(a) - 1) / span_of(a); }
 
 // Replaces elements that are not finite by zero.
 vec finite(vec v) {
@@ -39,21 +29,21 @@ void load_finite(const T* p, vec& low, vec& high) {
 
 // Calls visit(row, span, key, at) for every candidate's key; spans are numbered across all rows.
 template <typename T, typename Visit>
-void visit_all(const Keys& a, int64_t threads, const Visit& visit) {
-  const int64_t spans = a.spans();
+void visit_all(const Differences& a, int64_t threads, const Visit& visit) {
+  const int64_t spans = spans_of(a);
   share_out(threads, a.sequences * a.heads * spans, [&] {
     return [&](int64_t number) {
-      const int64_t row = number / spans, b = row / a.heads, begin = number % spans * a.span();
+      const int64_t row = number / spans, b = row / a.heads, begin = number % spans * span_of(a);
       const T* keys = static_cast<const T*>(a.keys) + b * a.key_sequence + row % a.heads * a.key_head;
-      const int64_t end = std::min({a.candidate_end[b], a.length, begin + a.span()});
+      const int64_t end = std::min({a.candidate_end[b], a.length, begin + span_of(a)});
       for (int64_t at = std::max(begin, a.sink); at < end; ++at) visit(row, number, keys + at * a.key_row, at);
     };
   });
 }
 
 template <typename T>
-void key_differences(const Keys& a, int64_t threads) {
-  const int64_t rows = a.sequences * a.heads, spans = a.spans();
+void key_differences(const Differences& a, int64_t threads) {
+  const int64_t rows = a.sequences * a.heads, spans = spans_of(a);
   Memory<float> sums(rows * spans * a.size), means(rows * spans * a.size), factors(rows * a.length);
   std::fill(sums.get(), sums.get() + rows * spans * a.size, 0.0f);
   visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
@@ -111,7 +101,7 @@ void key_differences(const Keys& a, int64_t threads) {
 using namespace snapstream;
 
 // Returns false if it ran out of memory.
-EXPORT int64_t snapstream_key_differences(const Keys* a, int64_t type, int64_t threads) {
+EXPORT int64_t snapstream_key_differences(const Differences* a, int64_t type, int64_t threads) {
   try {
     if (type == 0) key_differences<float>(*a, threads);
     else key_differences<bfloat16>(*a, threads);

@@ -9,34 +9,10 @@ from torch import Tensor
 
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_lengths, check_types, require
+from snapstream.kernels.cpu.interface import INSTRUCTIONS, STRUCTURES
 
 BLOCK = 64
 """Keys per block of prefill attention, and of packed values."""
-INSTRUCTIONS = ("portable", "pairs", "tiles")
-"""How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
-
-
-class _Problem(ctypes.Structure):
-    """Mirrors ``Problem`` in prefill_kernels.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "packed")),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "size", "columns")),
-        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_head", "key_row")),
-        *((name, ctypes.c_int64) for name in ("value_head", "value_row", "packed_head")),
-        *((name, ctypes.c_int64) for name in ("start", "readable", "packed_until")),
-        ("scale", ctypes.c_double),
-    )
-
-
-class _Window(ctypes.Structure):
-    """Mirrors ``WindowArguments`` in window_attention.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("length", "first_voter", "candidate_end", "votes")),
-        *((name, ctypes.c_int64) for name in ("sequences", "query_sequence", "key_sequence")),
-        *((name, ctypes.c_int64) for name in ("sink", "everything", "summed", "largest")),
-    )
 
 
 def prefill_instructions(dtype: torch.dtype) -> str:
@@ -109,7 +85,7 @@ def prefill_attention(
         aligned = not any(stride % 2 for stride in (query.stride(0), query.stride(1), keys.stride(1)))
         require(aligned, "pairs of elements must be aligned")
     out = query.new_empty(T, H, V)
-    problem = _Problem(
+    problem = STRUCTURES["Problem"](
         *(each.data_ptr() for each in (query, keys, values, out, packed)),
         tokens=T,
         heads=H,
@@ -162,7 +138,7 @@ def attend_window(
     require(0 <= summed <= W and 0 <= largest <= W and summed + largest > 0, "there must be voters")
     require(sink >= 0, "the number of sinks is negative")
     votes = keys.new_zeros(((summed > 0) + (largest > 0), B, N, L), dtype=torch.float32)
-    problem = _Problem(
+    problem = STRUCTURES["Problem"](
         query=queries.data_ptr(),
         keys=keys.data_ptr(),
         tokens=W,
@@ -176,7 +152,7 @@ def attend_window(
         readable=L,
         scale=scale,
     )
-    window = _Window(
+    voting = STRUCTURES["Voting"](
         *(each.data_ptr() for each in (*lengths, votes)),
         sequences=B,
         query_sequence=queries.stride(0),
@@ -186,7 +162,7 @@ def attend_window(
         summed=summed,
         largest=largest,
     )
-    _run("window_attention", keys.dtype, name, problem, window)
+    _run("window_attention", keys.dtype, name, problem, voting)
     return votes
 
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "instructions.h"
 #include "memory.h"
 #include "prefill_kernels.h"
 #include "team.h"

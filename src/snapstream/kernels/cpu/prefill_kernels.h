@@ -9,18 +9,6 @@ namespace snapstream {
 
 constexpr float LOWEST = -1e30f;  // below every score, but finite, so that differences are finite
 
-// Arguments as pointers and strides, the latter in elements; prefill.py fills the structure.
-template <typename T>
-struct Problem {
-  const T *query, *keys, *values;
-  T *out, *packed;
-  int64_t tokens, heads, kv_heads, size, columns;  // size: elements of a key; columns: elements of a value
-  int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;
-  int64_t start, readable;  // position of the first token; entries that memory holds
-  int64_t packed_until;     // entries that are already packed
-  double scale;
-};
-
 // Up to BLOCK keys and their values in the form in which a kernel multiplies them.
 template <typename T>
 struct Block {

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapstream.cache import LayerCache
 from snapstream.kernels import operations as ops
+from snapstream.kernels.cpu import interface
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
+from snapstream.kernels.cpu.interface import KINDS
 from snapstream.kernels.cpu.library import native
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.weight import Weight
 
 MOST_ROTATED = 2048
 """Largest head size that can be rotated, given by a buffer in ``step_rows.h``."""
 
 
-class _Part(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "heads", "size", "stride")))
+def unsupported(operations: Sequence[Operation], *dtypes: torch.dtype) -> str | None:
+    """Why the loop cannot run some operations, or ``None`` if it can.
 
-
-class _Operation(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int64),
-        *((name, _Part) for name in ("source", "target", "other")),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("number", ctypes.c_int64 * 6),
-        ("real", ctypes.c_double),
-    )
-
-
-class _Cache(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "pending_keys", "pending_values"))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (
-        ("operations", ctypes.POINTER(_Operation)),
-        ("count", ctypes.c_int64),
-        ("caches", ctypes.POINTER(_Cache)),
-        *((name, ctypes.c_int64) for name in ("type", "instructions", "slots", "tokens")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "entries", "size", "most_steps")),
-        *((name, ctypes.c_void_p) for name in ("token", "position")),
-        ("token_row", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("base", "cached", "limit", "active", "forced", "taken")),
-        *((name, ctypes.c_void_p) for name in ("drafted", "accepted")),
-    )
-
-
-def unsupported(operations: Sequence[Operation], dtype: torch.dtype) -> str | None:
-    """Why the loop cannot run some operations in a dtype, or ``None`` if it can."""
-    if dtype not in TYPES:
-        return f"the dtype is {dtype}; float32 and bfloat16 are supported"
+    Args:
+        operations: The operations.
+        dtypes: Dtypes of activations and of cache entries.
+    """
+    values = (value for each in operations for value in vars(each).values())
+    for dtype in (*dtypes, *(value.dtype for value in values if isinstance(value, Weight | Tensor))):
+        if dtype not in TYPES:
+            return f"the dtype is {dtype}; float32 and bfloat16 are supported"
     for operation in operations:
         sizes = _sizes_to_fit(operation)
         if any(size % MULTIPLE for size in sizes):
@@ -97,39 +73,32 @@ class CpuProgram:
         Raises:
             ValueError: The loop cannot run the operations.
         """
-        dtype = machine.caches[0].keys.dtype if machine.caches else next(iter(machine.buffers.values())).dtype
-        reason = unsupported(operations, dtype)
+        reason = unsupported(operations, machine.dtype, *(cache.dtype for cache in machine.caches))
         if reason:
             raise ValueError(reason)
         library = native()
-        self._dtype = dtype
         self._library, self.operations, self.machine = library, tuple(operations), machine
-        self._instructions = library.snapstream_best_instructions() if instructions is None else instructions
-        translated = (_Operation * len(self.operations))(*(self._translate(each) for each in self.operations))
-        caches = (_Cache * max(1, len(machine.caches)))()
-        for layer, cache in enumerate(machine.caches):
-            caches[layer].keys, caches[layer].values = _address(cache.keys), _address(cache.values)
-            if machine.pending:
-                pending = machine.pending[layer]
-                caches[layer].pending_keys, caches[layer].pending_values = map(_address, (pending.keys, pending.values))
-        slots = machine.slots
+        slots, layers = machine.slots, len(machine.caches)
         self._steps, B = slots.taken.shape
-        shape = machine.caches[0].keys.shape if machine.caches else (B, 0, 0, 0)
-        self._program = _Program(
-            operations=translated,
+        translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
+        caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches))
+        for cache, pending in zip(caches, machine.pending, strict=False):
+            cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
+        self._held = translated, caches
+        self._program = _MADE["Program"](
+            operations=ctypes.addressof(translated),
             count=len(self.operations),
-            caches=caches,
-            type=TYPES.index(dtype),
-            instructions=self._instructions,
+            caches=ctypes.addressof(caches),
+            layers=layers,
+            type=_number(machine.dtype),
+            instructions=library.snapstream_best_instructions() if instructions is None else instructions,
+            groups=1,
             slots=B,
             tokens=slots.tokens,
-            kv_heads=shape[1],
-            entries=shape[2],
-            size=shape[3],
             most_steps=self._steps,
             token=_address(slots.token),
-            position=_address(slots.position),
             token_row=slots.token.stride(0),
+            position=_address(slots.position),
             base=_address(slots.base),
             cached=_address(slots.count),
             limit=_address(slots.limit),
@@ -161,160 +130,112 @@ class CpuProgram:
         if not self._library.snapstream_run(ctypes.byref(self._program), scratch, begin, end, steps, threads):
             raise MemoryError("not enough memory for the temporaries of decoding")
 
-    def _part(self, part: Part | None) -> _Part:
-        if part is None:
-            return _Part()
-        view = part.of(self.machine.buffers)
-        return _Part(_address(view), view.stride(0), part.heads, part.size, part.step)
+    def _translate(self, operation: Operation) -> ctypes.Structure:
+        """The structure of an operation, with the fields of its dataclass."""
+        name, dtype = type(operation).__name__, self.machine.dtype
+        if name not in KINDS:
+            raise ValueError(f"the loop does not support {name}")
+        for field, wanted in _WANTED.get(name, {}).items():
+            dtype_of = getattr(getattr(operation, field), "dtype", wanted)  # of what may be missing, none
+            require(dtype_of == wanted, f"{field} of {name} must be {wanted}, not {dtype_of}")
+        for field, value in vars(operation).items():
+            if isinstance(value, Part) and field not in _OWN_TYPE.get(name, ()):
+                require(value.dtype in (None, dtype), f"{field} of {name} is {value.dtype}; activations are {dtype}")
+        given = {
+            field: value if isinstance(value, int | float) else self._operand(value, f"{field} of {name}")
+            for field, value in vars(operation).items()
+            if value is not None
+        }
+        return _of_kind(name, _MADE[name](**given))
 
-    def _translate(self, operation: Operation) -> _Operation:
-        """The structure that ``step.h`` declares."""
-        kind, parts, weight, bias, numbers, real = _encode(operation, self.machine)
-        wanted = torch.float32 if kind in ("angles", "choose") else self._dtype
-        for tensor in (weight, None if kind in ("sort", "expert gated", "expert") else bias):
-            if tensor is not None:
-                require(tensor.dtype == wanted, f"{kind} has weights in {tensor.dtype}; they must be {wanted}")
-                rows = tensor[0] if kind == "heads" else tensor  # heads need not be contiguous
-                require(rows.is_contiguous(), f"{kind} has weights that are not contiguous")
-        return _Operation(
-            kind=_KINDS.index(kind),
-            source=self._part(parts[0]),
-            target=self._part(parts[1]),
-            other=self._part(parts[2]),
-            weight=_address(weight),
-            bias=_address(bias),
-            number=(ctypes.c_int64 * 6)(*map(int, numbers)),
-            real=real,
-        )
+    def _operand(self, value: Part | Weight | Tensor, name: str) -> ctypes.Structure:
+        if isinstance(value, Part):
+            return _rows(value.of(self.machine.buffers))
+        return _weight(value, name) if isinstance(value, Weight) else _vector(value, name)
 
 
-_KINDS = (
-    *("embed", "angles", "norm", "product", "gated", "heads", "rotate", "store", "attend", "choose", "sort"),
-    *("expert gated", "expert", "combine", "take", "gate", "verify", "commit", "advance"),
-)
-_Encoded = tuple[
-    str, tuple[Part | None, Part | None, Part | None], Tensor | None, Tensor | None, tuple[int, ...], float
-]
+_MADE = interface.STRUCTURES
+_WANTED = {"Angles": {"frequencies": torch.float32}, "Choose": {"correction": torch.float32}}
+"""Vectors of one type only; others may be float32 or bfloat16."""
+_OWN_TYPE = {
+    "Angles": ("target",),
+    "Product": ("target",),
+    "Rotate": ("angles",),
+    "Choose": ("logits", "weights", "experts"),
+    "Sort": ("experts", "ends"),
+    "ExpertProduct": ("ends",),
+    "Combine": ("weights", "experts"),
+    "Take": ("logits",),
+    "Verify": ("logits",),
+}
+"""Parts whose type is not that of activations."""
 
 
-@functools.singledispatch
-def _encode(operation: Operation, machine: Machine) -> _Encoded:
-    """Kind, parts (source, target, other), weight, bias (or a tensor in its place), integers, and a factor."""
-    raise ValueError(f"the loop does not support {type(operation).__name__}")
+def _of_kind(name: str, fields: ctypes.Structure) -> ctypes.Structure:
+    """An operation: which, and its fields."""
+    return _MADE["Operation"](kind=KINDS[name], **{interface.member(name): fields})
 
 
-@_encode.register
-def _(o: ops.Embed, machine: Machine) -> _Encoded:
-    return "embed", (None, o.target, None), o.table, None, (), 0.0
+def _rows(view: Tensor) -> ctypes.Structure:
+    """The structure of a part, a view ``[rows, heads, size]``."""
+    return _MADE["Part"](_address(view), _number(view.dtype), view.stride(0), *view.shape[1:], view.stride(1))
 
 
-@_encode.register
-def _(o: ops.Angles, machine: Machine) -> _Encoded:
-    return "angles", (None, o.target, None), o.frequencies, None, (), o.scaling
+def _vector(numbers: Tensor, name: str) -> ctypes.Structure:
+    require(numbers.dtype in TYPES, f"{name} is {numbers.dtype}; float32 and bfloat16 are supported")
+    require(numbers.is_contiguous(), f"{name} is not contiguous")
+    return _MADE["Vector"](_address(numbers), _number(numbers.dtype))
 
 
-@_encode.register
-def _(o: ops.Norm, machine: Machine) -> _Encoded:
-    return "norm", (o.source, o.target, None), o.weight, None, (), o.epsilon
+def _weight(weight: Weight, name: str) -> ctypes.Structure:
+    rows, columns = weight.shape[-2:]
+    own = weight.stored if weight.stored.dim() == 2 else weight.stored[0]
+    require(own.is_contiguous(), f"{name} is not contiguous")
+    step = weight.stored.stride(0) // columns if weight.stored.dim() == 3 else rows
+    return _MADE["Weight"](_address(weight.stored), _number(weight.dtype), rows, columns, step)
 
 
-@_encode.register
-def _(o: ops.Product, machine: Machine) -> _Encoded:
-    wide = o.target.dtype is not None
-    ending = 1 if o.add else (3 if o.rounded else 2) if wide else 0
-    return "product", (o.source, o.target, None), o.weight, o.bias, (ending,), 0.0
+def _cache(cache: LayerCache) -> ctypes.Structure:
+    _, heads, entries, size = cache.keys.shape
+    number = _number(cache.dtype)
+    return _MADE["Cache"](
+        keys=_address(cache.keys),
+        values=_address(cache.values),
+        type=number,
+        kv_heads=heads,
+        entries=entries,
+        size=size,
+    )
 
 
-@_encode.register
-def _(o: ops.GatedProduct, machine: Machine) -> _Encoded:
-    return "gated", (o.source, o.target, None), o.weight, o.bias, (), 0.0
+def _number(dtype: torch.dtype) -> int:
+    return interface.TYPES.index(f"{dtype}".removeprefix("torch."))
 
 
-@_encode.register
-def _(o: ops.HeadProduct, machine: Machine) -> _Encoded:
-    return "heads", (o.source, o.target, None), o.weight, None, (o.weight.stride(0), o.transposed), 0.0
-
-
-@_encode.register
-def _(o: ops.Rotate, machine: Machine) -> _Encoded:
-    return "rotate", (o.source, o.target, o.angles), None, None, (o.pairs,), 0.0
-
-
-@_encode.register
-def _(o: ops.Store, machine: Machine) -> _Encoded:
-    return "store", (o.key, o.value, None), None, None, (o.layer,), 0.0
-
-
-@_encode.register
-def _(o: ops.Attend, machine: Machine) -> _Encoded:
-    return "attend", (o.query, o.target, None), None, None, (o.layer,), o.scale
-
-
-@_encode.register
-def _(o: ops.Choose, machine: Machine) -> _Encoded:
-    numbers = (o.groups, o.chosen_groups, o.corrected, o.normalize)
-    return "choose", (o.logits, o.weights, o.experts), None, o.correction, numbers, o.scale
-
-
-@_encode.register
-def _(o: ops.Sort, machine: Machine) -> _Encoded:
-    return "sort", (o.source, o.target, o.experts), None, machine.buffers[o.ends.buffer], (o.count,), 0.0
-
-
-@_encode.register
-def _(o: ops.ExpertProduct, machine: Machine) -> _Encoded:
-    ends, kind = machine.buffers[o.ends.buffer], "expert gated" if o.gated else "expert"
-    return kind, (o.source, o.target, None), o.weight, ends, (len(o.weight),), 0.0
-
-
-@_encode.register
-def _(o: ops.Combine, machine: Machine) -> _Encoded:
-    # The experts are not read again: sorting has recorded where each row went.
-    return "combine", (o.source, o.target, o.weights), None, None, (), 0.0
-
-
-@_encode.register
-def _(o: ops.Take, machine: Machine) -> _Encoded:
-    return "take", (o.logits, None, None), None, None, (), 0.0
-
-
-@_encode.register
-def _(o: ops.Verify, machine: Machine) -> _Encoded:
-    return "verify", (o.logits, None, None), None, None, (), 0.0
-
-
-@_encode.register
-def _(o: ops.Commit, machine: Machine) -> _Encoded:
-    return "commit", (None, None, None), None, None, (len(machine.caches),), 0.0
-
-
-@_encode.register
-def _(o: ops.Advance, machine: Machine) -> _Encoded:
-    return "advance", (None, None, None), None, None, (), 0.0
-
-
-def run_rows(kind: str, source: Tensor, target: Tensor, *, other: Tensor | None = None, **fields: Any) -> None:
-    """Run one row-wise operation.
+def run_rows(name: str, source: Tensor, target: Tensor, **fields: Tensor | float) -> None:
+    """Run an operation on rows that are not in buffers.
 
     Args:
-        kind: Which operation.
+        name: Which operation.
         source: ``[T, heads, size]``; the elements of a head must be contiguous.
         target: As ``source``, of the same dtype.
-        other: As ``source``, float32.
-        **fields: Further fields of the structure.
+        **fields: Its other fields: parts as ``source``, vectors, and numbers.
 
     Raises:
         MemoryError: There is not enough memory for temporaries.
+        ValueError: A vector has another type than the kernels support.
     """
-    parts = (
-        _Part()
-        if each is None
-        else _Part(each.data_ptr(), each.stride(0), each.shape[1], each.shape[2], each.stride(1))
-        for each in (source, target, other)
-    )
-    operation = _Operation(_KINDS.index(kind), *parts, **fields)
+    given = {
+        field: value
+        if isinstance(value, int | float)
+        else _vector(value, f"{field} of {name}")
+        if interface.OPERATIONS[name][field] == "Vector"
+        else _rows(value)
+        for field, value in fields.items()
+    }
+    operation = _of_kind(name, _MADE[name](source=_rows(source), target=_rows(target), **given))
     rows, threads = source.shape[0], torch.get_num_threads()
-    if not native().snapstream_rows(ctypes.byref(operation), TYPES.index(source.dtype), rows, threads):
+    if not native().snapstream_rows(ctypes.byref(operation), _number(source.dtype), rows, threads):
         raise MemoryError("not enough memory for temporaries")
 
 

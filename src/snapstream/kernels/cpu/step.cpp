@@ -3,7 +3,6 @@
 
 #include <new>
 
-#include "instructions.h"
 #include "step_attention.h"
 #include "step_experts.h"
 #include "step_products.h"
@@ -13,8 +12,8 @@
 namespace snapstream {
 namespace {
 
-// A launch of some operations of a program. `A` defines how to multiply, see vectors.h.
-template <typename A>
+// A launch of some operations of a program with activations of type T.
+template <typename T>
 class Launch : public Work {
  public:
   Launch(const Program& program, int64_t threads, Scratch& scratch)
@@ -43,89 +42,67 @@ class Launch : public Work {
         return 0;
       }
       now = &s.p.operations[next++];
-      if (const int64_t count = units()) return count;
+      if (const int64_t count = visit(*now, [&](const auto& o) { return units(o); })) return count;
     }
   }
 
   void run(int64_t begin, int64_t end, int64_t thread) override {
-    const Operation& o = *now;
-    auto& r = row_operations;
-    switch (o.kind) {
-      case EMBED: return each_row(begin, end, [&](int64_t row) { r.embed(o, row); });
-      case ANGLES: return each_row(begin, end, [&](int64_t row) { r.angles(o, row); });
-      case NORM: return each_row(begin, end, [&](int64_t row) { r.norm(o, row); });
-      case ROTATE: return each_row(begin, end, [&](int64_t row) { r.rotate(o, row); });
-      case GATE: return each_row(begin, end, [&](int64_t row) { r.gate_row(o, row); });
-      case STORE: return each_row(begin, end, [&](int64_t row) { r.store_entry(o, row); });
-      case TAKE: return each_slot(begin, end, [&](int64_t slot) { r.take(o, slot); });
-      case VERIFY: return each_slot(begin, end, [&](int64_t slot) { r.verify(o, slot); });
-      case ADVANCE: return each_slot(begin, end, [&](int64_t slot) { r.advance(slot); });
-      case COMMIT: {
-        const int64_t slots = s.slot_count();
-        for (int64_t i = begin; i < end; ++i) r.commit(s.active[i % slots], s.p.caches[i / slots]);
-        return;
-      }
-      case PRODUCT: return products.product(o, begin, end, thread);
-      case GATED_PRODUCT: return products.gated_product(o, begin, end, thread);
-      case HEAD_PRODUCT: return products.head_product(o, begin, end, thread);
-      case ATTEND: return attention.attend(o, begin, end, thread);
-      case CHOOSE: return each_row(begin, end, [&](int64_t row) { experts.choose(o, row, thread); });
-      case SORT: return experts.sort(o, begin, end);
-      case EXPERT_GATED_PRODUCT:
-      case EXPERT_PRODUCT: return experts.expert_product(o, begin, end, thread);
-      case COMBINE: return each_row(begin, end, [&](int64_t row) { experts.combine(o, row); });
-    }
+    visit(*now, [&](const auto& o) { work(o, begin, end, thread); });
   }
 
  private:
-  // Units of the next operation; also allocates what it needs besides its buffers.
-  int64_t units() {
-    const Operation& o = *now;
-    switch (o.kind) {
-      case PRODUCT:
-      case GATED_PRODUCT: return units_of(o.target.size);
-      case HEAD_PRODUCT: return o.source.heads;
-      case ATTEND: return attention.plan();
-      case SORT: return experts.plan_sorting(o);
-      case TAKE:
-      case VERIFY:
-      case ADVANCE: return s.slot_count();
-      case COMMIT: return s.slot_count() * o.number[0];
-      case EXPERT_GATED_PRODUCT:
-      case EXPERT_PRODUCT: return experts.plan_experts(o) * units_of(o.target.size);
-      default: return s.row_count();
-    }
+  // Units of an operation; also plans what it needs besides its buffers.
+  int64_t units(const Product& o) { return units_of(o.target.size); }
+  int64_t units(const GatedProduct& o) { return units_of(o.target.size); }
+  int64_t units(const HeadProduct& o) { return o.source.heads; }
+  int64_t units(const Attend& o) { return attention.plan(o); }
+  int64_t units(const Sort& o) { return experts.plan(o); }
+  int64_t units(const ExpertProduct& o) { return experts.plan(o); }
+  int64_t units(const Take&) { return s.slot_count(); }
+  int64_t units(const Verify&) { return s.slot_count(); }
+  int64_t units(const Commit&) { return s.slot_count() * s.p.layers; }
+  int64_t units(const Advance&) { return s.slot_count(); }
+  template <typename O>
+  int64_t units(const O&) { return s.row_count(); }
+
+  // Does units begin .. end.
+  void work(const Product& o, int64_t begin, int64_t end, int64_t thread) { products.run(o, begin, end, thread); }
+  void work(const GatedProduct& o, int64_t begin, int64_t end, int64_t thread) { products.run(o, begin, end, thread); }
+  void work(const HeadProduct& o, int64_t begin, int64_t end, int64_t thread) { products.run(o, begin, end, thread); }
+  void work(const Attend& o, int64_t begin, int64_t end, int64_t thread) { attention.run(o, begin, end, thread); }
+  void work(const Sort& o, int64_t begin, int64_t end, int64_t) { experts.run(o, begin, end); }
+  void work(const ExpertProduct& o, int64_t begin, int64_t end, int64_t thread) { experts.run(o, begin, end, thread); }
+  void work(const Choose& o, int64_t begin, int64_t end, int64_t thread) {
+    for (int64_t i = begin; i < end; ++i) experts.run(o, s.rows[i], thread);
+  }
+  void work(const Combine& o, int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; ++i) experts.run(o, s.rows[i]);
+  }
+  void work(const Take& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
+  void work(const Verify& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
+  void work(const Advance& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
+  void work(const Commit&, int64_t begin, int64_t end, int64_t) {
+    const int64_t slots = s.slot_count();
+    for (int64_t i = begin; i < end; ++i) row_operations.commit(s.active[i % slots], s.p.caches[i / slots]);
+  }
+  template <typename O>
+  void work(const O& o, int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; ++i) row_operations.run(o, s.rows[i]);
   }
 
-  template <typename Function>
-  void each_row(int64_t begin, int64_t end, const Function& function) {
-    for (int64_t i = begin; i < end; ++i) function(s.rows[i]);
-  }
-
-  template <typename Function>
-  void each_slot(int64_t begin, int64_t end, const Function& function) {
-    for (int64_t i = begin; i < end; ++i) function(s.active[i]);
+  template <typename O>
+  void each_slot(const O& o, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) row_operations.run(o, s.active[i]);
   }
 
   Step s;
-  RowOperations<typename A::Number> row_operations;
-  ProductOperations<A> products;
-  AttentionOperations<A> attention;
-  ExpertOperations<A> experts;
+  RowOperations<T> row_operations;
+  ProductOperations<T> products;
+  AttentionOperations<T> attention;
+  ExpertOperations<T> experts;
   int64_t first = 0, last = 0, steps = 0, next = 0;
   const Operation* now = nullptr;
 };
-
-// Calls function(way to multiply) with the one that the program requests.
-template <typename Function>
-int64_t with_arithmetic(const Program& program, const Function& function) {
-  if (program.type == 0) return function(Widened<float>());
-#if defined(__AVX512BF16__)
-  // Where there are tiles, the vector unit is slow at pairs, see snapstream_best_instructions().
-  if (program.instructions == PAIRS) return function(Paired());
-#endif
-  return function(Widened<bfloat16>());
-}
 
 }  // namespace
 }  // namespace snapstream
@@ -135,9 +112,9 @@ using namespace snapstream;
 // Bytes of temporaries that a program needs; -1 if there is not enough memory to count them.
 EXPORT int64_t snapstream_scratch(const Program* program, int64_t threads) {
   try {
-    return with_arithmetic(*program, [&](auto arithmetic) {
+    return with_type(program->type, [&](auto number) {
       Scratch scratch(nullptr);
-      Launch<decltype(arithmetic)>(*program, threads, scratch);
+      Launch<decltype(number)>(*program, threads, scratch);
       return scratch.bytes;
     });
   } catch (const std::bad_alloc&) {
@@ -150,9 +127,9 @@ EXPORT int64_t snapstream_scratch(const Program* program, int64_t threads) {
 EXPORT int64_t snapstream_run(const Program* program, char* memory, int64_t first, int64_t last, int64_t steps,
                               int64_t threads) {
   try {
-    return with_arithmetic(*program, [&](auto arithmetic) {
+    return with_type(program->type, [&](auto number) {
       Scratch scratch(memory);
-      Launch<decltype(arithmetic)> launch(*program, threads, scratch);
+      Launch<decltype(number)> launch(*program, threads, scratch);
       launch.prepare(first, last, steps);
       run_team(launch, threads);
       return int64_t{true};

@@ -1,71 +1,12 @@
-// A decode step as a list of operations, see snapstream/kernels/operations.py; program.py fills these structures.
+// A decode step as a list of operations, see snapstream/kernels/operations.py and interface.py.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "interface.h"
+
 namespace snapstream {
-
-// A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
-// between rows and between heads, in elements. A row is a token of a slot: row `slot * tokens + token`.
-struct Part {
-  void* data;
-  int64_t row, heads, size, stride;
-};
-
-enum Kind : int64_t {
-  EMBED,
-  ANGLES,
-  NORM,
-  PRODUCT,
-  GATED_PRODUCT,
-  HEAD_PRODUCT,
-  ROTATE,
-  STORE,
-  ATTEND,
-  CHOOSE,
-  SORT,
-  EXPERT_GATED_PRODUCT,
-  EXPERT_PRODUCT,
-  COMBINE,
-  TAKE,
-  GATE,
-  VERIFY,
-  COMMIT,
-  ADVANCE,
-};
-
-struct Operation {
-  int64_t kind;
-  Part source, target, other;
-  const void *weight, *bias;
-  int64_t number[6];
-  double real;
-};
-
-// One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are in
-// the pending tensors, [slots, kv_heads, tokens, size].
-struct Cache {
-  void *keys, *values, *pending_keys, *pending_values;
-};
-
-struct Program {
-  const Operation* operations;
-  int64_t count;
-  const Cache* caches;
-  int64_t type, instructions;            // 0: float, 1: bfloat16; how they are multiplied
-  int64_t slots, tokens;                 // tokens per slot
-  int64_t kv_heads, entries, size;       // of the caches
-  int64_t most_steps;                    // of a launch
-  int64_t *token, *position;             // [slots, tokens] with slots token_row elements apart, [slots]
-  int64_t token_row;
-  int64_t *base, *cached, *limit;        // [slots], see snapstream/compression/layout.py
-  const bool* active;                    // [slots]
-  int64_t* forced;                       // [slots, most_steps]: tokens that must be taken next, -1 for none
-  int64_t* taken;                        // [most_steps, slots]: tokens that were taken
-  const int64_t* drafted;                // [slots]: guesses after each first token; null: as many as there is room for
-  int64_t* accepted;                     // [slots]: how many of the tokens taken are certain
-};
 
 // Memory for temporaries: counts their bytes, and assigns their addresses.
 class Scratch {
@@ -86,10 +27,12 @@ class Scratch {
   char* memory;
 };
 
-// The state of a launch: the active rows, the entry that each token is stored in, and how many entries it sees.
+// The state of a launch: the active rows, the entry that each token is stored in, and how many entries it sees. A row is
+// a token of a slot: row `slot * tokens + token`.
 struct Step {
-  explicit Step(const Program& program) : p(program), place(program.slots * program.tokens), seen(place.size()) {
-    rows.reserve(place.size()), active.reserve(program.slots);
+  explicit Step(const Program& program)
+      : p(program), row_limit(p.slots * p.tokens), places(std::max<int64_t>(p.groups, 1) * row_limit), seen(places.size()) {
+    rows.reserve(row_limit), active.reserve(p.slots);
   }
 
   int64_t tokens_of(int64_t slot) const {
@@ -103,30 +46,54 @@ struct Step {
       if (p.active != nullptr && !p.active[slot]) continue;
       active.push_back(slot);
       for (int64_t t = 0; t < tokens_of(slot); ++t) {
-        const int64_t row = slot * p.tokens + t;
-        rows.push_back(row);
-        if (p.cached == nullptr) continue;
-        const int64_t base = p.base[slot], limit = p.limit[slot], count = p.cached[slot] + t;
-        place[row] = count < limit ? count : base + (count - base) % std::max<int64_t>(limit - base, 1);
-        seen[row] = std::min(count + 1, limit);
+        rows.push_back(slot * p.tokens + t);
+        for (int64_t group = 0; group < p.groups; ++group) place_token(group, slot, t);
       }
     }
   }
+
+  // The entry of a row's token in caches of a group.
+  int64_t place(int64_t group, int64_t row) const { return places[group * row_limit + row]; }
+
+  // How many entries of such caches a row attends to.
+  int64_t sees(int64_t group, int64_t row) const { return seen[group * row_limit + row]; }
 
   int64_t row_count() const { return static_cast<int64_t>(rows.size()); }
   int64_t slot_count() const { return static_cast<int64_t>(active.size()); }
 
   const Program& p;
-  int64_t number = 0;                // index of the step in its launch
-  std::vector<int64_t> active;       // slots that are processed
-  std::vector<int64_t> rows;         // their rows, for the tokens in use
-  std::vector<int64_t> place, seen;  // per row: its entry in the cache, and how many entries it attends to
+  int64_t number = 0;           // index of the step in its launch
+  int64_t row_limit;            // rows if all slots are active and full
+  std::vector<int64_t> active;  // slots that are processed
+  std::vector<int64_t> rows;    // their rows, for the tokens in use
+
+ private:
+  void place_token(int64_t group, int64_t slot, int64_t t) {
+    const int64_t at = group * p.slots + slot, row = group * row_limit + slot * p.tokens + t;
+    const int64_t base = p.base[at], limit = p.limit[at], count = p.cached[at] + t;
+    places[row] = count < limit ? count : base + (count - base) % std::max<int64_t>(limit - base, 1);
+    seen[row] = std::min(count + 1, limit);
+  }
+
+  std::vector<int64_t> places, seen;  // [groups, slots, tokens]
 };
 
 // The first element of a head of a row.
 template <typename N>
 inline N* at(const Part& part, int64_t row, int64_t head = 0) {
   return static_cast<N*>(part.data) + row * part.row + head * part.stride;
+}
+
+// Numbers of type N, or null.
+template <typename N>
+inline const N* numbers(const Vector& vector) {
+  return static_cast<const N*>(vector.data);
+}
+
+// The first number of a row of a matrix.
+template <typename N>
+inline const N* row_of(const Weight& weight, int64_t matrix, int64_t row) {
+  return static_cast<const N*>(weight.data) + (matrix * weight.step + row) * weight.columns;
 }
 
 }  // namespace snapstream

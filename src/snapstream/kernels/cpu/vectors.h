@@ -4,6 +4,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "interface.h"
 #include "numbers.h"
 
 #if defined(__AVX512F__)
@@ -116,6 +117,41 @@ inline void store_pair(bfloat16* p, vec low, vec high) {
                 __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 
+// Loads 32 elements in the order that load_pair() has for elements of type T.
+template <typename T, typename N>
+inline void load_pair_as(const N* p, vec& low, vec& high) {
+  if constexpr (std::is_same_v<T, N>) return load_pair(p, low, high);
+  const vec a = load_numbers(p), b = load_numbers(p + LANES);
+  if constexpr (std::is_same_v<T, float>) {
+    low = a, high = b;
+  } else {
+    low = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    high = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  }
+}
+
+// Stores 32 elements that are in the order of load_pair() for elements of type N.
+template <typename N, typename T>
+inline void store_pair_from(T* p, vec low, vec high) {
+  if constexpr (std::is_same_v<T, N>) return store_pair(p, low, high);
+  if constexpr (std::is_same_v<N, float>) {
+    store_numbers(p, low), store_numbers(p + LANES, high);
+  } else {
+    store_numbers(p, __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store_numbers(p + LANES,
+                  __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+  }
+}
+
+// Copies elements to memory of another type.
+template <typename N, typename T>
+inline void convert(const N* from, int64_t count, T* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<N, T>) to[i] = from[i];
+    else to[i] = static_cast<T>(static_cast<float>(from[i]));
+  }
+}
+
 inline float largest(vec v) {
   const vec a = larger(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
   const vec b = larger(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7));
@@ -183,16 +219,18 @@ inline void add_product(vec& total, const Wide<T>& weight, const Wide<float>& le
   total += weight.high * left.high;
 }
 
-// Ways to multiply: Number is the type in memory, Left the form of the few rows, Right reads weights.
-template <typename T>
+// Ways to multiply: Number is the type in memory, Left the form of the few rows, Right reads weights. prepare() brings a
+// row into its form.
+template <typename N>
 struct Widened {
-  using Number = T;
+  using Number = N;
   using Left = Wide<float>;
-  using Right = Wide<T>;
+  using Right = Wide<N>;
+  template <typename T>
   static void prepare(const T* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i += PAIR) {
       vec low, high;
-      load_pair(from + i, low, high);
+      load_pair_as<N>(from + i, low, high);
       store(to + i, low), store(to + i + LANES, high);
     }
   }
@@ -218,5 +256,23 @@ struct Paired {
   static void prepare(const bfloat16* from, int64_t count, bfloat16* to) { std::memcpy(to, from, count * 2); }
 };
 #endif
+
+// Calls function(N()) with the type of numbers in memory.
+template <typename Function>
+inline auto with_type(int64_t type, const Function& function) {
+  return type == FLOAT32 ? function(float()) : function(bfloat16());
+}
+
+// Calls function(way to multiply) with the one for numbers of some type in memory and rows of type T.
+template <typename T, typename Function>
+inline auto with_arithmetic(int64_t type, int64_t instructions, const Function& function) {
+  if (type == FLOAT32) return function(Widened<float>());
+#if defined(__AVX512BF16__)
+  // Where there are tiles, the vector unit is slow at pairs, see snapstream_best_instructions().
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (instructions == PAIRS) return function(Paired());
+#endif
+  return function(Widened<bfloat16>());
+}
 
 }  // namespace snapstream

@@ -5,7 +5,6 @@
 #include <limits>
 #include <vector>
 
-#include "instructions.h"
 #include "memory.h"
 #include "prefill_kernels.h"
 #include "team.h"
@@ -14,15 +13,6 @@ namespace snapstream {
 namespace {
 
 constexpr int64_t SPAN = 16 * BLOCK;  // keys per task: fixed, so that results do not depend on threads
-
-// Arguments besides a Problem, for all sequences of a batch; prefill.py fills the structure.
-struct WindowArguments {
-  const int64_t *length, *first_voter, *candidate_end;  // [sequences]
-  float* votes;                                         // [sums, largest][sequences][kv_heads][readable], zeros
-  int64_t sequences, query_sequence, key_sequence;      // how many, and elements from one to the next
-  int64_t sink, everything;  // candidates begin at `sink`; whether the softmax of sums includes all other tokens
-  int64_t summed, largest;   // how many of the last queries vote by their sum, and how many by the largest share
-};
 
 // One sequence. Rows are the window's queries of all heads that share a KV head, `stride` rows per head, of which the
 // last ones may be unused; row r sees keys up to last[r].
@@ -185,7 +175,7 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
 
 // The votes of one sequence: p.query is [heads][window], of p.tokens queries each.
 template <typename K>
-void attend_window(const Problem<typename K::Number>& p, const WindowArguments& a, int64_t b, int64_t threads) {
+void attend_window(const Problem<typename K::Number>& p, const Voting& a, int64_t b, int64_t threads) {
   const int64_t W = p.tokens, D = p.size, N = p.kv_heads, G = p.heads / N, length = a.length[b];
   const int64_t stride = a.largest > 0 ? round_up(W, LANES) : W, rows = G * stride;
   const bool everything = a.everything && a.summed > 0;
@@ -227,7 +217,7 @@ void attend_window(const Problem<typename K::Number>& p, const WindowArguments& 
 }
 
 template <typename K>
-void attend_windows(const void* problem, const WindowArguments& a, int64_t threads) {
+void attend_windows(const void* problem, const Voting& a, int64_t threads) {
   auto p = *static_cast<const Problem<typename K::Number>*>(problem);
   for (int64_t b = 0; b < a.sequences; ++b) {
     attend_window<K>(p, a, b, threads);
@@ -241,7 +231,7 @@ void attend_windows(const void* problem, const WindowArguments& a, int64_t threa
 using namespace snapstream;
 
 // Returns false if it ran out of memory.
-EXPORT int64_t snapstream_window_attention(const void* problem, const WindowArguments* a, int64_t type,
+EXPORT int64_t snapstream_window_attention(const void* problem, const Voting* a, int64_t type,
                                            int64_t instructions, int64_t threads) {
   try {
     if (type == 0) {

@@ -174,9 +174,9 @@ def _(o: ops.Rotate, m: Machine) -> Call:
 @_call_of.register
 def _(o: ops.Product, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
-    if x.dtype != y.dtype:
+    if not x.dtype == y.dtype == o.weight.dtype:
         return functools.partial(o.run, m)
-    weight, bias = o.weight.t(), o.bias
+    weight, bias = o.weight.stored.t(), o.bias
     if bias is None:
         # The product itself reads and writes the tensor that it adds to.
         return (lambda: torch.addmm(y, x, weight, out=y)) if o.add else (lambda: torch.mm(x, weight, out=y))
@@ -188,7 +188,7 @@ def _(o: ops.GatedProduct, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
 
     def gated_product() -> None:
-        rows.gate(torch.nn.functional.linear(x, o.weight, o.bias), y)
+        rows.gate(o.weight.multiply(x, o.bias), y)
 
     return gated_product
 
