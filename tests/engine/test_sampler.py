@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from snapstream import LLM, SamplingParams
 from snapstream.compression.scoring import counter_uniform
-from snapstream.engine import sampler
-from snapstream.engine.sampler import SamplingState, sample
-from tests.checkpoints import prompt
+from snapstream.kernels import sampling as sampler
+from snapstream.kernels.sampling import SamplingState, sample
+from tests.checkpoints import prompt, save_checkpoint
 from tests.engine.test_engine import make
 
 
@@ -186,3 +186,22 @@ def test_logprobs_equal_transformers(tmp_path):
     for row, report in zip(logits, out.logprobs, strict=True):
         for token, value in report.top.items():
             assert value == pytest.approx(float(row[token]), abs=2e-3)
+
+
+def test_log_probabilities_change_no_token(tmp_path):
+    """They are computed by torch, step by step; without them, the native loop draws several tokens in a launch."""
+    save_checkpoint(tmp_path, "qwen3", head_dim=32)
+    llm = make(tmp_path, slots=4, decode_steps=5)
+    wanted = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5},
+        {"temperature": 1.5, "top_k": 20, "frequency_penalty": 0.3, "min_tokens": 4},
+        {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": {7: 2.0}},
+    ]
+    prompts = [prompt(40, seed=row) for row in range(len(wanted))]
+    drawn = []
+    for logprobs in (None, 2):
+        params = [SamplingParams(max_tokens=23, seed=row, logprobs=logprobs, **each) for row, each in enumerate(wanted)]
+        drawn.append([output.token_ids for output in llm.generate(prompts, params)])
+    assert drawn[0] == drawn[1]
+    assert len({tuple(each) for each in drawn[0]}) == len(wanted)

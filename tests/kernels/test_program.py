@@ -14,8 +14,9 @@ from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Advance, Commit, PlainProgram, Take, Verify
+from snapstream.kernels.operations import Advance, Commit, Draw, PlainProgram, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.weight import Weight
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
@@ -79,7 +80,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     if drafted is not None:
         operations += [Verify(logits), Commit(), Advance()]
     elif tokens == 1:
-        operations.append(Take(logits))
+        operations.append(Draw(logits, SamplingState(slots, spec.vocab_size, 1, CPU)))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending = caches(tokens) if tokens > 1 else []
     return operations, Machine(buffers, state, caches(BUDGET.capacity), pending, dtype)

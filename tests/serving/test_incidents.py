@@ -9,8 +9,8 @@ import time
 import httpx
 import pytest
 
-from snapstream.engine.sampler import SamplingState
 from snapstream.engine.text import OutputText
+from snapstream.kernels.sampling import SamplingState
 from tests.checkpoints import prompt
 from tests.serving.servers import idle, post, running, wait_until
 

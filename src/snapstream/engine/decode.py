@@ -28,11 +28,11 @@ from snapstream.engine.ahead import Ahead
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
 from snapstream.engine.renewal import Placement
-from snapstream.engine.sampler import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.engine.settings import Setup, Types
 from snapstream.engine.verification import Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.parts import Slots
+from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
 
@@ -112,7 +112,7 @@ class Decode:
             drafted=self.drafted,
             accepted=self.accepted,
         )
-        programs = Programs(model, backend, types.activations, self.layers, state, self.logits)
+        programs = Programs(model, backend, types.activations, self.layers, state, self.logits, self.sampling)
         self.loop, self.kernels = programs.loop, programs.kernels
         self._step = programs.kernels or programs.stock
         captured = not eager and self.kernels is not None
@@ -282,19 +282,22 @@ class Decode:
         self.count[slot].fill_(0)
         self.forced[slot].fill_(-1)  # an interrupted launch may have left some
 
-    def launch(self, steps: int, *, greedy: bool, forced: dict[int, Sequence[int]] | None = None) -> list[Sampled]:
+    def launch(
+        self, steps: int, *, greedy: bool, logprobs: bool = False, forced: dict[int, Sequence[int]] | None = None
+    ) -> list[Sampled]:
         """Decode ``steps`` tokens in every active slot without synchronizing with the host in between.
 
         Args:
             steps: Number of tokens; at most the number given at construction.
             greedy: Whether all active requests want the most likely token and nothing else.
+            logprobs: Whether any active request wants log-probabilities.
             forced: Tokens that a slot must take, by slot, first step first; at most ``steps`` of them.
 
         Returns:
-            Per step, tensors that the caller owns. With ``greedy``, only ``tokens`` is meaningful.
+            Per step, tensors that the caller owns. Without ``logprobs``, only ``tokens`` is meaningful.
         """
         self._force(forced)
-        if self.loop is not None and greedy:
+        if self.loop is not None and not logprobs:
             self.loop.run(steps)
             return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
         if greedy:

@@ -29,9 +29,9 @@ from snapstream.engine.prefixes import Prefix, Prefixes
 from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.renewal import Placement, newest
 from snapstream.engine.request import Phase, Request
-from snapstream.engine.sampler import Sampled, SamplingState, sample
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
+from snapstream.kernels.sampling import Sampled, SamplingState, sample
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
@@ -254,6 +254,7 @@ class Executor:
             Requests whose own work failed, such as detokenization, each with its error.
         """
         greedy = all(request.params.plain_greedy for request in going)
+        logprobs = any(request.params.logprobs is not None for request in going)
         for request in going:
             if request.until_renewal <= 0:
                 self._renew(request)  # an error leaves a slot half renewed, so it fails the whole launch
@@ -270,9 +271,9 @@ class Executor:
                 steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
                 steps = int(min(steps, *(request.until_renewal for request in going)))
                 forced = _next_forced(going, {request.slot: steps for request in going})
-                results, certain = self.decode.launch(steps, greedy=greedy, forced=forced), None
+                results, certain = self.decode.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced), None
             # One copy per kind of result, for all steps of the launch.
-            kinds = zip(*(step[: 1 if greedy else None] for step in results), strict=True)
+            kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
             copied = [torch.stack(kind) for kind in kinds]
             stacked = to_host(copied if certain is None else [*copied, certain])
         counts = [steps] * self.decode.slots if certain is None else stacked.pop().tolist()
@@ -283,7 +284,7 @@ class Executor:
             self._cost.saw_guesses(len(going), drafted, seconds)
         else:
             self._cost.saw_plain(len(going), seconds / len(tokens))
-        details = None if greedy else [Sampled(*step) for step in zip(*stacked, strict=True)]
+        details = [Sampled(*step) for step in zip(*stacked, strict=True)] if logprobs else None
         failed: list[tuple[Request, Exception]] = []
         for request in going:
             slot, wanted = request.slot, request.params.logprobs

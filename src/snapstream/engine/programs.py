@@ -15,8 +15,9 @@ from snapstream.cache import LayerCache
 from snapstream.engine.attend import with_backend
 from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Advance, Commit, Operation, Take, Verify
+from snapstream.kernels.operations import Advance, Commit, Draw, Operation, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.stock import StockProgram, program_for_rows
 from snapstream.models import DecoderModel
 
@@ -40,6 +41,7 @@ class Programs:
         layers: Sequence[LayerCache],
         slots: Slots,
         logits: Tensor,
+        sampling: SamplingState,
     ) -> None:
         """Prepare steps of one token per slot.
 
@@ -50,12 +52,13 @@ class Programs:
             layers: The slots' caches.
             slots: Their state, with room for all guesses; steps of fewer tokens use the first columns.
             logits: Where steps of one token leave them, float32 ``[B, vocab]``.
+            sampling: What the requests in the slots want.
         """
         self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
         self.dtype = dtype
         self._operations = list(model.operations())
         self._logits = Part("logits", self._spec.vocab_size, dtype=torch.float32)
-        every = [*self._operations, Take(self._logits)]
+        every = [*self._operations, Draw(self._logits, sampling)]
         reason = unsupported(every, dtype, layers[0].dtype)
         if reason and slots.token.device.type == "cpu":
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)

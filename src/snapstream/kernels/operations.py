@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
+from snapstream.kernels.sampling import SamplingState, sample
 from snapstream.kernels.weight import Weight
 
 
@@ -324,16 +325,16 @@ class Combine(Operation):
 
 
 @dataclass(frozen=True)
-class Take(Operation):
-    """Take each slot's most likely token, or its forced one, as the next token; for one token per slot."""
+class Draw(Operation):
+    """Choose each slot's next token as its request wants it, or take the forced one; for one token per slot."""
 
     logits: Part
+    state: SamplingState
 
     @override
     def run(self, m: Machine) -> None:
-        slots, active = m.slots, m.slots.active
-        likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1)
-        tokens = torch.where(slots.forced[:, 0] >= 0, slots.forced[:, 0], likeliest)
+        slots, active, logits = m.slots, m.slots.active, self.logits.of(m.buffers)[:, 0]
+        tokens = sample(logits, self.state, slots.position + 1, active, slots.forced[:, 0]).tokens
         left = torch.cat((slots.forced[:, 1:], torch.full_like(slots.forced[:, :1], -1)), 1)
         slots.forced.copy_(torch.where(active[:, None], left, slots.forced))
         slots.taken[m.step] = torch.where(active, tokens, slots.taken[m.step])

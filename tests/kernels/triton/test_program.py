@@ -31,7 +31,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def without_take(operations):
-    return [each for each in operations if not isinstance(each, ops.Take)]
+    return [each for each in operations if not isinstance(each, ops.Draw)]
 
 
 def on_device(m):

@@ -28,6 +28,13 @@ _STRUCTURES = {
     "Weight": "const void* data; int64_t type, rows, columns, step",
     # Numbers in a row; no data: there are none.
     "Vector": "const void* data; int64_t type",
+    # What the requests in the slots want, [slots] or [slots, vocabulary]; see snapstream/kernels/sampling.py.
+    "SamplingState": (
+        "const float* temperature, top_p, min_p, presence, frequency, repetition, bias;"
+        "const int64_t* top_k, seed, end_from;"
+        "const bool* biased, in_prompt, ends;"
+        "int32_t* output_counts"
+    ),
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group.
     "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size",
@@ -88,6 +95,7 @@ _OF_ANNOTATION = {
     "Part": "Part",
     "Part | None": "Part",
     "Weight": "Weight",
+    "SamplingState": "SamplingState",
     "Tensor": "Vector",
     "Tensor | None": "Vector",
     "int": "int64_t",

@@ -16,6 +16,7 @@ from snapstream.kernels.cpu.interface import KINDS
 from snapstream.kernels.cpu.library import native
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.weight import Weight
 
 MOST_ROTATED = 2048
@@ -148,9 +149,12 @@ class CpuProgram:
         }
         return _of_kind(name, _MADE[name](**given))
 
-    def _operand(self, value: Part | Weight | Tensor, name: str) -> ctypes.Structure:
+    def _operand(self, value: Part | Weight | Tensor | SamplingState, name: str) -> ctypes.Structure:
         if isinstance(value, Part):
             return _rows(value.of(self.machine.buffers))
+        if isinstance(value, SamplingState):
+            pointers = ((field, _address(getattr(value, field))) for field in interface.FIELDS["SamplingState"])
+            return _MADE["SamplingState"](**dict(pointers))
         return _weight(value, name) if isinstance(value, Weight) else _vector(value, name)
 
 
@@ -165,7 +169,7 @@ _OWN_TYPE = {
     "Sort": ("experts", "ends"),
     "ExpertProduct": ("ends",),
     "Combine": ("weights", "experts"),
-    "Take": ("logits",),
+    "Draw": ("logits",),
     "Verify": ("logits",),
 }
 """Parts whose type is not that of activations."""

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "step_attention.h"
+#include "step_draw.h"
 #include "step_experts.h"
 #include "step_products.h"
 #include "step_rows.h"
@@ -18,7 +19,7 @@ class Launch : public Work {
  public:
   Launch(const Program& program, int64_t threads, Scratch& scratch)
       : s(program), row_operations(s), products(s, threads, scratch), attention(s, threads, scratch),
-        experts(s, products, threads, scratch) {
+        experts(s, products, threads, scratch), drawing(s, threads, scratch) {
     divisor = 2;
   }
 
@@ -58,7 +59,7 @@ class Launch : public Work {
   int64_t units(const Attend& o) { return attention.plan(o); }
   int64_t units(const Sort& o) { return experts.plan(o); }
   int64_t units(const ExpertProduct& o) { return experts.plan(o); }
-  int64_t units(const Take&) { return s.slot_count(); }
+  int64_t units(const Draw&) { return s.slot_count(); }
   int64_t units(const Verify&) { return s.slot_count(); }
   int64_t units(const Commit&) { return s.slot_count() * s.p.layers; }
   int64_t units(const Advance&) { return s.slot_count(); }
@@ -78,7 +79,9 @@ class Launch : public Work {
   void work(const Combine& o, int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; ++i) experts.run(o, s.rows[i]);
   }
-  void work(const Take& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
+  void work(const Draw& o, int64_t begin, int64_t end, int64_t thread) {
+    for (int64_t i = begin; i < end; ++i) drawing.run(o, s.active[i], thread);
+  }
   void work(const Verify& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
   void work(const Advance& o, int64_t begin, int64_t end, int64_t) { each_slot(o, begin, end); }
   void work(const Commit&, int64_t begin, int64_t end, int64_t) {
@@ -100,6 +103,7 @@ class Launch : public Work {
   ProductOperations<T> products;
   AttentionOperations<T> attention;
   ExpertOperations<T> experts;
+  Drawing drawing;
   int64_t first = 0, last = 0, steps = 0, next = 0;
   const Operation* now = nullptr;
 };

@@ -58,6 +58,14 @@ struct Step {
   // How many entries of such caches a row attends to.
   int64_t sees(int64_t group, int64_t row) const { return seen[group * row_limit + row]; }
 
+  // Advances a slot by `count` tokens, of which `token` is the last.
+  void go_on(int64_t slot, int64_t token, int64_t count) {
+    int64_t* forced = p.forced + slot * p.most_steps;
+    std::fill(std::copy(forced + count, forced + p.most_steps, forced), forced + p.most_steps, -1);
+    p.token[slot * p.token_row] = token, p.position[slot] += count;
+    for (int64_t group = 0; group < p.groups; ++group) p.cached[group * p.slots + slot] += count;
+  }
+
   int64_t row_count() const { return static_cast<int64_t>(rows.size()); }
   int64_t slot_count() const { return static_cast<int64_t>(active.size()); }
 

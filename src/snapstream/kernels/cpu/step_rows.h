@@ -30,6 +30,18 @@ inline void put(N* to, vec v, int64_t count) {
   std::copy_n(all, count, to);
 }
 
+// Index of the highest number, the first one of equal ones; 0 if there is nothing but NaN.
+inline int64_t likeliest(const float* logits, int64_t count) {
+  vec highest = vec{} - std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) highest = larger(highest, load(logits + i));
+  float top = highest[0];
+  for (int lane = 1; lane < LANES; ++lane) top = std::max(top, highest[lane]);
+  for (; i < count; ++i) top = std::max(top, logits[i]);
+  const int64_t best = std::find(logits, logits + count, top) - logits;
+  return best == count ? 0 : best;
+}
+
 // `count` numbers of a vector, at most LANES, from `at` on.
 inline vec some(const Vector& from, int64_t at, int64_t count) {
   return with_type(from.type, [&](auto n) { return some(numbers<decltype(n)>(from) + at, count); });
@@ -129,13 +141,6 @@ class RowOperations {
     });
   }
 
-  // One token per slot.
-  void run(const Take& o, int64_t slot) {
-    const int64_t token = token_after(o.logits, slot, 0);
-    s.p.taken[s.number * s.p.slots + slot] = token;
-    go_on(slot, token, 1);
-  }
-
   // The token taken after each token of a slot, and how many of the slot's guesses are therefore right.
   void run(const Verify& o, int64_t slot) {
     const int64_t* guesses = s.p.token + slot * s.p.token_row + 1;
@@ -166,7 +171,7 @@ class RowOperations {
 
   void run(const Advance&, int64_t slot) {
     const int64_t count = s.p.accepted[slot];
-    go_on(slot, s.p.taken[(count - 1) * s.p.slots + slot], count);
+    s.go_on(slot, s.p.taken[(count - 1) * s.p.slots + slot], count);
   }
 
  private:
@@ -174,23 +179,7 @@ class RowOperations {
   int64_t token_after(const Part& source, int64_t slot, int64_t t) {
     const int64_t forced = s.p.forced[slot * s.p.most_steps + t];
     if (forced >= 0) return forced;
-    const float* logits = at<float>(source, slot * s.p.tokens + t);
-    vec highest = vec{} - std::numeric_limits<float>::infinity();
-    int64_t i = 0;
-    for (; i + LANES <= source.size; i += LANES) highest = larger(highest, load(logits + i));
-    float top = highest[0];
-    for (int lane = 1; lane < LANES; ++lane) top = std::max(top, highest[lane]);
-    for (; i < source.size; ++i) top = std::max(top, logits[i]);
-    const int64_t best = std::find(logits, logits + source.size, top) - logits;
-    return best == source.size ? 0 : best;  // nothing but NaN
-  }
-
-  // Advances a slot by `count` tokens, of which `token` is the last.
-  void go_on(int64_t slot, int64_t token, int64_t count) {
-    int64_t* forced = s.p.forced + slot * s.p.most_steps;
-    std::fill(std::copy(forced + count, forced + s.p.most_steps, forced), forced + s.p.most_steps, -1);
-    s.p.token[slot * s.p.token_row] = token, s.p.position[slot] += count;
-    for (int64_t group = 0; group < s.p.groups; ++group) s.p.cached[group * s.p.slots + slot] += count;
+    return likeliest(at<float>(source, slot * s.p.tokens + t), source.size);
   }
 
   Step& s;

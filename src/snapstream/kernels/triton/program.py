@@ -30,7 +30,7 @@ class TritonProgram:
         """Prepare every call.
 
         Args:
-            operations: The operations in order, without :class:`Take`: the host records what is taken.
+            operations: The operations in order, without :class:`Draw`: the host records what is taken.
             machine: The buffers, slots and caches that they work on, all on one device.
             splits: Into how many parts attention splits the entries of each slot.
         """

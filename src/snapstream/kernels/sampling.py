@@ -4,7 +4,8 @@ The noise depends only on the request's seed, the position and the token (Gumbel
 request therefore gives the same tokens in any slot, whatever other requests are running.
 
 On a CPU, where shapes may depend on data, only tokens that can be drawn are considered, and nothing is computed that no
-running request asks for. The tokens drawn are the same.
+running request asks for. The tokens drawn are the same. So are those of the native loop (``cpu/step_draw.h``), except
+where the rounding of a logarithm or of a sum decides.
 """
 
 from __future__ import annotations
