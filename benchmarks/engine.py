@@ -246,8 +246,8 @@ def bench_profile(model: DecoderModel, rounds: int, results: dict) -> None:
     rows = results["profile"] = []
     for batch in BATCHES:
         decode = filled_decode(model, batch, budget, 16384)
-        loop = decode.loop
-        assert loop is not None
+        loop = decode.program
+        assert isinstance(loop, CpuProgram)
         spent: dict[str, list[float]] = {}
         read: dict[str, int] = {}
         for turn in range(rounds):
@@ -276,14 +276,14 @@ def bench_profile(model: DecoderModel, rounds: int, results: dict) -> None:
 
 
 def bench_looping(model: DecoderModel, rounds: int, results: dict) -> None:
-    """The same step in more or fewer launches (arXiv 2410.23668), and with a torch sampler between the steps."""
+    """The same step in more or fewer launches (arXiv 2410.23668), with tokens that are drawn, and drawn by torch."""
     print("\n## Kernel looping: tokens per second by what one launch does, relative to a launch per operation\n")
     budget, steps = CacheBudget.of(BUDGET), 8
     rows = results["looping"] = []
     for batch in BATCHES:
         decode = filled_decode(model, batch, budget, 16384)
-        loop = decode.loop
-        assert loop is not None
+        loop = decode.program
+        assert isinstance(loop, CpuProgram)
         # A layer starts with the norm before its attention.
         norms = [index for index, operation in enumerate(loop.operations) if isinstance(operation, Norm)]
         layers = [0, *norms[2:-1:2], len(loop.operations)]
@@ -296,12 +296,23 @@ def bench_looping(model: DecoderModel, rounds: int, results: dict) -> None:
 
             return run
 
+        decode.sampling.top_k.fill_(20)
+        decode.sampling.top_p.fill_(0.8)
+
+        def several(temperature: float, logprobs: bool = False, decode: Decode = decode) -> Callable[[], None]:
+            def run() -> None:
+                decode.sampling.temperature.fill_(temperature)
+                decode.launch(steps, greedy=temperature == 0.0, logprobs=logprobs)
+
+            return run
+
         functions = {
             "operation": launches(range(len(loop.operations) + 1)),
             "layer": launches(layers),
             "step": launches([0, len(loop.operations)]),
-            "eight steps": lambda decode=decode: decode.launch(steps, greedy=True),
-            "step, then a sampler of torch": lambda decode=decode: decode.launch(steps, greedy=False),
+            "eight steps": several(0.0),
+            "eight steps, tokens drawn": several(0.7),
+            "step, then torch, for log-probabilities": several(0.7, logprobs=True),
         }
         interleaved(functions, 2)
         times = interleaved(functions, 2 * rounds)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_model import Clock, Scale, make_model, setup_of, spec_of
+from snapstream.attention.operation import with_backend
 from snapstream.cache import LayerCache
 from snapstream.compression import choose_entries, lay_out, layout_tensors
 from snapstream.compression.compress import selected
 from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import CacheBudget, LayerPrompt
-from snapstream.engine.attend import with_backend
 from snapstream.engine.decode import Decode
 from snapstream.engine.executor import Executor
 from snapstream.engine.graphs import graph_pool

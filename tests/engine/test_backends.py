@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapstream.attention import SdpaAttention
-from snapstream.engine import attend
+from snapstream.attention.operation import with_backend
 from snapstream.kernels.operations import Attend, PlainProgram
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -33,7 +33,6 @@ def test_it_verifies_guesses(model, monkeypatch):
     prompts = [prompt(length, seed=length) for length in (5, 60, 131)]
     want = [one.token_ids for one in make(model).generate(prompts, greedy(40))]
     monkeypatch.setattr("snapstream.attention._BACKENDS", {"sdpa": Counting, "cpu": Counting})
-    monkeypatch.setattr("snapstream.attention._make", lambda name, *arguments: Counting.for_heads(*arguments))
     answers = {tuple(one): list(tokens) for one, tokens in zip(prompts, want, strict=True)}
     llm = drafting(model, answers, BUDGET, attention="sdpa", share=0.6)
     monkeypatch.setattr(Attend, "run", None)  # nothing else attends
@@ -63,7 +62,7 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
     slots.active.copy_(torch.tensor([True, True, False]))
     slots.drafted.copy_(torch.tensor([3, 1, 0]))
     (plain, *_) = [each for each in decode.model.operations() if isinstance(each, Attend)]
-    (ours,) = attend.with_backend([plain], Counting())
+    (ours,) = with_backend([plain], Counting())
     before = [tensor.clone() for tensor in machine.caches[0].tensors]
     target = plain.target.of(machine.buffers)
     target.zero_()
@@ -82,6 +81,6 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
             return super().decode(query, keys, values, valid, scale)
 
     with pytest.raises(KeyboardInterrupt):
-        PlainProgram(attend.with_backend([plain], Failing()), machine).run()
+        PlainProgram(with_backend([plain], Failing()), machine).run()
     for kept, tensor in zip(before, machine.caches[0].tensors, strict=True):
         assert torch.equal(kept, tensor)

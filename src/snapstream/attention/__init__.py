@@ -21,8 +21,6 @@ from snapstream.attention.cpu import CpuAttention
 from snapstream.attention.sdpa import SdpaAttention
 from snapstream.attention.triton import TritonAttention
 from snapstream.errors import ConfigurationError
-from snapstream.kernels import cpu as cpu_kernels
-from snapstream.kernels import triton as triton_kernels
 
 __all__ = ["AttentionBackend", "CpuAttention", "SdpaAttention", "TritonAttention", "choose_backend"]
 
@@ -48,26 +46,16 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: 
         reason = _reason_against(fastest, device, dtype, *sizes)
         if reason and device.type == "cuda":
             logger.warning("This GPU runs stock operations, which are slower than SnapStream's kernels: %s.", reason)
-        return _make("sdpa" if reason else fastest, device, dtype, *sizes)
+        return _BACKENDS["sdpa" if reason else fastest].for_heads(device, dtype, *sizes)
     if name not in _BACKENDS:
         raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(_BACKENDS))}")
     reason = _reason_against(name, device, dtype, *sizes)
     if reason:
         raise ConfigurationError(f"attention backend {name!r} cannot run here: {reason}")
-    return _make(name, device, dtype, *sizes)
+    return _BACKENDS[name].for_heads(device, dtype, *sizes)
 
 
 def _reason_against(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:
     """Why a backend cannot run, or ``None``; loads its kernels."""
-    reason = _BACKENDS[name].unsupported(device, dtype, *sizes)
-    if reason is None and name == "cpu" and not cpu_kernels.available():
-        return "its kernels are not available; see the warning above"
-    if reason is None and name == "triton" and device.type == "cpu":
-        triton_kernels.interpret()
-    return reason
-
-
-def _make(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
-    if name == "cpu":
-        return CpuAttention()
-    return (TritonAttention if name == "triton" else SdpaAttention).for_heads(device, dtype, *sizes)
+    backend = _BACKENDS[name]
+    return backend.unsupported(device, dtype, *sizes) or backend.load(device)

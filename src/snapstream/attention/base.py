@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
+
+from snapstream.attention.operation import with_backend
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine
+from snapstream.kernels.stock import Program, program_for_rows
 
 
 class AttentionBackend(ABC):
@@ -26,6 +33,27 @@ class AttentionBackend(ABC):
             dtype: Dtype of keys and values.
             sizes: Elements of a key, and of a value if they differ.
         """
+
+    @classmethod
+    def load(cls, device: torch.device) -> str | None:
+        """Load its kernels; returns why that is impossible, or ``None``."""
+        return None
+
+    @classmethod
+    def for_heads(cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None) -> Self:
+        """The fastest variant for a device, a dtype, and the sizes of keys and values."""
+        return cls()
+
+    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
+        """What runs decode steps, of one or several tokens per slot, with this attention.
+
+        By default, torch and the kernels for rows run all operations but attention, for which they call :meth:`decode`.
+
+        Args:
+            operations: The operations of a step.
+            machine: The buffers, slots and caches that they work on.
+        """
+        return program_for_rows(with_backend(operations, self), machine)
 
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of prefill's copy of values ``[N, L, V]`` in multiplication order; ``(0,)`` if it keeps none."""

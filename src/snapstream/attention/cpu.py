@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine
+from snapstream.kernels.stock import Program
 
 
 class CpuAttention(AttentionBackend):
@@ -28,6 +34,17 @@ class CpuAttention(AttentionBackend):
             given = " and ".join(map(str, dict.fromkeys(sizes)))
             return f"the head size is {given}; allowed: multiples of {kernels.MULTIPLE} up to {kernels.MOST_HEAD_SIZE}"
         return None
+
+    @classmethod
+    @override
+    def load(cls, device: torch.device) -> str | None:
+        return None if kernels.available() else "its kernels are not available; see the warning above"
+
+    @override
+    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
+        if unsupported(operations, machine.dtype, *(cache.dtype for cache in machine.caches)):
+            return super().program(operations, machine)
+        return CpuProgram(operations, machine)
 
     @override
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
@@ -25,10 +25,8 @@ class SdpaAttention(AttentionBackend):
         self.reads_all_keys_in_prefill = not with_flash
 
     @classmethod
-    def for_heads(
-        cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
-    ) -> SdpaAttention:
-        """The fastest variant for a device, a dtype, and the sizes of keys and values."""
+    @override
+    def for_heads(cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None) -> Self:
         return cls(with_flash=flash.fits(device, dtype, size, value_size or size))
 
     @staticmethod

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 from snapstream.cache import EntryShape
 from snapstream.kernels import triton as kernels
-from snapstream.kernels.parts import Slots
+from snapstream.kernels.operations import Attend, Operation
+from snapstream.kernels.parts import Machine, Slots
+from snapstream.kernels.stock import Program
 
 
 class TritonAttention(AttentionBackend):
@@ -29,10 +33,15 @@ class TritonAttention(AttentionBackend):
         self.device, self.with_flash = device, with_flash
 
     @classmethod
-    def for_heads(
-        cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None
-    ) -> TritonAttention:
-        """The fastest variant for a device, a dtype, and the sizes of keys and values."""
+    @override
+    def load(cls, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            kernels.interpret()
+        return None
+
+    @classmethod
+    @override
+    def for_heads(cls, device: torch.device, dtype: torch.dtype, size: int, value_size: int | None = None) -> Self:
         sizes = size, value_size or size
         own = kernels.reads_fast(device, dtype, *sizes)
         return cls(device, with_flash=not own and flash.fits(device, dtype, *sizes))
@@ -49,6 +58,18 @@ class TritonAttention(AttentionBackend):
             given = " and ".join(map(str, dict.fromkeys(sizes)))
             return f"the head size is {given}; on this device, even sizes up to {most} are supported"
         return kernels.missing(device)
+
+    @override
+    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
+        from snapstream.kernels.triton.program import TritonProgram
+
+        splits = 1
+        for each in operations:
+            if isinstance(each, Attend):
+                keys, query = machine.caches[each.layer].keys, torch.Size((1, each.query.heads, each.query.size))
+                splits = self.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype)
+                break
+        return TritonProgram(operations, machine, splits=splits)
 
     def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
         """Into how many parts decoding splits the entries of each slot.

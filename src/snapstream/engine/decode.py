@@ -113,9 +113,8 @@ class Decode:
             accepted=self.accepted,
         )
         programs = Programs(model, backend, types.activations, self.layers, state, self.logits, self.sampling)
-        self.loop, self.kernels = programs.loop, programs.kernels
-        self._step = programs.kernels or programs.stock
-        captured = not eager and self.kernels is not None
+        self.program, self._reading = programs.step, programs.reading
+        captured = not eager and self.program.captured
         self.ahead: Ahead | None = None
         if model.ahead is not None:
             self.ahead = Ahead(model, programs, self.layers[-1], guesses=guesses, captured=captured)
@@ -297,8 +296,8 @@ class Decode:
             Per step, tensors that the caller owns. Without ``logprobs``, only ``tokens`` is meaningful.
         """
         self._force(forced)
-        if self.loop is not None and not logprobs:
-            self.loop.run(steps)
+        if self.program.draws and not logprobs:
+            self.program.run(steps)
             return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
         if greedy:
             return [self._only_tokens(self.greedy_step().clone()) for _ in range(steps)]
@@ -375,11 +374,7 @@ class Decode:
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache and attend to all valid entries, the token included; leaves logits."""
-        if self.loop is not None:
-            self.loop.run(last=-1)  # everything except taking the token
-        else:
-            assert self._step is not None
-            self._step()
+        self.program.run(last=self._reading)
 
     def _greedy_step(self) -> Tensor:
         self._read_tokens()

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
+from snapstream.attention.operation import with_backend
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
-from snapstream.engine.attend import with_backend
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.prefixes import Prefix
 from snapstream.engine.reading import Reading, Target, count_parts

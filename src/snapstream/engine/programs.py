@@ -10,15 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from snapstream.attention import AttentionBackend, CpuAttention, TritonAttention
+from snapstream.attention import AttentionBackend
 from snapstream.cache import LayerCache
-from snapstream.engine.attend import with_backend
 from snapstream.engine.verification import Parts, Run
-from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.cpu.program import unsupported
 from snapstream.kernels.operations import Advance, Commit, Draw, Operation, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.sampling import SamplingState
-from snapstream.kernels.stock import StockProgram, program_for_rows
 from snapstream.models import DecoderModel
 
 logger = logging.getLogger(__name__)
@@ -28,9 +26,9 @@ class Programs:
     """Makes what runs steps of a model in the slots of an engine.
 
     Attributes:
-        loop: Steps of one token, and what takes it, by the native loop, where there is one.
-        kernels: Steps of one token up to the logits, by kernels for CUDA, where there are any.
-        stock: The same with another attention backend, where there is neither.
+        step: Steps of one token.
+        reading: How many of its operations come before a token is chosen. They leave logits.
+        dtype: Dtype of activations.
     """
 
     def __init__(
@@ -55,24 +53,17 @@ class Programs:
             sampling: What the requests in the slots want.
         """
         self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
-        self.dtype = dtype
-        self._operations = list(model.operations())
+        self._operations, self.dtype = list(model.operations()), dtype
+        self.reading = len(self._operations)
         self._logits = Part("logits", self._spec.vocab_size, dtype=torch.float32)
         every = [*self._operations, Draw(self._logits, sampling)]
         reason = unsupported(every, dtype, layers[0].dtype)
         if reason and slots.token.device.type == "cpu":
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
-        given = {"logits": logits}
-        self.loop: CpuProgram | None = None
-        self.kernels: Run | None = None
-        self.stock: Run | None = None
-        if isinstance(backend, CpuAttention) and not reason:
-            self.loop = CpuProgram(every, self.machine(every, self.slots(1), given=given))
-        elif isinstance(backend, TritonAttention):
-            self.kernels = self._triton(self._operations, self.machine(self._operations, self.slots(1), given=given))
-        else:
-            attending = with_backend(self._operations, backend)
-            self.stock = program_for_rows(attending, self.machine(attending, self.slots(1), given=given)).run
+        machine = self.machine(every, self.slots(1), given={"logits": logits})
+        self.step = backend.program(self._operations, machine)
+        if self.step.draws:
+            self.step = backend.program(every, machine)
 
     def slots(self, tokens: int) -> Slots:
         """The state of the slots in steps of so many tokens."""
@@ -98,9 +89,7 @@ class Programs:
 
     def run_of(self, operations: Sequence[Operation], machine: Machine) -> Run:
         """What runs a list of operations that read several tokens per slot."""
-        if self.kernels is not None:
-            return self._triton(operations, machine)
-        return self._program(operations, machine).run
+        return self._backend.program(operations, machine).run
 
     def verification(self, tokens: int, follow: Callable[[Machine], Run] | None) -> tuple[Parts, Machine]:
         """A step that reads so many tokens per slot, by the same kernels as one that reads one.
@@ -109,39 +98,17 @@ class Programs:
             tokens: At most so many, two or more.
             follow: Makes what comes, in every step, between noting what is right and keeping it.
         """
-        reading = len(self._operations)
         every = [*self._operations, Verify(self._logits), Commit(), Advance()]
         machine = self.machine(every, self.slots(tokens))
-        if self.kernels is not None:
-            read, verify, settle = (
-                self._triton(part, machine)
-                for part in (self._operations, every[reading : reading + 1], every[reading + 1 :])
-            )
-            look, greedy = _one_after_the_other(read, verify), _one_after_the_other(read, verify, settle)
-        else:
-            program = self._program(every, machine)
-            read = functools.partial(program.run, last=reading)
-            look = functools.partial(program.run, last=reading + 1)
-            settle = functools.partial(program.run, first=reading + 1)
-            greedy = program.run
+        program = self._backend.program(every, machine)
+        read = functools.partial(program.run, last=self.reading)
+        look = functools.partial(program.run, last=self.reading + 1)
+        settle: Run = functools.partial(program.run, first=self.reading + 1)
+        greedy: Run = program.run
         if follow is not None:
             settle = _one_after_the_other(follow(machine), settle)
             greedy = _one_after_the_other(look, settle)
         return Parts(read, settle, look, greedy), machine
-
-    def _program(self, operations: Sequence[Operation], machine: Machine) -> CpuProgram | StockProgram:
-        if self.loop is None:
-            return StockProgram(with_backend(operations, self._backend), machine)
-        return CpuProgram(operations, machine)
-
-    def _triton(self, operations: Sequence[Operation], machine: Machine) -> Run:
-        from snapstream.kernels.triton.program import TritonProgram
-
-        assert isinstance(self._backend, TritonAttention)
-        keys, spec = self._layers[0].keys, self._spec
-        query = torch.Size((1, spec.heads, spec.head_dim))
-        splits = self._backend.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype)
-        return TritonProgram(operations, machine, splits=splits).run
 
 
 def _one_after_the_other(*runs: Run) -> Run:

@@ -20,23 +20,34 @@ from snapstream.kernels.products import grouped_linear, linear, linear_into, sto
 
 
 class Program(Protocol):
-    """Runs a list of operations on a machine."""
+    """Runs a list of operations on a machine.
 
-    def run(self) -> None:
-        """Run one step, or one chunk."""
+    Attributes:
+        draws: Whether it also chooses tokens, so that several steps need nothing from the host in between.
+        captured: Whether a step can be captured as a CUDA graph.
+    """
+
+    draws: bool
+    captured: bool
+
+    def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
+        """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
 
 
 class StockProgram:
     """Runs a list of operations, one after another."""
 
+    draws = captured = False
+
     def __init__(self, operations: Sequence[Operation], machine: Machine) -> None:
         self.operations, self.machine = operations, machine
 
     @torch.inference_mode()
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        """Run operations ``first .. last`` of one step, or of one chunk."""
-        for operation in self.operations[first:last]:
-            _run(operation, self.machine)
+    def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
+        """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
+        for self.machine.step in range(steps):
+            for operation in self.operations[first:last]:
+                _run(operation, self.machine)
 
 
 def program_for_rows(operations: Sequence[Operation], machine: Machine) -> Program:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from snapstream.attention import TritonAttention
+from snapstream.attention.operation import with_backend
 from snapstream.cache import EntryShape
-from snapstream.engine.attend import with_backend
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Slots

@@ -63,6 +63,8 @@ class CpuProgram:
     A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch.
     """
 
+    draws, captured = True, False
+
     def __init__(self, operations: Sequence[Operation], machine: Machine, *, instructions: int | None = None) -> None:
         """Translate the list. The tensors that it refers to must keep their addresses.
 

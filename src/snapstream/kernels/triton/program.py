@@ -26,6 +26,8 @@ Call = Callable[[], object]
 class TritonProgram:
     """Runs operations that read and write a machine's buffers; see :mod:`snapstream.kernels.operations`."""
 
+    draws, captured = False, True
+
     def __init__(self, operations: Sequence[Operation], machine: Machine, *, splits: int = 1) -> None:
         """Prepare every call.
 
@@ -44,18 +46,24 @@ class TritonProgram:
         device = machine.slots.token.device
         self._scratch = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
         self._splits = splits
-        self._calls: list[Call] = []
+        self._length, self._calls = len(operations), list[tuple[int, Call]]()  # with the index of the first operation
         at = 0
         while at < len(operations):
             used, call = self._call_of(operations[at:])
-            self._calls.append(call)
+            self._calls.append((at, call))
             at += used
 
     @torch.inference_mode()
-    def run(self) -> None:
-        """Run one step."""
-        for call in self._calls:
-            call()
+    def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
+        """Run operations ``first .. last``, a slice of the list, ``steps`` times.
+
+        A slice must not begin or end within operations that are fused.
+        """
+        begin, end, _ = slice(first, last).indices(self._length)
+        for self.machine.step in range(steps):
+            for at, call in self._calls:
+                if begin <= at < end:
+                    call()
 
     def _call_of(self, operations: Sequence[Operation]) -> tuple[int, Call]:
         """How many operations the next call covers, and the call."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
-from snapstream.attention import AttentionBackend
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import Machine, PromptChunk
+
+if TYPE_CHECKING:
+    from snapstream.attention.base import AttentionBackend
 
 
 @dataclass(frozen=True)
