@@ -15,7 +15,7 @@ import torch
 
 from snapstream.attention import choose_backend
 from snapstream.config import CacheBudget, EngineConfig
-from snapstream.engine.settings import Setup
+from snapstream.engine.settings import Setup, Types
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.spec import ModelSpec
 from snapstream.models.weights import allocate_model, load_spec
@@ -136,7 +136,7 @@ def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, l
         spec=spec,
         config=config,
         device=device,
-        dtype=torch.bfloat16,
+        types=Types.all(torch.bfloat16),
         max_model_len=length,
         budget=CacheBudget.of(budget),
         backend=choose_backend(name, device, torch.bfloat16, spec.head_dim, spec.value_size),

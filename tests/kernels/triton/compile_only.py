@@ -113,12 +113,13 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
 def make_engine(directory: str, **settings):
     """An engine on these kernels, of which nothing is computed; like one on CUDA but for the capture."""
     from snapstream import LLM
-    from snapstream.engine import engine, sampler
+    from snapstream.engine import engine
     from snapstream.engine.settings import set_up
+    from snapstream.kernels import sampling
     from snapstream.kernels import triton as kernels
 
     kernels.missing = lambda device: None
-    sampler.shapes_may_vary = lambda device: False
+    sampling.shapes_may_vary = lambda device: False
     kernels.interpret()
     empty = torch.empty
 
