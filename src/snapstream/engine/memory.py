@@ -24,6 +24,8 @@ from snapstream.models.weights import empty_model, parameter_bytes
 
 SAMPLING_BYTES = 56
 """Bytes per vocabulary token and slot while a token is sampled: sorted logits, their order, and noise."""
+DRAWING_BYTES = 16
+"""Bytes per vocabulary token that the native loop keeps for every token that it draws at once; on a CPU."""
 CHOICE_BYTES = 80
 """Bytes per token and KV head while a layer is compressed: three kinds of votes, copies of them, and their orders."""
 LIBRARY_WORKSPACE = 64 * 2**20
@@ -222,6 +224,7 @@ def _plan(
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
+    at_once = min(slots, torch.get_num_threads()) if setup.device.type == "cpu" else 0
     return MemoryPlan(
         weights=fixed.weights,
         slots=slots * entries * per_token,
@@ -242,6 +245,7 @@ def _plan(
         metadata=(slots + 1) * (spec.vocab_size * 14 + 100)
         + chunk * (fixed.buffers + 8)
         + slots * fixed.step
+        + at_once * spec.vocab_size * DRAWING_BYTES
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
         + _verifying(setup, fixed, slots, entries),
         slot_count=slots,

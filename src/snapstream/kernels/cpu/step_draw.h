@@ -49,13 +49,15 @@ class Drawing {
       return 0;
     };
     for (int64_t i = 0; i < s.p.count; ++i) vocabulary = std::max(vocabulary, visit(s.p.operations[i], needed));
-    scaled = scratch.reserve<float>(threads * vocabulary);
-    candidates = scratch.reserve<Candidate>(threads * vocabulary);
+    by_slot = s.p.slots < threads;
+    const int64_t at_once = std::min(s.p.slots, threads);
+    scaled = scratch.reserve<float>(at_once * vocabulary);
+    candidates = scratch.reserve<Candidate>(at_once * vocabulary);
   }
 
   void run(const Draw& o, int64_t slot, int64_t thread) {
     const int64_t forced = s.p.forced[slot * s.p.most_steps];
-    const int64_t token = forced >= 0 ? forced : choose(o, slot, thread);
+    const int64_t token = forced >= 0 ? forced : choose(o, slot, by_slot ? slot : thread);
     ++o.state.output_counts[slot * o.logits.size + token];
     s.p.taken[s.number * s.p.slots + slot] = token;
     s.go_on(slot, token, 1);
@@ -73,11 +75,11 @@ class Drawing {
   static constexpr float MOST_NOISE = 16.64f;  // more than any noise
   static constexpr float MARGIN = 1.001f;      // for the rounding of exponentials
 
-  int64_t choose(const Draw& o, int64_t slot, int64_t thread) {
+  int64_t choose(const Draw& o, int64_t slot, int64_t place) {
     const SamplingState& wanted = o.state;
     const int64_t V = o.logits.size, position = s.p.position[slot] + 1;
     const float* logits = at<float>(o.logits, slot);
-    float* mine = scaled + thread * vocabulary;
+    float* mine = scaled + place * vocabulary;
     if (is_penalized(wanted, slot, position)) {
       penalize(wanted, slot, position, logits, V, mine);
       logits = mine;
@@ -88,7 +90,7 @@ class Drawing {
     const uint64_t seed = static_cast<uint64_t>(wanted.seed[slot]) * 1000003u + static_cast<uint64_t>(position);
     const int64_t first = likeliest(mine, V);
     const bool limited = wanted.top_k[slot] < V || wanted.top_p[slot] < 1.0f || wanted.min_p[slot] != 0.0f;
-    return limited ? draw_best(wanted, slot, mine, V, mine[first], Noise(seed), candidates + thread * vocabulary)
+    return limited ? draw_best(wanted, slot, mine, V, mine[first], Noise(seed), candidates + place * vocabulary)
                    : draw_any(mine, V, first, Noise(seed));
   }
 
@@ -220,8 +222,9 @@ class Drawing {
 
   Step& s;
   int64_t vocabulary = 0;
-  float* scaled;          // per thread
-  Candidate* candidates;  // per thread
+  bool by_slot;           // whether each slot has its memory, rather than each thread: whichever are fewer
+  float* scaled;
+  Candidate* candidates;
 };
 
 }  // namespace snapstream
