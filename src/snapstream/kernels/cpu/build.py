@@ -143,8 +143,12 @@ def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]
 
 @functools.cache
 def _header() -> str:
-    """The declarations that ``interface.py`` generates; it is run by its path, like this file by ``setup.py``."""
-    text: str = runpy.run_path(str(HERE / "interface.py"))["header"]()
+    """The declarations that ``interface.py`` generates."""
+    if __package__:
+        from snapstream.kernels.cpu.interface import header
+
+        return header()
+    text: str = runpy.run_path(str(HERE / "interface.py"))["header"]()  # this file, too, was loaded by its path
     return text
 
 
