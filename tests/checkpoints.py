@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every supported family, saved by transformers itself."""
 
+import json
 import random
 from pathlib import Path
 
@@ -101,7 +102,29 @@ LATENT = {
     ),
     "deepseek-v2-lite": (DeepseekV2ForCausalLM, DeepseekV2Config, V2_LITE),
 }
-FAMILIES = GROUPED | LATENT
+# Layers with a window, beside layers without; in Qwen3 here they rotate by other angles, too.
+WINDOWED = {
+    "mistral-windows": (MistralForCausalLM, MistralConfig, {"sliding_window": 20, "head_dim": 32}),
+    "qwen2-windows": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 13, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen3-windows": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+FAMILIES = GROUPED | LATENT | WINDOWED
+OTHER_THETA = 70.0
+"""Base of the rotation of Qwen3's layers with a window."""
 
 
 def make_model(family: str, seed: int = 0, **changes):
@@ -124,7 +147,29 @@ def save_checkpoint(directory: Path, family: str = "llama3-gqa", **kwargs):
     dtype = kwargs.pop("dtype", torch.float32)
     model = make_model(family, **kwargs).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
+    if family == "qwen3-windows":
+        _rotate_apart(directory, model)
     return model
+
+
+def _rotate_apart(directory: Path, model) -> None:
+    """Give layers with a window a rotation of their own; transformers' Qwen3 has one for all, so hooks replace it."""
+    config = json.loads((directory / "config.json").read_text())
+    theta, size = config["rope_parameters"]["rope_theta"], config["head_dim"]
+    thetas = {"full_attention": theta, "sliding_attention": OTHER_THETA}
+    config["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": each} for kind, each in thetas.items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    frequencies = 1 / OTHER_THETA ** (torch.arange(0, size, 2) / size)
+
+    def replace(layer, args, kwargs):
+        cosine = kwargs["position_embeddings"][0]
+        angles = kwargs["position_ids"][..., None].float() * frequencies
+        both = (torch.cat((part, part), -1).to(cosine.dtype) for part in (angles.cos(), angles.sin()))
+        return args, kwargs | {"position_embeddings": tuple(both)}
+
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        if kind == "sliding_attention":
+            layer.register_forward_pre_hook(replace, with_kwargs=True)
 
 
 class NextToken(DeepseekV3DecoderLayer):

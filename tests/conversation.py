@@ -11,6 +11,7 @@ class NaiveConversation:
     """Turn after turn in Python lists of positions, one per layer and KV head; attention in float64.
 
     overrun: Decoded tokens that a host may have stored past the end of a turn. Special tokens (0 to 2) are never made.
+    Layers with a window see the last tokens of all that there have been.
     """
 
     def __init__(self, checkpoint, budget, overrun=0):
@@ -18,6 +19,7 @@ class NaiveConversation:
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
         self.budget, self.length, self.overrun = budget, 0, overrun
         self.keys, self.values, self.caches = {}, {}, {}
+        self.windows = [self.spec.groups[self.spec.group_of(layer)].window for layer in range(self.spec.layers)]
 
     def attend(self, layer, query, n, h, positions):
         keys = torch.stack([self.keys[layer, p][n] for p in positions])
@@ -35,9 +37,19 @@ class NaiveConversation:
         # The oracle scales by the head size; a latent model by another number, which is put into the query.
         adjust = spec.scale * spec.head_dim**0.5
 
+        def attend_window(layer, query, positions):
+            out = torch.zeros_like(query)
+            for i, position in enumerate(positions):
+                seen = list(range(max(0, position + 1 - self.windows[layer]), position + 1))
+                for h in range(spec.heads):
+                    out[i, h] = self.attend(layer, query[i], h // group, h, seen)
+            return out
+
         def attend_prompt(layer, query, key, value):
             query = query * adjust
             self.store(layer, key, value, new)
+            if self.windows[layer] is not None:
+                return attend_window(layer, query, new)
             out = torch.zeros_like(query)
             for n in range(spec.kv_heads):
                 past = self.caches[layer, n].tokens() if self.caches.get((layer, n)) else []
@@ -58,6 +70,8 @@ class NaiveConversation:
         def attend_token(layer, query, key, value):
             query = query * adjust
             self.store(layer, key, value, [self.length])
+            if self.windows[layer] is not None:
+                return attend_window(layer, query, [self.length])
             out = []
             for h in range(spec.heads):
                 if h % group == 0:
@@ -84,6 +98,12 @@ class NaiveConversation:
         return made
 
     def positions(self):
+        last = {
+            layer: list(range(max(0, self.length - window), self.length))
+            for layer, window in enumerate(self.windows)
+            if window is not None
+        }
         return [
-            [self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)] for layer in range(self.spec.layers)
+            [last[layer] if layer in last else self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)]
+            for layer in range(self.spec.layers)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from snapstream.engine.engine import Engine
+from snapstream.engine.renewal import Placement
 from snapstream.engine.request import Phase, Request
 
 
@@ -20,7 +21,7 @@ def check_integrity(engine: Engine) -> None:
     for slot, request in enumerate(scheduler.slots):
         if request is None or request.phase is not Phase.DECODE:
             assert not bool(decode.active[slot]), f"slot {slot} decodes for nobody"
-            assert int(decode.count[slot]) == 0
+            assert not bool(decode.count[:, slot].any())
             assert request is None or request in readers, f"{request.request_id} has a slot, but nobody reads for it"
         else:
             assert request.slot == slot
@@ -47,20 +48,23 @@ def check_integrity(engine: Engine) -> None:
 def _check_slot(engine: Engine, slot: int, request: Request) -> None:
     decode, placement = engine.executor.decode, request.placement
     assert placement is not None
-    layout = placement.layout
-    base, count, limit = (int(column[slot]) for column in (decode.base, decode.count, decode.limit))
     assert bool(decode.active[slot])
-    assert (base, limit) == (layout.base, layout.limit)
-    assert layout.base <= layout.limit <= decode.layers[0].entries
-    # Tokens are stored when they are read, so the one drawn last is not there; a launch may have gone past an end.
-    assert count >= placement.count(request.decoded)
-    assert int(decode.position[slot]) - count == request.before + len(request.prompt) - placement.count(0)
     if request.finish_reason is None:
-        assert count == placement.count(request.decoded)
         assert request.until_renewal >= 0
         assert int(decode.token[slot]) == request.tokens[-1]
-    for layer in decode.layers:
-        valid = layer.row(slot, min(count, limit))
-        assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in valid.tensors), (
-            f"slot {slot} has no numbers"
-        )
+    for number, group in enumerate(engine.spec.groups):
+        now = placement if group.window is None else Placement.of_prompt(request.layouts[number], request.budget)
+        layout = now.layout
+        base, count, limit = (int(column[number, slot]) for column in (decode.base, decode.count, decode.limit))
+        assert (base, limit) == (layout.base, layout.limit)
+        # Tokens are stored when they are read, so the one drawn last is not there; a launch may have gone past an end.
+        assert count >= now.count(request.decoded)
+        assert int(decode.position[slot]) - count == request.before + len(request.prompt) - now.count(0)
+        if request.finish_reason is None:
+            assert count == now.count(request.decoded)
+        for layer in (decode.layers[each] for each in group.layers):
+            assert layout.base <= layout.limit <= layer.entries
+            valid = layer.row(slot, min(count, limit))
+            assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in valid.tensors), (
+                f"slot {slot} has no numbers"
+            )

@@ -21,7 +21,7 @@ BUDGET = CacheBudget.of(48)
 
 
 def same(a, b):
-    assert a.layout == b.layout
+    assert a.layouts == b.layouts
     assert (a.tokens, a.answer, a.budget) == (b.tokens, b.answer, b.budget)
     for mine, theirs in zip(a.layers, b.layers, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(mine.tensors, theirs.tensors, strict=True))
@@ -145,9 +145,10 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
     assert described["tokens"] == 140
     assert CacheBudget.parse(described["budget"]) == BUDGET
     for field, value in [
-        ("layout", {"length": 3}),
-        ("layout", described["layout"] | {"limit": 0}),
-        ("layout", described["layout"] | {"count": 47}),
+        ("layouts", [{"length": 3}]),
+        ("layouts", [described["layouts"][0] | {"limit": 0}]),
+        ("layouts", [described["layouts"][0] | {"count": 47}]),
+        ("layouts", described["layouts"] * 2),
         ("tokens", 139),
         ("budget", None),
         ("format", "snapstream-sequence-0"),

@@ -38,7 +38,7 @@ def checked(monkeypatch):
     """Every attention of a prompt is compared with one that packs all values anew; counts them."""
     calls, attend = [], CpuAttention.prefill
 
-    def prefill(self, query, keys, values, start, scale, *, packed=None, packed_until=None):
+    def prefill(self, query, keys, values, start, scale, *, window=0, packed=None, packed_until=None):
         got = attend(self, query, keys, values, start, scale, packed=packed, packed_until=packed_until)
         assert packed.numel()
         assert torch.equal(got, attend(self, query, keys, values, start, scale))

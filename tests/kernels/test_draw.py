@@ -54,9 +54,9 @@ def drawing(vocab, slots, seed, spread, coarse):
     where = Slots(
         token=column(0)[:, None],
         position=column(29),
-        base=column(4),
-        count=column(29),
-        limit=column(64),
+        base=column(4)[None],
+        count=column(29)[None],
+        limit=column(64)[None],
         active=torch.tensor([slot != 1 for slot in range(slots)]),
         forced=column(-1)[:, None].repeat(1, STEPS),
         taken=torch.zeros(STEPS, slots, dtype=torch.int64),

@@ -26,15 +26,18 @@ def draw(seed, dtype, *, heads, group, size, start, tokens, spare=0, loud=1.0):
     return query, keys, keys[..., :512] if size > 512 else values
 
 
-def attend(query, keys, values, start, instructions, scale=None):
+def attend(query, keys, values, start, instructions, scale=None, window=0):
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return kernels.prefill_attention(query, keys, values, torch.tensor(start), scale, instructions=instructions)
+    given = {"window": window, "instructions": instructions}
+    return kernels.prefill_attention(query, keys, values, torch.tensor(start), scale, **given)
 
 
-def peer(query, keys, values, start, dtype=torch.float64):
+def peer(query, keys, values, start, dtype=torch.float64, window=0):
     """The same by torch, in its layout: every head with keys and values of its own."""
     end, group = start + query.shape[0], query.shape[1] // keys.shape[0]
     mask = torch.ones(query.shape[0], end).tril(start).bool()
+    if window:
+        mask &= torch.ones(query.shape[0], end).triu(start + 1 - window).bool()
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).to(dtype)[None],
         keys[:, :end].repeat_interleave(group, 0).to(dtype)[None],
@@ -59,19 +62,21 @@ def chunks_of(length, cuts):
     tokens=st.integers(1, 200),
     spare=st.integers(0, 100),
     loud=st.sampled_from([0.1, 1.0, 6.0]),
+    window=st.sampled_from([0, 1, 5, 63, 64, 65, 130, 1000]),
     seed=st.integers(0, 99),
 )
-def test_equals_float64(dtype, instructions, size, heads, group, start, tokens, spare, loud, seed):
+def test_equals_float64(dtype, instructions, size, heads, group, start, tokens, spare, loud, window, seed):
     shape = {"heads": heads, "group": group, "size": size, "start": start, "tokens": tokens}
     query, keys, values = draw(seed, dtype, **shape, spare=spare, loud=loud)
     keys[:, start + tokens :] = float("nan")  # nobody may look at what has not been written
     values[:, start + tokens :] = float("nan")
-    got = attend(query, keys, values, start, instructions)
+    got = attend(query, keys, values, start, instructions, window=window)
     assert got.dtype == dtype
     assert got.shape == (tokens, heads * group, values.shape[-1])
     assert got.is_contiguous()
     tolerance = 2e-5 * max(1, loud) if dtype == torch.float32 else 2e-2  # errors of scores grow with them
-    torch.testing.assert_close(got.double(), peer(query, keys, values, start), rtol=tolerance, atol=tolerance)
+    want = peer(query, keys, values, start, window=window)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("instructions", BFLOAT16)
@@ -94,12 +99,13 @@ def test_errors_in_bfloat16_are_no_larger_than_torchs(instructions, size, loud):
     group=st.sampled_from([1, 3, 8]),
     length=st.integers(1, 400),
     cuts=st.lists(st.integers(0, 399), max_size=4),
+    window=st.sampled_from([0, 1, 30, 64, 150]),
     seed=st.integers(0, 99),
 )
-def test_chunks_do_not_change_a_bit(dtype, instructions, size, group, length, cuts, seed):
+def test_chunks_do_not_change_a_bit(dtype, instructions, size, group, length, cuts, window, seed):
     """Nor does it matter whether values are packed once, chunk by chunk, or anew each time."""
     query, keys, values = draw(seed, dtype, heads=2, group=group, size=size, start=0, tokens=length, loud=3.0)
-    whole = attend(query, keys, values, 0, instructions)
+    whole = attend(query, keys, values, 0, instructions, window=window)
     packed = torch.full(kernels.packed_shape(values.shape, instructions), float("nan"), dtype=dtype)
     written = torch.full_like(keys, float("nan"))
     written_values = written[..., : values.shape[-1]] if size > 512 else torch.full_like(values, float("nan"))
@@ -112,12 +118,14 @@ def test_chunks_do_not_change_a_bit(dtype, instructions, size, group, length, cu
             written_values,
             at,
             size**-0.5,
+            window=window,
             packed=packed,
             packed_until=at,
             instructions=instructions,
         )
         assert torch.equal(got, whole[start:end])
-        assert torch.equal(attend(query[start:end], keys, values, start, instructions), whole[start:end])
+        alone = attend(query[start:end], keys, values, start, instructions, window=window)
+        assert torch.equal(alone, whole[start:end])
 
 
 @pytest.mark.parametrize(("dtype", "instructions"), KINDS)

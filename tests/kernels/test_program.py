@@ -9,7 +9,6 @@ import threading
 import pytest
 import torch
 
-from snapstream.compression import lay_out
 from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
@@ -52,13 +51,18 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     spec, generator = model.spec, torch.Generator().manual_seed(seed)
     dtype = dtype or model.embedding.weight.dtype
     stored = stored or dtype
-    layouts = [lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)]
+    groups = [spec.group_of(layer) for layer in range(spec.layers)]
+    layouts = [[group.lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)] for group in spec.groups]
 
     def column(values):
         return torch.tensor([*values] * 2)[:slots].clone()
 
-    def caches(entries):
-        made = [spec.entry.empty(slots, entries, dtype=stored) for _ in range(spec.layers)]
+    def ring(field):
+        return torch.stack([column(getattr(layout, field) for layout in each) for each in layouts])
+
+    def caches(entries=None):
+        kinds = [spec.groups[group] for group in groups]
+        made = [each.entry.empty(slots, entries or each.entries(BUDGET.capacity), dtype=stored) for each in kinds]
         for cache in made:
             for tensor in cache.tensors:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -67,9 +71,9 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     state = Slots(
         token=torch.randint(0, 96, (slots, tokens), generator=generator),
         position=column((3, 600, 5000, 1104)),
-        base=column(layout.base for layout in layouts),
-        count=column(layout.count for layout in layouts),
-        limit=column(layout.limit for layout in layouts),
+        base=ring("base"),
+        count=ring("count"),
+        limit=ring("limit"),
         active=column((True, True, False, True)),
         forced=torch.full((slots, steps), -1),
         taken=torch.zeros((steps, slots), dtype=torch.int64),
@@ -83,7 +87,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
         operations.append(Draw(logits, SamplingState(slots, spec.vocab_size, 1, CPU)))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending = caches(tokens) if tokens > 1 else []
-    return operations, Machine(buffers, state, caches(BUDGET.capacity), pending, dtype)
+    return operations, Machine(buffers, state, caches(), pending, dtype, groups)
 
 
 def agree(got, want, tolerance):
@@ -148,7 +152,7 @@ def test_every_tensor_has_a_type_of_its_own(family, types, tmp_path):
     save_checkpoint(tmp_path, family, **({} if family in LATENT else {"head_dim": 32}))
     weights, activations, stored = types
     model, wide_model = load(tmp_path, weights), load(tmp_path, weights).double()
-    wide_model.frequencies = model.frequencies.double()
+    wide_model.rotation_of(0).frequencies = model.rotation_of(0).frequencies.double()
     kinds = {"tokens": 3, "drafted": DRAFTED, "stored": stored}
     check_each_operation(model, **kinds, dtype=activations)
     operations, mine = machine(model, **kinds, dtype=activations)
@@ -227,6 +231,8 @@ def test_a_slot_depends_on_itself_alone(checkpoint, dtype):
     for got, was in zip((m.slots, *m.caches), (start.slots, *start.caches), strict=True):
         tensors = zip(*((vars(x).values() if isinstance(x, Slots) else x.tensors) for x in (got, was)), strict=True)
         assert all(torch.equal(a[free], b[free]) for a, b in tensors if a is not None and len(a) == len(free))
+    for name in ("base", "count", "limit"):
+        assert torch.equal(getattr(m.slots, name)[:, free], getattr(start.slots, name)[:, free])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -266,7 +272,7 @@ def test_verified_tokens_equal_one_after_the_other(checkpoint, dtype):
     single_operations, single = machine(model, seed=5)
     single.caches = copy.deepcopy(many.caches)
     for slots in (many.slots, single.slots):
-        slots.limit[2] = slots.base[2] + 2  # shorter than what a step may take
+        slots.limit[0, 2] = slots.base[0, 2] + 2  # shorter than what a step may take
         slots.active[2], slots.active[0] = True, False
         slots.forced[1, :3] = torch.tensor([7, 9, 11])
     many.slots.token[:, 0] = single.slots.token[:, 0]
@@ -356,7 +362,7 @@ def test_what_the_loop_cannot_run():
     assert "float16" in unsupported([], torch.float16)
     buffers = {"x": torch.zeros(1, 40), "y": torch.zeros(1, 64)}
     zero = torch.zeros(1, dtype=torch.int64)
-    slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
+    slots = Slots(zero[None], zero, *[zero[None]] * 3, zero > 0, zero[None], zero[None])
     with pytest.raises(ValueError, match="multiples of 32"):
         CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
 
@@ -364,7 +370,7 @@ def test_what_the_loop_cannot_run():
 def test_weights_are_checked():
     buffers = {"x": torch.zeros(1, 64), "y": torch.zeros(1, 64)}
     zero = torch.zeros(1, dtype=torch.int64)
-    slots = Slots(zero[None], zero, zero, zero, zero, zero > 0, zero[None], zero[None])
+    slots = Slots(zero[None], zero, *[zero[None]] * 3, zero > 0, zero[None], zero[None])
     x, y = Part("x", 64), Part("y", 64)
     weight, gaps = Weight(torch.zeros(64, 64)), torch.zeros(64, 128)[:, :64]
     for product, said in (

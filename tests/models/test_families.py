@@ -23,7 +23,7 @@ class ParallelBlock(nn.Module):
     def __init__(self, spec, layer):
         super().__init__()
         self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.attention = llama.GroupedAttention(spec)
+        self.attention = llama.GroupedAttention(spec, layer)
         self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size)
 
     def operations(self, layer, x, angles):

@@ -20,13 +20,15 @@ class DenseCache:
         self.values = [torch.zeros(shape) for _ in range(spec.layers)]
         self.start = 0
         self.scale = spec.scale
+        self.windows = [spec.groups[spec.group_of(layer)].window or 0 for layer in range(spec.layers)]
 
     def attend(self, layer, query, key, value):
         end = self.start + query.shape[0]
         self.keys[layer][:, self.start : end] = key.transpose(0, 1)
         self.values[layer][:, self.start : end] = value.transpose(0, 1)
         start = torch.tensor(self.start)
-        return SdpaAttention().prefill(query, self.keys[layer], self.values[layer], start, self.scale)
+        given = (query, self.keys[layer], self.values[layer], start, self.scale)
+        return SdpaAttention().prefill(*given, window=self.windows[layer])
 
     def run(self, model, tokens):
         positions = torch.arange(self.start, self.start + len(tokens))
@@ -62,7 +64,7 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
     assert spec.dtype == dtype
     model = load_model(tmp_path, spec, dtype, torch.device("cpu"))
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert model.frequencies.dtype == torch.float32
+    assert model.rotation_of(0).frequencies.dtype == torch.float32
     tokens = torch.arange(5, 60)
     with torch.no_grad():
         want = peer(tokens[None]).logits[0].float()

@@ -113,9 +113,19 @@ def test_unsupported_models(tmp_path, changes, message):
         load_spec(tmp_path)
 
 
-def test_sliding_window_is_refused(tmp_path):
+def test_windows_are_read(tmp_path):
     save_checkpoint(tmp_path, "mistral", sliding_window=128)
-    with pytest.raises(CheckpointError, match="sliding-window attention \\(128 of 4096"):
+    assert [(group.layers, group.window) for group in load_spec(tmp_path).groups] == [((0, 1), 128)]
+    edit_config(tmp_path, sliding_window=4096)  # as long as a sequence may be
+    assert [(group.layers, group.window) for group in load_spec(tmp_path).groups] == [((0, 1), None)]
+    save_checkpoint(tmp_path, "qwen3-windows")
+    groups = load_spec(tmp_path).groups
+    assert [(group.layers, group.window, group.rotation) for group in groups] == [
+        ((1,), None, "full_attention"),
+        ((0, 2), 16, "sliding_attention"),
+    ]
+    edit_config(tmp_path, layer_types=["chunked_attention"] * 3)
+    with pytest.raises(CheckpointError, match="layers of type chunked_attention are not supported"):
         load_spec(tmp_path)
 
 

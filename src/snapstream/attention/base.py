@@ -91,10 +91,11 @@ class AttentionBackend(ABC):
         start: Tensor,
         scale: float,
         *,
+        window: int = 0,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally from one chunk of a prompt to everything before it and to itself.
+        """Attend causally from one chunk of a prompt to what comes before it and to itself.
 
         Args:
             query: Rotated queries of tokens ``start .. start + T``, ``[T, H, D]``.
@@ -102,6 +103,7 @@ class AttentionBackend(ABC):
             values: ``[N, L, V]``; for latents, the first elements of the keys.
             start: Entry of the first token, int64 scalar tensor.
             scale: Factor on the logits.
+            window: How many tokens a token attends to, itself included; 0 for all.
             packed: Buffer of :meth:`packed_shape` that the chunks of one layer share.
             packed_until: Entries that earlier chunks have packed, int64 scalar tensor.
 

@@ -69,10 +69,13 @@ class CpuAttention(AttentionBackend):
         start: Tensor,
         scale: float,
         *,
+        window: int = 0,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        return kernels.prefill_attention(query, keys, values, start, scale, packed=packed, packed_until=packed_until)
+        return kernels.prefill_attention(
+            query, keys, values, start, scale, window=window, packed=packed, packed_until=packed_until
+        )
 
     @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:

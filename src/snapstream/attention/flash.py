@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 MOST_HEAD_SIZE = 256
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:
     """Causal attention of one chunk, as :meth:`snapstream.attention.base.AttentionBackend.prefill` describes it.
 
     No temporary grows with ``L``. The chunk is passed as the only sequence of a variable-length batch (*varlen*), whose
@@ -36,6 +36,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: fl
         True,
         False,
         scale=scale,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
     )[0]
     return out
 
@@ -54,21 +56,21 @@ def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Run it once: some builds of torch lack it, and the heads that it supports depend on the device."""
     generator, start, scale = torch.Generator().manual_seed(0), 3, 0.1
     query, keys, values = (torch.randn(n, m, size, generator=generator) for n, m in ((5, 4), (2, 8), (2, 8)))
-    want = F.scaled_dot_product_attention(
-        query.transpose(0, 1),
-        keys.repeat_interleave(2, 0),
-        values.repeat_interleave(2, 0),
-        attn_mask=torch.ones(5, 8, dtype=torch.bool).tril(start),
-        scale=scale,
-    ).transpose(0, 1)
+    causal = torch.ones(5, 8, dtype=torch.bool).tril(start)
+    masks = {0: causal, 2: causal.triu(start + 1 - 2)}
     # Entries past the chunk must not be read: they would dominate the result.
     longer = [torch.cat((each, torch.full_like(each, 30.0)), 1).to(device, dtype) for each in (keys, values)]
-    try:
-        got = attend(query.to(device, dtype), longer[0], longer[1], torch.tensor(start, device=device), scale)
-    except (RuntimeError, TypeError) as error:
-        logger.warning("Torch's flash attention does not work here, so prefill does not use it: %s", error)
-        return False
-    if torch.allclose(got.float().cpu(), want, atol=3e-2):
-        return True
-    logger.warning("Torch's flash attention gives wrong results here, so prefill does not use it.")
-    return False
+    for window, mask in masks.items():
+        many_keys, many_values = (each.repeat_interleave(2, 0) for each in (keys, values))
+        heads = query.transpose(0, 1)
+        want = F.scaled_dot_product_attention(heads, many_keys, many_values, attn_mask=mask, scale=scale)
+        at = torch.tensor(start, device=device)
+        try:
+            got = attend(query.to(device, dtype), longer[0], longer[1], at, scale, window)
+        except (RuntimeError, TypeError) as error:
+            logger.warning("Torch's flash attention does not work here, so prefill does not use it: %s", error)
+            return False
+        if not torch.allclose(got.float().cpu(), want.transpose(0, 1), atol=3e-2):
+            logger.warning("Torch's flash attention gives wrong results here, so prefill does not use it.")
+            return False
+    return True

@@ -33,17 +33,18 @@ class AttendWith(Attend):
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
-            packed = {"packed": m.packed, "packed_until": m.packed_until}
-            out = self.backend.prefill(query[0], cache.keys[0], values, slots.count[0], self.scale, **packed)
+            given = (query[0], cache.keys[0], values, slots.count[0, 0], self.scale)
+            out = self.backend.prefill(*given, window=self.window, packed=m.packed, packed_until=m.packed_until)
             target[0] = out[..., : self.target.size]
             return
-        entries, valid = slots.entries(), slots.valid()
+        group = m.group_of(self.layer)
+        entries, valid = slots.entries(group), slots.valid(group)
         replaced = []
         try:
             for t in range(T):
                 if T > 1:
                     place, pending = entries[:, t, None], m.pending[self.layer]
-                    replaced.append((place, [_taken(tensor, place) for tensor in cache.tensors]))
+                    replaced.append((place, cache.read(place)))
                     key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                     cache.write(place, key.transpose(1, 2), value.transpose(1, 2), slots.active)
                 out = self.backend.decode(query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
@@ -62,9 +63,3 @@ def with_backend(operations: Sequence[Operation], backend: AttentionBackend) -> 
         else each
         for each in operations
     ]
-
-
-def _taken(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Entries ``[B, 1, N, D]`` at ``place``, int64 ``[B, 1]``, of a cache's tensor ``[B, N, C, D]``."""
-    index = place[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
-    return tensor.gather(2, index).transpose(1, 2)

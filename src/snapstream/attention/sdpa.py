@@ -51,12 +51,13 @@ class SdpaAttention(AttentionBackend):
         start: Tensor,
         scale: float,
         *,
+        window: int = 0,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
         if self.with_flash:
-            return flash.attend(query, keys, values, start, scale)
-        return plain.attend_chunk(query, keys, values, start, scale)
+            return flash.attend(query, keys, values, start, scale, window)
+        return plain.attend_chunk(query, keys, values, start, scale, window)
 
     @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:

@@ -103,18 +103,19 @@ class TritonAttention(AttentionBackend):
         start: Tensor,
         scale: float,
         *,
+        window: int = 0,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
         from snapstream.kernels.triton.prefill import attend_chunk
 
-        if len(query) == 1 and values.stride() == keys.stride():
+        if len(query) == 1 and values.stride() == keys.stride() and not window:
             # A single token is decoded, which splits its entries into parts. Their number does not depend on the
             # length, because every number needs another kernel.
             return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
         if self.with_flash:
-            return flash.attend(query, keys, values, start, scale)
-        return attend_chunk(query, keys, values, start, scale)
+            return flash.attend(query, keys, values, start, scale, window)
+        return attend_chunk(query, keys, values, start, scale, window)
 
     @override
     def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.cache.layer import EntryShape, LayerCache
+from snapstream.cache.groups import LayerGroup
+from snapstream.cache.layer import LayerCache
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
 from snapstream.errors import CacheFileError, ConfigurationError
 from snapstream.outputs import replacing
 
-_FORMAT = "snapstream-sequence-1"
+_FORMAT = "snapstream-sequence-2"
+_FORMAT_OF_ONE_GROUP = "snapstream-sequence-1"
+"""What versions without groups wrote: ``layout`` instead of ``layouts``. It can still be read."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,11 @@ class CompressedSequence:
     is the number of entries.
 
     Attributes:
-        layers: Per layer, a cache of one row, ``[1, N, E, D]``; entries beyond ``layout.count`` are undefined.
+        groups: The model's groups of layers.
+        layers: Per layer, a cache of one row, ``[1, N, E, D]``; entries beyond its layout's ``count`` are undefined.
         positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``; empty if positions
             were not requested.
-        layout: Where the ring is, and how many entries are in use.
+        layouts: Per group, where the ring is, and how many entries are in use.
         tokens: All tokens of the conversation that the cache was built from, kept or dropped.
         logits: Logits of the last token, float32 ``[1, vocab]``, from which the next one is sampled. ``None`` after an
             answer, because its last token has not been processed.
@@ -42,9 +46,10 @@ class CompressedSequence:
         note: Any text that the caller stores along with the sequence.
     """
 
+    groups: Sequence[LayerGroup]
     layers: Sequence[LayerCache]
     positions: Sequence[Tensor]
-    layout: Layout
+    layouts: tuple[Layout, ...]
     tokens: tuple[int, ...]
     logits: Tensor | None = None
     budget: CacheBudget | None = None
@@ -53,8 +58,13 @@ class CompressedSequence:
 
     @property
     def entries(self) -> int:
-        """Entries in use per layer and KV head."""
-        return self.layout.count
+        """Entries in use per KV head of the layers with a budget."""
+        return self.layouts[0].count
+
+    @property
+    def limit(self) -> int:
+        """Entries that a slot needs to decode it, in layers with a budget; 0 if there are none."""
+        return self.layouts[0].limit if self.groups[0].window is None else 0
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +83,9 @@ class CompressedSequence:
             int64 ``[N, C]``.
         """
         mine = self.positions[layer].to(torch.int64)
-        looked_up = mine.gather(1, positions.clamp(0, self.entries - 1))
-        return torch.where(positions < self.entries, looked_up, positions - self.entries + len(self.tokens))
+        known = mine.shape[1]
+        looked_up = mine.gather(1, positions.clamp(0, known - 1))
+        return torch.where(positions < known, looked_up, positions - known + len(self.tokens))
 
     def to(self, device: torch.device | str) -> CompressedSequence:
         """The same sequence on another device."""
@@ -91,16 +102,22 @@ class CompressedSequence:
         Raises:
             AssertionError: It does not.
         """
-        layout = self.layout
-        _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "the layout is invalid")
-        _require(layout.count <= len(self.tokens), "there are more entries than tokens")
-        _require(all(one.rows == 1 and one.entries >= layout.count for one in self.layers), "entries are missing")
         _require(len(self.positions) in (0, len(self.layers)), "positions of some layers are missing")
-        for layer in self.layers:
-            finite = (torch.isfinite(tensor[:, :, : layout.count].float()).all() for tensor in layer.tensors)
-            _require(all(map(bool, finite)), "an entry is not finite")
-        for layer, positions in zip(self.layers, self.positions, strict=False):
-            _require(positions.shape == (layer.keys.shape[1], layout.count), "positions have another shape")
+        _require(len(self.layers) == sum(len(group.layers) for group in self.groups), "layers are missing")
+        for group, layout in zip(self.groups, self.layouts, strict=True):
+            _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "a layout is invalid")
+            _require(layout.count <= len(self.tokens), "there are more entries than tokens")
+            for layer in group.layers:
+                self._check_layer(layer, layout.count)
+
+    def _check_layer(self, layer: int, count: int) -> None:
+        cache = self.layers[layer]
+        _require(cache.rows == 1 and cache.entries >= count, "entries are missing")
+        finite = (torch.isfinite(tensor[:, :, :count].float()).all() for tensor in cache.tensors)
+        _require(all(map(bool, finite)), "an entry is not finite")
+        if self.positions:
+            positions = self.positions[layer]
+            _require(positions.shape == (cache.keys.shape[1], count), "positions have another shape")
             in_order = positions.sort(dim=-1).values  # a pinned recent token precedes older ones in the ring
             _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry occurs twice")
             _require(int(in_order[:, 0].min()) >= 0, "a position is negative")
@@ -124,7 +141,7 @@ class CompressedSequence:
         described = {
             "format": _FORMAT,
             "model": model,
-            "layout": asdict(self.layout),
+            "layouts": [asdict(layout) for layout in self.layouts],
             "budget": None if self.budget is None else self.budget.as_dict(),
             "tokens": len(self.tokens),
             "latent": self.layers[0].stored == 1,
@@ -140,7 +157,7 @@ class CompressedSequence:
 
     @staticmethod
     def describe(path: str | Path) -> dict[str, Any]:
-        """The metadata of a file, without its tensors: ``tokens``, ``layout``, ``budget``, ``note``, ...
+        """The metadata of a file, without its tensors: ``tokens``, ``layouts``, ``budget``, ``note``, ...
 
         Unlike :meth:`load`, this does not check the metadata against the tensors.
 
@@ -154,9 +171,9 @@ class CompressedSequence:
                 described = json.loads((file.metadata() or {}).get("snapstream", "{}"))
         except (SafetensorError, OSError, ValueError) as error:
             raise CacheFileError(f"{path} could not be read: {error}") from error
-        if not isinstance(described, dict) or described.get("format") != _FORMAT:
+        if not isinstance(described, dict):
             raise CacheFileError(f"{path} is not a compressed sequence of this version of SnapStream")
-        return described
+        return _known_format(Path(path), described)
 
     @classmethod
     def load(
@@ -164,8 +181,7 @@ class CompressedSequence:
         path: str | Path,
         *,
         model: str,
-        shape: EntryShape,
-        layers: int,
+        groups: Sequence[LayerGroup],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> CompressedSequence:
@@ -174,8 +190,7 @@ class CompressedSequence:
         Args:
             path: The file.
             model: Fingerprint of the model that will continue it.
-            shape: Entry shape of this model's caches.
-            layers: Number of cached layers of this model.
+            groups: Groups of this model's layers.
             dtype: Dtype of this model's caches.
             device: Device to load it to.
 
@@ -191,7 +206,7 @@ class CompressedSequence:
         except (SafetensorError, OSError, ValueError) as error:
             raise CacheFileError(f"{path} could not be read: {error}") from error
         try:
-            sequence = cls._from(Path(path), described, tensors, model, shape, layers, dtype)
+            sequence = cls._from(Path(path), described, tensors, model, groups, dtype)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
             raise CacheFileError(
                 f"{path} is damaged, or was written by another version of SnapStream: {error!r}"
@@ -205,38 +220,46 @@ class CompressedSequence:
         described: dict[str, Any],
         tensors: dict[str, Tensor],
         model: str,
-        shape: EntryShape,
-        layers: int,
+        groups: Sequence[LayerGroup],
         dtype: torch.dtype,
     ) -> CompressedSequence:
-        if described.get("format") != _FORMAT:
-            raise CacheFileError(f"{path} is not a compressed sequence of this version of SnapStream")
+        # 1. Is it one, whole and of this model?
+        known = _known_format(path, described)
         if described.pop("digest") != _digest(tensors, described):
             raise CacheFileError(f"{path} is damaged: its contents changed after it was written")
         if described["model"] != model:
             raise CacheFileError(
                 f"{path} was created by another model or tokenizer; process its text with this one instead"
             )
+        described = known
+        if len(described["layouts"]) != len(groups):
+            raise CacheFileError(
+                f"{path} holds {len(described['layouts'])} groups of layers, but this model has {len(groups)} here"
+            )
         held = sum(name.startswith("layer.") and name.endswith(".0") for name in tensors)
+        layers = sum(len(group.layers) for group in groups)
         if held < layers:
             raise CacheFileError(
                 f"{path} holds caches of {held} layers, but {layers} are needed here; a sequence created without "
                 "speculative='mtp' can only be continued without it"
             )
-        caches = []
-        for layer in range(layers):
-            stored = [tensors[f"layer.{layer}.{part}"] for part in range(1 if shape.latent else 2)]
+        # 2. Its entries.
+        caches = {}
+        entries = {layer: group.entry for group in groups for layer in group.layers}
+        for layer, entry in entries.items():
+            stored = [tensors[f"layer.{layer}.{part}"] for part in range(entry.kind.stored)]
             if stored[0].dtype != dtype:
                 raise CacheFileError(
                     f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run with the dtype of the file"
                 )
-            caches.append(shape.of(stored))
+            caches[layer] = entry.of(stored)
         names = [f"positions.{layer}" for layer in range(layers)]
         positions = [tensors[name] for name in names if name in tensors]
         sequence = cls(
-            caches,
+            groups,
+            [caches[layer] for layer in range(layers)],
             positions,
-            Layout(**described["layout"]),
+            tuple(Layout(**layout) for layout in described["layouts"]),
             tuple(tensors["tokens"].tolist()),
             tensors.get("logits"),
             _budget(described["budget"]),
@@ -250,14 +273,28 @@ class CompressedSequence:
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names in a file; unused entries are left out."""
-        for layer, cache in enumerate(self.layers):
-            for part, tensor in enumerate(cache.tensors):
-                yield f"layer.{layer}.{part}", tensor[:, :, : self.entries]
+        for group, layout in zip(self.groups, self.layouts, strict=True):
+            for layer in group.layers:
+                for part, tensor in enumerate(self.layers[layer].tensors):
+                    yield f"layer.{layer}.{part}", tensor[:, :, : layout.count]
         for layer, positions in enumerate(self.positions):
             yield f"positions.{layer}", positions
         yield "tokens", torch.tensor(self.tokens, dtype=torch.int64)
         if self.logits is not None:
             yield "logits", self.logits
+
+
+def _known_format(path: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """The metadata as this version writes it.
+
+    Raises:
+        CacheFileError: It is not of a sequence.
+    """
+    if described.get("format") == _FORMAT_OF_ONE_GROUP:
+        return described | {"layouts": [described.get("layout")]}
+    if described.get("format") != _FORMAT:
+        raise CacheFileError(f"{path} is not a compressed sequence of this version of SnapStream")
+    return described
 
 
 def _require(condition: bool, otherwise: str) -> None:

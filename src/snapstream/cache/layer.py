@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class EntryShape:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
         kind, shape = self.kind, self.shape(rows, entries)
         return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
+
+    def within(self, memory: Tensor, rows: int, entries: int) -> LayerCache:
+        """A cache of ``entries`` entries for ``rows`` sequences at the start of a flat tensor that has room for it."""
+        kind, shape = self.kind, self.shape(rows, entries)
+        parts = memory[: kind.stored * math.prod(shape)].view(kind.stored, *shape)
+        return kind(list(parts))
 
     def of(self, tensors: Sequence[Tensor]) -> LayerCache:
         """A cache of one row from tensors ``[1, N, E, D]``.
@@ -131,9 +138,19 @@ class LayerCache(ABC):
             stored = new if active is None else torch.where(active[:, None, None, None], new, mine[place])
             mine.index_put_(place, stored)
 
+    def read(self, entries: Tensor) -> list[Tensor]:
+        """Copy entries of every row, int64 ``[B, T]``: of each tensor, ``[B, T, N, D]``."""
+        index = entries[:, None, :, None]
+        shape = (-1, self.keys.shape[1], -1, self.keys.shape[3])
+        return [tensor.gather(2, index.expand(shape)).transpose(1, 2) for tensor in self.tensors]
+
     def row(self, row: int, entries: int | None = None) -> LayerCache:
         """A view of the first ``entries`` entries of one sequence: a cache with ``B = 1``."""
         return type(self)([tensor[row : row + 1, :, :entries] for tensor in self.tensors])
+
+    def span(self, first: int, end: int) -> LayerCache:
+        """A view of entries ``first .. end`` of every sequence."""
+        return type(self)([tensor[:, :, first:end] for tensor in self.tensors])
 
     def gather(self, positions: Tensor, into: LayerCache) -> None:
         """Copy selected entries of this cache, which has one row, to the first entries of another one with one row.
@@ -156,6 +173,10 @@ class LayerCache(ABC):
     def take(self, row: int, entries: Tensor) -> LayerCache:
         """Copy entries ``[E]`` of one sequence to a new cache."""
         return type(self)([tensor[row : row + 1].index_select(2, entries) for tensor in self.tensors])
+
+    def joined(self, other: LayerCache) -> LayerCache:
+        """A new cache with the entries of this one, then those of another."""
+        return type(self)([torch.cat(pair, 2) for pair in zip(self.tensors, other.tensors, strict=True)])
 
     def to_host(self, entries: int) -> LayerCache:
         """Copy the first entries of this cache, which has one row, to host memory.

@@ -81,6 +81,11 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
     return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter)
 
 
+def lay_out_window(length: int, window: int) -> Layout:
+    """Lay out the cache of a prompt of ``length`` tokens in a layer that attends to the last ``window`` tokens only."""
+    return Layout(length, 0, 0, min(length, window), window)
+
+
 def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu") -> LayoutTensors:
     """Stack layouts of several sequences into tensors of shape ``[B]``."""
     columns = list(zip(*map(astuple, layouts), strict=True))

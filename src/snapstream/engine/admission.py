@@ -77,6 +77,8 @@ class Admission:
         budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
         if past is not None and not tokens:  # decoded unchanged
             budget = past.budget or replace(self.budget, ring="elastic")  # a cache without a budget cannot be renewed
+        if self.spec.groups[0].window is not None:  # no layer has pinned places that could be renewed
+            budget = replace(budget, ring="elastic")
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = {*params.stop_token_ids, *stop_tokens(params.stop, self._special)}
         stop_ids |= set() if params.ignore_eos else self.end_tokens
@@ -110,9 +112,9 @@ class Admission:
                 "the prompt has no tokens, but this cache ends with an answer or a context, which needs a next prompt; "
                 "give at least one token"
             )
-        if past.layout.limit > self.budget.capacity:
+        if past.limit > self.budget.capacity:
             raise RequestError(
-                f"this cache holds up to {past.layout.limit} entries, but this engine's slots hold "
+                f"this cache holds up to {past.limit} entries, but this engine's slots hold "
                 f"{self.budget.capacity}; create the engine with a larger budget"
             )
         if params.kv_budget is not None or params.telemetry:

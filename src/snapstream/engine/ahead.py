@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from snapstream.cache import LayerCache
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
 from snapstream.engine.verification import Run, most_tokens
@@ -32,22 +31,19 @@ class Ahead:
         device: The device it runs on.
     """
 
-    def __init__(
-        self, model: DecoderModel, programs: Programs, cache: LayerCache, *, guesses: int, captured: bool
-    ) -> None:
+    def __init__(self, model: DecoderModel, programs: Programs, slots: int, *, guesses: int, captured: bool) -> None:
         """Allocate the buffers.
 
         Args:
             model: A model with a next-token module.
             programs: The engine's programs.
-            cache: The module's cache, ``[B, N, C, D]``.
+            slots: Slots (``B``).
             guesses: Maximum number of draft tokens per slot.
             captured: Whether to capture CUDA graphs; ignored on other devices.
         """
-        slots, self.device = len(cache.keys), cache.keys.device
-        device = self.device
+        self.device = device = model.embedding.weight.device
         self._model = model
-        self._steps = {tokens: _Step(model, programs, cache, tokens) for tokens in most_tokens(guesses, device)}
+        self._steps = {tokens: _Step(model, programs, tokens) for tokens in most_tokens(guesses, device)}
         # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
         self._states = torch.zeros(slots, guesses, model.spec.hidden_size, dtype=programs.dtype, device=device)
@@ -109,10 +105,11 @@ class _Step:
         commit: Stores the entries of accepted tokens.
     """
 
-    def __init__(self, model: DecoderModel, programs: Programs, cache: LayerCache, tokens: int) -> None:
+    def __init__(self, model: DecoderModel, programs: Programs, tokens: int) -> None:
         slots, operations = programs.slots(tokens), list(model.operations_ahead())
         self.token, self.drafted = torch.zeros_like(slots.token), torch.zeros_like(slots.position)
-        machine = programs.machine(operations, replace(slots, token=self.token, drafted=self.drafted), [cache])
+        given = replace(slots, token=self.token, drafted=self.drafted)
+        machine = programs.machine(operations, given, [model.spec.layers])
         self._normed = Part("normed", model.spec.hidden_size)
         self.hidden = machine.buffers["hidden"].view(*self.token.shape, -1)
         self.made = self.of_tokens(machine)

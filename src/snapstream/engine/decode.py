@@ -7,6 +7,7 @@ for the host. Elsewhere torch's operations run it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from snapstream.compression import (
     Layout,
     choose_entries,
     entry_of,
+    lay_out_window,
     layout_tensors,
     surviving_tokens,
 )
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.ahead import Ahead
+from snapstream.engine.evicted import Evicted
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
 from snapstream.engine.renewal import Placement
@@ -60,7 +63,7 @@ class _Entries:
 class Decode:
     """Owns the slots on the device: their caches, ``[B, N, C, D]`` per layer, and their state ``[B]``.
 
-    The whole state of a sequence is ``(base, count, limit)`` and its position; see
+    The whole state of a sequence is its position and, per group of layers, ``(base, count, limit)``; see
     :mod:`snapstream.compression.layout`. A step never writes to inactive slots: prefill fills them layer by layer while
     other slots decode.
     """
@@ -77,20 +80,21 @@ class Decode:
         max_logprobs: int,
         eager: bool,
         guesses: int = 0,
+        goes_on: bool = False,
     ) -> None:
         spec, device = model.spec, model.embedding.weight.device
         self.model, self.backend, self.slots = model, backend, slots
         self.scale = spec.scale
 
-        def column() -> Tensor:
-            return torch.zeros(slots, dtype=torch.int64, device=device)
+        def column(*groups: int) -> Tensor:
+            return torch.zeros(*groups, slots, dtype=torch.int64, device=device)
 
         # The caches of the model's layers, and that of its next-token module.
         self.layers = self._caches(capacity, types.cache, device)
         # The next token of each slot, and draft tokens after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
         self.token, self.position = self.tokens[:, 0], column()
-        self.base, self.count, self.limit = column(), column(), column()
+        self.base, self.count, self.limit = (column(len(spec.groups)) for _ in range(3))
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
         self.drafted, self.accepted = column(), column()
         # Tokens that the next steps of a launch must take, the next one first; -1 where the model chooses.
@@ -117,12 +121,13 @@ class Decode:
         captured = not eager and self.program.captured
         self.ahead: Ahead | None = None
         if model.ahead is not None:
-            self.ahead = Ahead(model, programs, self.layers[-1], guesses=guesses, captured=captured)
+            self.ahead = Ahead(model, programs, slots, guesses=guesses, captured=captured)
         follow = None if self.ahead is None else self.ahead.follow
         self.verifications = {
             tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
             for tokens in most_tokens(guesses, device)
         }
+        self.evicted = Evicted(spec.groups, self.layers, most) if goes_on else None
         self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
         self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
 
@@ -140,6 +145,7 @@ class Decode:
             guesses=config.guesses,
             max_logprobs=config.max_logprobs,
             eager=setup.eager,
+            goes_on=config.goes_on,
         )
 
     def warm_up(self, pool: Any = None) -> None:
@@ -155,7 +161,7 @@ class Decode:
     def start(
         self,
         slot: int,
-        layout: Layout,
+        layouts: Sequence[Layout],
         position: int,
         token: int,
         sampling: SamplingState | None,
@@ -166,7 +172,7 @@ class Decode:
 
         Args:
             slot: Index of the slot.
-            layout: Layout of the cache.
+            layouts: Per group of layers, the layout of the cache.
             position: True position of the next token.
             token: The next token, which is the input of the next step.
             sampling: Sampling state whose row 0 is the request's; ``None`` for plain greedy decoding.
@@ -175,16 +181,18 @@ class Decode:
         # fill_() rather than item assignment: assigning a Python number would wait for the GPU.
         self.token[slot].fill_(token)
         self.position[slot].fill_(position)
-        self.base[slot].fill_(layout.base)
-        self.count[slot].fill_(layout.count)
-        self.limit[slot].fill_(layout.limit)
+        for group, layout in enumerate(layouts):
+            self.base[group, slot].fill_(layout.base)
+            self.count[group, slot].fill_(layout.count)
+            self.limit[group, slot].fill_(layout.limit)
         if sampling is not None:
             self.sampling.copy_row(slot, sampling, 0)
         self.active[slot].fill_(active)
 
-    def slot(self, slot: int, entries: int) -> list[LayerCache]:
-        """Views of the first ``entries`` entries of a slot's cache, one per layer."""
-        return [layer.row(slot, entries) for layer in self.layers]
+    def slot(self, slot: int, layouts: Sequence[Layout]) -> list[LayerCache]:
+        """Views of the entries in use of a slot's cache, one per layer, given the layouts of its groups."""
+        counts = (layouts[self.model.spec.group_of(layer)].count for layer in range(len(self.layers)))
+        return [layer.row(slot, count) for layer, count in zip(self.layers, counts, strict=True)]
 
     @torch.inference_mode()
     def put(self, slot: int, sequence: CompressedSequence) -> None:
@@ -210,8 +218,8 @@ class Decode:
 
         Args:
             slot: Index of the slot.
-            indices: Tokens to take, by their index in the order they were stored.
-            layout: The sequence's layout when its places were last assigned.
+            indices: In layers with a budget, tokens to take, by their index in the order they were stored.
+            layout: The layout of these layers when places were last assigned.
             position: True position of the next token at that time.
             positions: Per layer, true positions of its entries at that time, ``[N, count]``.
             tokens: See :class:`CompressedSequence`.
@@ -219,11 +227,29 @@ class Decode:
             logits: See :class:`CompressedSequence`.
             budget: See :class:`CompressedSequence`.
         """
-        taken = self._entries(indices, layout)
+        layers, known, layouts = dict[int, LayerCache](), dict[int, Tensor](), list[Layout]()
+        for number, group in enumerate(self.model.spec.groups):
+            if group.window is None:
+                taken = self._entries(indices, layout)
+                layouts.append(layout.turned_to(len(indices)))
+                for layer in group.layers:
+                    layers[layer] = self.layers[layer].take(slot, taken.places)
+                    known[layer] = taken.positions(positions[layer], position)
+                continue
+            assert self.evicted is not None
+            layouts.append(lay_out_window(len(tokens), group.window))
+            last = range(layouts[-1].dropped, len(tokens))
+            # A launch may have stored more tokens.
+            stored, count = int(self.position[slot]), int(self.count[number, slot])
+            true = torch.arange(last.start, last.stop, dtype=torch.int32, device=self.token.device)
+            for layer in group.layers:
+                layers[layer] = self.evicted.window(layer, slot, group.window, last, stored, count)
+                known[layer] = true.expand(group.entry.heads, -1)
         return CompressedSequence(
-            layers=[layer.take(slot, taken.places) for layer in self.layers],
-            positions=[taken.positions(each, position) for each in positions],
-            layout=layout.turned_to(len(indices)),
+            groups=self.model.spec.groups,
+            layers=[layers[layer] for layer in range(len(self.layers))],
+            positions=[known[layer] for layer in range(len(self.layers))],
+            layouts=tuple(layouts),
             tokens=tuple(tokens),
             logits=logits,
             budget=budget,
@@ -251,23 +277,27 @@ class Decode:
             positions: Per layer, true positions of its entries at that time; empty if they are not tracked.
 
         Returns:
-            The new placement, and per layer the true positions of the entries in it.
+            The new placement, and per layer the true positions of the entries in it; those of layers with a window are
+            as they were.
         """
         count, after = placement.count(decoded), placement.renewed(decoded, budget)
         layout, chosen_by = after.layout, after.choice()
         laid_out = layout_tensors([layout], self.token.device)
         aged = self._entries(surviving_tokens(placement.layout, count, count), placement.layout)
-        moved = list[Tensor]()
-        for number, layer in enumerate(self.layers):
+        with_budget = [group for group in self.model.spec.groups if group.window is None]
+        moved = list(positions)
+        for number in (layer for group in with_budget for layer in group.layers):
+            layer = self.layers[number]
             mine = layer.take(slot, aged.places)
             nobody = mine.keys[:, :, :0]
             shown = LayerPrompt(nobody, mine.keys, None, laid_out, chosen_by.sink, self.scale, number)
             chosen = choose_entries(shown, chosen_by)[0]
             mine.gather(chosen, layer.row(slot, layout.limit))
             if positions:
-                moved.append(aged.positions(positions[number], position).gather(1, chosen))
-        self.base[slot].fill_(layout.base)
-        self.count[slot].fill_(layout.count)
+                moved[number] = aged.positions(positions[number], position).gather(1, chosen)
+        for group in range(len(with_budget)):
+            self.base[group, slot].fill_(layout.base)
+            self.count[group, slot].fill_(layout.count)
         return after, moved
 
     def _entries(self, indices: Sequence[int], layout: Layout) -> _Entries:
@@ -278,11 +308,17 @@ class Decode:
     def release(self, slot: int) -> None:
         """Free a slot. Its entries are not cleared: an inactive slot has no valid ones."""
         self.active[slot].fill_(False)
-        self.count[slot].fill_(0)
+        self.count[:, slot].fill_(0)
         self.forced[slot].fill_(-1)  # an interrupted launch may have left some
 
     def launch(
-        self, steps: int, *, greedy: bool, logprobs: bool = False, forced: dict[int, Sequence[int]] | None = None
+        self,
+        steps: int,
+        *,
+        greedy: bool,
+        logprobs: bool = False,
+        forced: dict[int, Sequence[int]] | None = None,
+        keep: bool = False,
     ) -> list[Sampled]:
         """Decode ``steps`` tokens in every active slot without synchronizing with the host in between.
 
@@ -291,11 +327,13 @@ class Decode:
             greedy: Whether all active requests want the most likely token and nothing else.
             logprobs: Whether any active request wants log-probabilities.
             forced: Tokens that a slot must take, by slot, first step first; at most ``steps`` of them.
+            keep: Whether any active sequence will be extracted.
 
         Returns:
             Per step, tensors that the caller owns. Without ``logprobs``, only ``tokens`` is meaningful.
         """
         self._force(forced)
+        self._keep_evicted(keep)
         if self.program.draws and not logprobs:
             self.program.run(steps)
             return [self._only_tokens(tokens.clone()) for tokens in self.taken[:steps]]
@@ -304,7 +342,12 @@ class Decode:
         return [Sampled(*(tensor.clone() for tensor in self.sampled_step())) for _ in range(steps)]
 
     def verify(
-        self, guesses: dict[int, Sequence[int]], *, greedy: bool, forced: dict[int, Sequence[int]] | None = None
+        self,
+        guesses: dict[int, Sequence[int]],
+        *,
+        greedy: bool,
+        forced: dict[int, Sequence[int]] | None = None,
+        keep: bool = False,
     ) -> tuple[list[Sampled], Tensor]:
         """Process the next token of every active slot together with draft tokens, and keep the correct ones.
 
@@ -312,6 +355,7 @@ class Decode:
             guesses: Draft tokens by slot; at most the number given at construction, possibly none.
             greedy: See :meth:`launch`.
             forced: Tokens that a slot must take, by slot; at most one more than it has draft tokens.
+            keep: See :meth:`launch`.
 
         Returns:
             Per place, the tokens taken, in the form :meth:`launch` returns; and how many of them are accepted, int64
@@ -319,6 +363,7 @@ class Decode:
         """
         verification = self._put_guesses(guesses)
         self._force(forced)
+        self._keep_evicted(keep)
         step = verification.sampled() if not greedy else [self._only_tokens(each) for each in verification.greedy()]
         return step, self.accepted.clone()
 
@@ -355,6 +400,10 @@ class Decode:
         self.tokens[:, 1 : most + 1].copy_(given[:, 1:])
         return self.verifications[min(size for size in self.verifications if size > most)]
 
+    def _keep_evicted(self, keep: bool) -> None:
+        if keep and self.evicted is not None:
+            self.evicted.before_launch(self.position, self.count)
+
     def _force(self, forced: dict[int, Sequence[int]] | None) -> None:
         for slot, tokens in (forced or {}).items():
             self.forced[slot, : len(tokens)] = to_device(tokens, self.token.device)
@@ -362,15 +411,21 @@ class Decode:
     def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """The slots' memory, all zero."""
         spec = self.model.spec
+        groups = [spec.groups[spec.group_of(layer)] for layer in range(spec.cached_layers)]
         if device.type != "cpu":
             return [
-                spec.entry.empty(self.slots, capacity, dtype=dtype, device=device) for _ in range(spec.cached_layers)
+                group.entry.empty(self.slots, group.entries(capacity), dtype=dtype, device=device) for group in groups
             ]
-        entry, stored = spec.entry, spec.entry.kind.stored
-        memory = tensors_of_zeros([(entry.shape(self.slots, capacity), dtype)] * stored * spec.cached_layers)
-        for tensor in memory:
+        shapes = [
+            (group.entry.shape(self.slots, group.entries(capacity)), dtype)
+            for group in groups
+            for _ in range(group.entry.kind.stored)
+        ]
+        memory = iter(tensors_of_zeros(shapes))
+        caches = [group.entry.kind(list(itertools.islice(memory, group.entry.kind.stored))) for group in groups]
+        for tensor in (tensor for cache in caches for tensor in cache.tensors):
             tensor.zero_()  # touches every page, so planned memory is committed from the start
-        return [entry.kind(memory[at : at + stored]) for at in range(0, len(memory), stored)]
+        return list(caches)
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache and attend to all valid entries, the token included; leaves logits."""

@@ -88,7 +88,7 @@ class Devices:
         """Bytes of one sequence's cache on a device that holds any of it."""
         spec = self.spec
         here = spec.kv_heads if self.attention == SEQUENCES else -(-spec.kv_heads // self.count)
-        return entries * spec.kv_bytes_per_token(self.dtype) // spec.kv_heads * here
+        return spec.sizes(self.dtype).of_slot(entries) // spec.kv_heads * here
 
     def most_sequences(self, entries: int, room: int) -> int:
         """Maximum number of sequences whose caches fit into ``room`` bytes per device."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapstream.cache import CompressedSequence
-from snapstream.compression import lay_out
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.admission import Admission, Prompt
 from snapstream.engine.change import Change
@@ -76,6 +75,7 @@ class Engine:
         spec = setup.spec
         self.model, self.config, self.spec, self.device, self.types = model, config, spec, setup.device, setup.types
         self.max_model_len, self.budget = setup.max_model_len, setup.budget
+        self._sizes = spec.sizes(self.types.cache)
         plan = plan_engine(setup, available_memory(self.device, config.memory_fraction))
         self.plan = plan.ours
         (report_plan or _print_plan)(plan)
@@ -233,7 +233,7 @@ class Engine:
         if request is None:
             raise RequestError(f"no request {request_id!r} is running")
         length = len(request.prompt)
-        if request.layout is not None or request.sequence is not None:
+        if request.layouts or request.sequence is not None:
             return length, length
         reading = self.executor.reading
         is_read = reading is not None and any(reader is request for reader, _ in self.executor.readers)
@@ -254,7 +254,7 @@ class Engine:
         uses = list(self._last_uses)
         for request in self.scheduler.running:
             assert request.slot is not None
-            uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
+            uses[request.slot] = slot_use(request, self._sizes)
         return uses
 
     def context_budget(self, asked: int | CacheBudget | None = None) -> CacheBudget:
@@ -267,8 +267,8 @@ class Engine:
         Raises:
             RequestError: The budget is invalid.
         """
-        entries = lay_out(tokens, self.budget.for_request(kv_budget, self.config.kept_queries)).count
-        return entries * self.spec.saved_bytes_per_entry(self.types.cache)
+        budget = self.budget.for_request(kv_budget, self.config.kept_queries)
+        return self._sizes.saved([group.lay_out(tokens, budget).count for group in self.spec.groups])
 
     @property
     def texts(self) -> PromptTokenizer:
@@ -311,8 +311,8 @@ class Engine:
             request.error = (
                 f"the engine was interrupted ({self._broken_by or 'unknown'}) while this request was running; ask again"
             )
-            if request.slot is not None and request.layout is not None:
-                self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
+            if request.slot is not None and request.layouts:
+                self._last_uses[request.slot] = slot_use(request, self._sizes)
             self._undelivered.append(self._output(request))
         self._forget_running(waiting)
 
@@ -420,7 +420,7 @@ class Engine:
     def _room_for_one_more(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether the spare memory has room for the compressed prompts of ``others`` and ``request``."""
         held = sum(r.sequence.nbytes for r in self.scheduler.waiting if r.sequence is not None)
-        coming = sum(min(len(r.prompt), r.budget.capacity) for r in (*others, request)) * self.plan.bytes_per_token
+        coming = sum(self._sizes.of_prompt(len(r.prompt), r.budget.capacity) for r in (*others, request))
         return held + coming <= self._spare
 
     def _fail_readers(self, readers: Sequence[Request], error: Exception) -> list[Request]:
@@ -446,8 +446,8 @@ class Engine:
         request.finish_reason, request.error = "error", f"{type(error).__name__}: {error}"
 
     def _finish(self, request: Request) -> None:
-        if request.slot is not None and request.layout is not None:
-            self._last_uses[request.slot] = slot_use(request, self.plan.bytes_per_token)
+        if request.slot is not None and request.layouts:
+            self._last_uses[request.slot] = slot_use(request, self._sizes)
         self.executor.drop(request)
         slot = self.scheduler.finish(request)
         if slot is not None:
@@ -462,7 +462,7 @@ class Engine:
                 saved = self.executor.save(request)
         except Exception as error:
             self._fail(request, error)
-        return output_of(request, new_text, saved, self.plan.bytes_per_token)
+        return output_of(request, new_text, saved, self._sizes)
 
 
 def _print_plan(plan: EnginePlan) -> None:

@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from snapstream.cache import CompressedSequence
-from snapstream.compression import lay_out, surviving_tokens
+from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.compression import Layout, lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
 from snapstream.engine.decode import Decode
 from snapstream.engine.drafters import Drafter, NextToken
+from snapstream.engine.evicted import FURTHEST
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.pace import StepCost
@@ -74,10 +75,8 @@ class Executor:
         """Prefill and compress a dummy prompt, so that all kernels that prefill needs are built and loaded."""
         length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
         reading = Reading(self.spec, [0] * length)
-        entry, dtype = self.spec.entry, self.decode.layers[0].dtype
         for each in _smaller(budget, length // 2, queries):
-            empty = entry.empty(1, lay_out(length, each).count, dtype=dtype, device=self.device)
-            reading.add(each, [empty] * self.spec.cached_layers, telemetry=True)
+            reading.add(each, self._caches(reading.layouts(each)), telemetry=True)
         while not reading.finished:
             self.prefill.advance(reading)
         for target in reading.targets:
@@ -89,12 +88,23 @@ class Executor:
         """Renew the places of a free slot, because any request may ask for ``ring="resnap"``."""
         budget = replace(CacheBudget.of(entries), ring="resnap")
         placement = Placement.of_prompt(lay_out(entries + 1, budget), budget)
-        heads = self.decode.layers[0].keys.shape[1]
-        nowhere = torch.zeros(heads, entries, dtype=torch.int32, device=self.device)
+        nowhere = [
+            torch.zeros(layer.keys.shape[1], entries, dtype=torch.int32, device=self.device)
+            for layer in self.decode.layers
+        ]
         due = placement.due(budget)
         assert due is not None
-        self.decode.renew(0, placement, due, entries + 1, budget, [nowhere] * len(self.decode.layers))
+        self.decode.renew(0, placement, due, entries + 1, budget, nowhere)
         self.decode.release(0)
+
+    def _caches(self, layouts: Sequence[Layout]) -> list[LayerCache]:
+        """Caches for one sequence outside any slot, per layer."""
+        groups = [self.spec.group_of(layer) for layer in range(self.spec.cached_layers)]
+        dtype = self.decode.layers[0].dtype
+        return [
+            self.spec.groups[group].entry.empty(1, layouts[group].count, dtype=dtype, device=self.device)
+            for group in groups
+        ]
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -111,14 +121,8 @@ class Executor:
         reading = Reading(self.spec, first.prompt, past=first.past, scored=max(wanted, default=None))
         readers = []
         for request in requests:
-            count = lay_out(reading.length, request.budget, reading.before).count
-            if request.slot is None:
-                entry, dtype = self.spec.entry, self.decode.layers[0].dtype
-                caches = [
-                    entry.empty(1, count, dtype=dtype, device=self.device) for _ in range(self.spec.cached_layers)
-                ]
-            else:
-                caches = self.decode.slot(request.slot, count)
+            layouts = reading.layouts(request.budget)
+            caches = self._caches(layouts) if request.slot is None else self.decode.slot(request.slot, layouts)
             target = reading.add(
                 request.budget, caches, telemetry=request.params.telemetry, wants_positions=request.keep
             )
@@ -186,19 +190,20 @@ class Executor:
         if request.params.telemetry:
             request.kept = target.kept_tokens()
         request.positions = target.positions if request.keep else ()
-        request.shares = target.kept_shares(reading.length + reading.dropped_before)
+        request.shares = target.kept_shares(reading.total)
         request.logits, request.reused = reading.logits, reading.skipped
         if request.slot is None:
             request.sequence = CompressedSequence(
+                groups=self.spec.groups,
                 layers=target.layers,
                 positions=target.positions,
-                layout=target.layout,
+                layouts=target.layouts,
                 tokens=tuple(request.all_tokens),
                 logits=reading.logits,
                 budget=request.budget,
             )
         else:
-            request.layout = target.layout
+            request.layouts = target.layouts
 
     def put(self, request: Request) -> None:
         """Copy a request's compressed prompt into its slot."""
@@ -206,7 +211,9 @@ class Executor:
         assert sequence is not None
         assert slot is not None
         self.decode.put(slot, sequence)
-        request.layout, request.sequence, request.logits = sequence.layout, None, sequence.logits
+        pairs = zip(self.spec.groups, sequence.layouts, strict=True)
+        request.layouts = tuple(group.resumed(layout) for group, layout in pairs)
+        request.sequence, request.logits = None, sequence.logits
         request.shares = request.shares or kept_shares(sequence)
         if request.keep:
             request.positions = sequence.positions
@@ -215,8 +222,7 @@ class Executor:
 
     def start(self, request: Request) -> None:
         """Sample the first token of a request whose cache is in its slot; launches decode it from then on."""
-        layout, slot, logits = request.layout, request.slot, request.logits
-        assert layout is not None
+        layouts, slot, logits = request.layouts, request.slot, request.logits
         assert slot is not None
         assert logits is not None
         token = self._draw_first(request, logits) if request.max_tokens else 0
@@ -227,8 +233,8 @@ class Executor:
         request.phase = Phase.DECODE
         if request.finish_reason is None or request.keep:
             position = request.before + len(request.prompt)
-            request.placement = Placement.of_prompt(layout, request.budget)
-            self.decode.start(slot, layout, position, token, self._first_token, active=bool(request.max_tokens))
+            request.placement = Placement.of_prompt(layouts[0], request.budget)
+            self.decode.start(slot, layouts, position, token, self._first_token, active=bool(request.max_tokens))
 
     @torch.inference_mode()
     def _draw_first(self, request: Request, logits: Tensor) -> int:
@@ -255,6 +261,7 @@ class Executor:
         """
         greedy = all(request.params.plain_greedy for request in going)
         logprobs = any(request.params.logprobs is not None for request in going)
+        keep = any(request.keep for request in going)
         for request in going:
             if request.until_renewal <= 0:
                 self._renew(request)  # an error leaves a slot half renewed, so it fails the whole launch
@@ -265,13 +272,14 @@ class Executor:
         with current_device(self.device):
             if guesses is not None:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
-                results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced)
+                results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced, keep=keep)
             else:
                 # No more steps than the longest remaining request can use, and none past the next renewal.
                 steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
                 steps = int(min(steps, *(request.until_renewal for request in going)))
                 forced = _next_forced(going, {request.slot: steps for request in going})
-                results, certain = self.decode.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced), None
+                results = self.decode.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced, keep=keep)
+                certain = None
             # One copy per kind of result, for all steps of the launch.
             kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
             copied = [torch.stack(kind) for kind in kinds]
@@ -353,13 +361,13 @@ class Executor:
 
         Returns:
             The sequence; ``None`` if the text ends so long before its last token that later tokens have already
-            competed for pinned places.
+            competed for pinned places, or taken places in a sliding window.
         """
         placement, slot = request.placement, request.slot
         assert placement is not None
         assert slot is not None
         tokens = request.text.whole_tokens()
-        if placement.decoded - tokens > newest(request.budget):
+        if placement.decoded - tokens > newest(request.budget) or self._window_is_gone(request.decoded - tokens):
             return None
         decoded = request.decoded + self.steps if request.tokens else 0
         layout = placement.layout
@@ -374,6 +382,10 @@ class Executor:
             logits=None if request.tokens else request.logits,
             budget=request.budget,
         )
+
+    def _window_is_gone(self, surplus: int) -> bool:
+        """Whether entries were overwritten for good by decoded tokens that are not in the text."""
+        return surplus > FURTHEST and self.spec.groups[-1].window is not None
 
     def clear(self) -> None:
         """Abandon the current prefill, reset the drafter, and free all slots."""

@@ -52,15 +52,14 @@ class SequenceFiles:
         sequence = CompressedSequence.load(
             path,
             model=self.model,
-            shape=setup.spec.entry,
-            layers=setup.spec.cached_layers,
+            groups=setup.spec.groups,
             dtype=setup.types.cache,
             device=setup.device,
         )
-        if sequence.layout.limit > setup.budget.capacity:
+        if sequence.limit > setup.budget.capacity:
             raise CacheFileError(
-                f"{path} holds a cache of up to {sequence.layout.limit} entries, but a slot of this engine has "
-                f"{setup.budget.capacity}; create the engine with a budget of at least {sequence.layout.limit}"
+                f"{path} holds a cache of up to {sequence.limit} entries, but a slot of this engine has "
+                f"{setup.budget.capacity}; create the engine with a budget of at least {sequence.limit}"
             )
         if len(sequence.tokens) >= setup.max_model_len:
             raise CacheFileError(

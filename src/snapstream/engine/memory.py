@@ -13,6 +13,7 @@ import torch
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import KEPT_QUERIES, MIN_CAPACITY
 from snapstream.config.policy import ALL, rows_of_queries
+from snapstream.engine.evicted import kept_entries
 from snapstream.engine.prefill import ELSEWHERE, SCORED_ROWS, staging_length
 from snapstream.engine.settings import Setup
 from snapstream.engine.tokenizing import tokenizing_bytes
@@ -38,7 +39,7 @@ class MemoryPlan:
 
     Attributes:
         weights: Model parameters.
-        slots: Compressed caches of all slots.
+        slots: Compressed caches of all slots, and what a saved sequence needs of entries that a window has lost.
         staging: Memory for the one prompt that is being prefilled: the cache of one layer, its values in multiplication
             order, the hidden states of all tokens, and the queries of the last tokens.
         workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
@@ -50,10 +51,11 @@ class MemoryPlan:
         tokenizing: Memory of the tokenizer for a long text; 0 on CUDA, because it is in host memory.
         metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps and of a chunk.
         slot_count: Number of slots.
-        cache_entries: Entries per slot.
+        cache_entries: Entries per slot in layers with a budget.
         max_model_len: Maximum sequence length.
         padded_len: Tokens of the staging cache: ``max_model_len`` rounded up to whole chunks.
         bytes_per_token: Bytes of keys and values of one token over all layers.
+        slot_bytes: Bytes of the caches of one slot.
         keeps_workspace: Whether the workspace stays allocated. On CUDA, captured graphs and torch's allocator keep it,
             so it is part of the steady state.
     """
@@ -73,6 +75,7 @@ class MemoryPlan:
     max_model_len: int
     padded_len: int
     bytes_per_token: int
+    slot_bytes: int
     keeps_workspace: bool
 
     @property
@@ -88,7 +91,7 @@ class MemoryPlan:
 
     def slots_in(self, cache_memory: int) -> int:
         """Maximum number of slots whose caches alone fit into ``cache_memory`` bytes."""
-        return cache_memory // (self.cache_entries * self.bytes_per_token)
+        return cache_memory // self.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -206,11 +209,13 @@ def _plan(
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
-    chunk, per_token = setup.chunk, spec.kv_bytes_per_token(types.cache)
+    chunk, sizes = setup.chunk, spec.sizes(types.cache)
+    slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
-    values = torch.Size((spec.kv_heads, padded, spec.value_size))
-    packed = math.prod(setup.backend.packed_shape(values, types.activations)) * item
+    shapes = [torch.Size((group.entry.heads, padded, spec.value_size)) for group in spec.groups]
+    packed = max(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
+    entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
     if setup.device.type == "cpu":  # the library packs a weight before the product
@@ -220,22 +225,22 @@ def _plan(
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
     # The kept entries of one layer are gathered before they are copied to the slot.
-    leaving = entries * spec.entry.nbytes(types.activations)
+    leaving = entries * entry_bytes
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
     at_once = min(slots, torch.get_num_threads()) if setup.device.type == "cpu" else 0
     return MemoryPlan(
         weights=fixed.weights,
-        slots=slots * entries * per_token,
-        staging=padded * spec.entry.nbytes(types.activations)
+        slots=slots * slot_bytes,
+        staging=padded * entry_bytes
         + packed
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * entries * spec.saved_bytes_per_entry(types.cache),
+        sessions=config.sessions * sizes.saved([group.entries(entries) for group in spec.groups]),
         contexts=config.context_bytes,
         prefixes=_prefixes(setup, length) * spec.kv_bytes_per_token(types.activations),
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
@@ -246,15 +251,30 @@ def _plan(
         + chunk * (fixed.buffers + 8)
         + slots * fixed.step
         + at_once * spec.vocab_size * DRAWING_BYTES
-        + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, entries)
+        + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, _most_entries(spec, entries))
         + _verifying(setup, fixed, slots, entries),
         slot_count=slots,
         cache_entries=entries,
         max_model_len=length,
         padded_len=padded,
-        bytes_per_token=per_token,
+        bytes_per_token=spec.kv_bytes_per_token(types.cache),
+        slot_bytes=slot_bytes,
         keeps_workspace=setup.captured,
     )
+
+
+def _most_entries(spec: ModelSpec, capacity: int) -> int:
+    return max(group.entries(capacity) for group in spec.groups)
+
+
+def _evicted(setup: Setup) -> int:
+    """Bytes per slot of :class:`snapstream.engine.evicted.Evicted`."""
+    config = setup.config
+    if not config.goes_on:
+        return 0
+    held = kept_entries(max(config.decode_steps, config.guesses + 1))
+    sizes = setup.spec.sizes(setup.types.cache)
+    return sizes.of([0 if group.window is None else held for group in setup.spec.groups])
 
 
 def _prefixes(setup: Setup, length: int) -> int:
@@ -274,7 +294,7 @@ def _verifying(setup: Setup, fixed: FixedSizes, slots: int, entries: int) -> int
     """Bytes of verification steps: pending entries, logits and buffers, for each size of step."""
     spec, item, guesses = setup.spec, setup.types.activations.itemsize, setup.config.guesses
     rows = slots * sum(most_tokens(guesses, setup.device))
-    attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, entries)
+    attending = setup.backend.decode_bytes(rows, spec.heads, spec.value_size, _most_entries(spec, entries))
     held = rows * (spec.kv_bytes_per_token(setup.types.cache) + spec.vocab_size * 4 + fixed.step) + attending
     if spec.reads_ahead:  # the next-token module's step, and its hidden states
         held += rows * (fixed.step + 5 * spec.hidden_size * item) + attending

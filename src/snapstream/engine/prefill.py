@@ -18,6 +18,7 @@ attention backends keep a second copy of the layer's values, in the order in whi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
+from snapstream.cache import reported_layers
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -54,13 +56,14 @@ class _Layer:
         before: Up to queries, and keys and values in the cache.
         after: Attention, and what follows.
         query: Where ``before`` leaves the queries.
+        angles: The rotary angles that they need.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], angles: Operation) -> None:
         (at,) = (at for at, each in enumerate(operations) if isinstance(each, Attend))
         attend = operations[at]
         assert isinstance(attend, Attend)
-        self.before, self.after, self.query = operations[:at], operations[at:], attend.query
+        self.before, self.after, self.query = [angles, *operations[:at]], operations[at:], attend.query
 
 
 class Prefill:
@@ -89,10 +92,17 @@ class Prefill:
         spec, device, dtype = model.spec, model.embedding.weight.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device = spec.scale, device
-        self.staging = spec.entry.empty(1, padded, dtype=dtype, device=device)
+        # One memory for the layers of all groups.
+        largest = max(math.prod(group.entry.shape(1, padded)) * group.entry.kind.stored for group in spec.groups)
+        memory = torch.zeros(largest, dtype=dtype, device=device)
+        self._stagings = [group.entry.within(memory, 1, padded) for group in spec.groups]
+        self.staging = self._stagings[0]
         columns = spec.value_size if backend.narrow_values else spec.head_dim
-        values = torch.Size((spec.kv_heads, padded, columns))
-        self._packed = torch.zeros(backend.packed_shape(values, dtype), dtype=dtype, device=device)
+        shapes = [
+            backend.packed_shape(torch.Size((group.entry.heads, padded, columns)), dtype) for group in spec.groups
+        ]
+        packed = torch.zeros(max(map(math.prod, shapes)), dtype=dtype, device=device)
+        self._packed = [packed[: math.prod(shape)].view(shape) for shape in shapes]
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
@@ -100,17 +110,19 @@ class Prefill:
         )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self._layers = [
-            _Layer(with_backend([*model.operations_of(layer, cache=0)], backend)) for layer in range(spec.cached_layers)
+            _Layer(with_backend([*model.operations_of(layer, cache=0)], backend), model.rotation_of(layer).operation())
+            for layer in range(spec.cached_layers)
         ]
-        self._embed, self._angles = model.embed(), model.angles()
+        self._embed = model.embed()
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
         self._output = [*model.output()]
-        every = [self._angles, *self._enter, *self._output]
+        every = [*self._enter, *self._output]
         for layer in self._layers:
             every += [*layer.before, *layer.after]
         parts = [part for each in every for part in each.parts() if part.buffer not in ELSEWHERE]
         self._copies = {part.buffer: part.copies for part in parts}
         self._buffers = allocate_buffers(parts, chunk, dtype, device=device)
+        self._reported = frozenset(reported_layers(spec.groups))
         self._slots = Slots.of_prompt(torch.zeros(1, chunk, dtype=torch.int64, device=device), padded)
 
     @classmethod
@@ -124,8 +136,10 @@ class Prefill:
 
         After an error, this prefill must not be continued.
         """
-        start, last_layer = reading.done, reading.layer == self.model.spec.layers - 1
-        is_ahead = reading.layer == self.model.spec.layers
+        spec, start, group = self.model.spec, reading.done, reading.group
+        has_budget, self.staging = spec.groups[group].window is None, self._stagings[group]
+        last_layer = reading.layer == spec.layers - 1
+        is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
         used, layer = len(tokens), self._layers[reading.layer]
         x = self.hidden[start : start + used]
@@ -135,9 +149,9 @@ class Prefill:
         if begins and reading.prefix is not None:
             self.staging.put_from_host(reading.prefix.layers[reading.layer], start)
         first = reading.before + start
-        chunk = self.chunk_at(first, used, x, offset=reading.dropped_before)
+        chunk = self.chunk_at(first, used, x, offset=reading.dropped_before, group=group)
         self._packed_until.fill_(0 if begins else first)
-        operations = [self._angles, *layer.before]
+        operations = layer.before
         if reading.layer == 0:
             self._slots.token[0, :used] = to_device(tokens, self.device)
             operations = [self._embed, *operations]
@@ -152,7 +166,8 @@ class Prefill:
                 program_for_rows(layer.after, chunk).run()
         else:
             program_for_rows([*operations, *layer.after], chunk).run()
-        self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
+        if has_budget:  # otherwise nobody votes
+            self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
         if last_layer and reading.done == len(reading.tokens):
             reading.logits = self._last_logits(reading, layer, used - 1)
@@ -175,7 +190,9 @@ class Prefill:
         following = to_device(reading.tokens[start + 1 : start + 1 + used], self.device)
         return following if len(following) == used else torch.cat((following, reading.logits.argmax(-1)))
 
-    def chunk_at(self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0, row: int = 0) -> PromptChunk:
+    def chunk_at(
+        self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0, row: int = 0, group: int = 0
+    ) -> PromptChunk:
         """What operations work on for a chunk; it is the current one until the next call.
 
         Args:
@@ -184,6 +201,7 @@ class Prefill:
             x: Its hidden states, ``[T, hidden]``; by default those of the tokens at these entries.
             offset: Offset of true positions from entries: the number of tokens dropped in earlier turns.
             row: Which rows of the buffers it has: so many after the first.
+            group: The group of the layer that it is taken through.
         """
         self._slots.count.fill_(first)
         self._slots.position.fill_(first + offset)
@@ -193,14 +211,14 @@ class Prefill:
             for name, buffer in self._buffers.items()
         }
         slots = replace(self._slots, token=self._slots.token[:, :rows])
-        staging = self.staging.row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
+        staging = self._stagings[group].row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
         return PromptChunk(
             buffers | {"x": x},
             slots,
             [staging],
             [],
             self.staging.dtype,
-            packed=self._packed,
+            packed=self._packed[group],
             packed_until=self._packed_until,
         )
 
@@ -224,7 +242,7 @@ class Prefill:
         # Computed the same way whether or not the prompt is scored.
         x = self._last_input
         self._packed_until.zero_()  # the last layer's values have not been packed yet
-        chunk = self.chunk_at(reading.length - 1, 1, x, offset=reading.dropped_before, row=row)
+        chunk = self.chunk_at(reading.length - 1, 1, x, offset=reading.dropped_before, row=row, group=reading.group)
         program_for_rows(layer.after, chunk).run()
         return self._logits(x)
 
@@ -270,11 +288,12 @@ class Prefill:
                 target.error = error
 
     def _compress_into(self, target: Target, reading: Reading) -> None:
-        layout, budget, into = target.layout, target.budget, target.layers[reading.layer]
-        if layout.dropped == 0:  # nothing to select: entry i is token i
+        layout, budget, into = target.layouts[reading.group], target.budget, target.layers[reading.layer]
+        has_budget = self.model.spec.groups[reading.group].window is None
+        if layout.dropped == 0 or not has_budget:  # nothing to select: the last tokens, in order
             heads = self.staging.keys.shape[1]
-            positions = torch.arange(layout.count, device=self.device).expand(heads, -1)
-            into.put(self.staging.row(0, layout.count).converted(into.dtype))
+            positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)
+            into.put(self.staging.span(layout.dropped, layout.length).converted(into.dtype))
         else:
             positions = choose_entries(self._shown(reading, target), budget)[0, :, : layout.count]
             if into.dtype == self.staging.dtype:
@@ -282,13 +301,16 @@ class Prefill:
             else:
                 into.put(self.staging.gathered(positions).converted(into.dtype))
         true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
-        total = reading.length + reading.dropped_before
-        if layout.count < total:
-            counts = count_parts(true, total)
+        if layout.count < reading.total and reading.layer in self._reported:
+            counts = count_parts(true, reading.total)
             target.parts = counts if target.parts is None else target.parts + counts
+            target.counted += len(true)
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
         if target.telemetry and reading.layer < self.model.spec.layers:
+            if not has_budget:  # nothing that these layers attend to is dropped
+                target.mass.append(torch.ones((), device=self.device))
+                return
             prompt = self._shown(reading, target, WINDOW)
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
             target.mass.append(shares.mean())
@@ -302,7 +324,7 @@ class Prefill:
             queries=self.queries[None, :, self.queries.shape[1] - rows :],
             keys=staged.keys,
             values=staged.values if target.budget.policy.needs_values else None,
-            layout=layout_tensors([target.layout], self.device),
+            layout=layout_tensors([target.layouts[reading.group]], self.device),
             sink=target.budget.sink,
             scale=self.scale,
             layer=reading.layer,

@@ -74,18 +74,22 @@ class Programs:
         self,
         operations: Sequence[Operation],
         slots: Slots,
-        caches: Sequence[LayerCache] | None = None,
+        layers: Sequence[int] | None = None,
         given: dict[str, Tensor] | None = None,
     ) -> Machine:
-        """What operations work on: caches, those of the model if not said, and buffers for what is between."""
-        caches = self._layers[: self._spec.layers] if caches is None else caches
+        """What operations work on: caches of layers, the model's own if not said, and buffers for what is between."""
+        layers = range(self._spec.layers) if layers is None else layers
+        groups = [self._spec.group_of(layer) for layer in layers]
         (rows, tokens), device = slots.token.shape, slots.token.device
         parts = (part for each in operations for part in each.parts())
         buffers = allocate_buffers(parts, rows * tokens, self.dtype, given, device)
+        caches = [self._layers[layer] for layer in layers]
         pending = [
-            self._spec.entry.empty(rows, tokens, dtype=cache.dtype, device=device) for cache in caches if tokens > 1
+            self._spec.groups[group].entry.empty(rows, tokens, dtype=cache.dtype, device=device)
+            for group, cache in zip(groups, caches, strict=True)
+            if tokens > 1
         ]
-        return Machine(buffers, slots, caches, pending, self.dtype)
+        return Machine(buffers, slots, caches, pending, self.dtype, groups)
 
     def run_of(self, operations: Sequence[Operation], machine: Machine) -> Run:
         """What runs a list of operations that read several tokens per slot."""

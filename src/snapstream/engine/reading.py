@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from snapstream.cache import CompressedSequence, LayerCache
-from snapstream.compression import Layout, lay_out
+from snapstream.cache import CompressedSequence, LayerCache, reported_layers
+from snapstream.compression import Layout
 from snapstream.config import CacheBudget
 from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
 from snapstream.engine.prefixes import Prefix
@@ -25,23 +25,26 @@ class Target:
         budget: The request's budget.
         layers: One cache per layer, with a batch size of 1 and room for all kept entries: part of a slot, or
             separately allocated.
-        layout: Layout of the compressed prompt.
+        layouts: Per group of layers, the layout of the compressed prompt.
         telemetry: Whether to report which tokens were kept, and the share of attention on them.
         wants_positions: Whether true positions are needed later.
         positions: Per finished layer, true positions of the entries, int32 ``[N, count]``, if wanted.
         mass: Per finished layer of the model, the share of the window's attention on kept tokens, a scalar.
-        parts: Number of kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all layers and heads.
+        parts: Number of kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all heads of layers
+            that reports are about.
+        counted: Number of these heads.
         error: Why this cache could not be built.
     """
 
     budget: CacheBudget
     layers: Sequence[LayerCache]
-    layout: Layout
+    layouts: tuple[Layout, ...]
     telemetry: bool = False
     wants_positions: bool = False
     positions: list[Tensor] = field(default_factory=list)
     mass: list[Tensor] = field(default_factory=list)
     parts: Tensor | None = None
+    counted: int = 0
     error: Exception | None = None
 
     def kept_tokens(self) -> KeptTokens:
@@ -52,7 +55,7 @@ class Target:
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
         """Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens."""
-        return _shares(self.parts, length, len(self.layers) * self.layers[0].keys.shape[1])
+        return _shares(self.parts, length, self.counted)
 
 
 class Reading:
@@ -88,29 +91,39 @@ class Reading:
         self.layer = self.done = 0
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs | None] = [None]
-        self._layers = spec.cached_layers
+        self._spec = spec
         # Multiplications per token: with the weights, and with each key it attends to.
         self._constant, self._per_key = spec.layer_parameters, spec.heads * spec.head_dim * 2
 
     @property
+    def group(self) -> int:
+        """The group of the current layer."""
+        return self._spec.group_of(self.layer)
+
+    @property
     def before(self) -> int:
-        """Entries of earlier turns at the start of the staging cache."""
-        return 0 if self.past is None else self.past.entries
+        """Entries of earlier turns at the start of the current layer's staging cache."""
+        return self._before(self.group)
 
     @property
     def dropped_before(self) -> int:
-        """Offset of true positions from entries: the number of tokens dropped in earlier turns."""
-        return 0 if self.past is None else len(self.past.tokens) - self.past.entries
+        """Offset of true positions from the current layer's entries: tokens that it dropped in earlier turns."""
+        return 0 if self.past is None else len(self.past.tokens) - self.before
 
     @property
     def length(self) -> int:
-        """Entries in the staging cache when a layer is finished."""
+        """Entries in the staging cache when the current layer is finished."""
         return self.before + len(self.tokens)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the conversation."""
+        return len(self.tokens) + (0 if self.past is None else len(self.past.tokens))
 
     @property
     def finished(self) -> bool:
         """Whether all layers have been prefilled and compressed."""
-        return self.layer == self._layers
+        return self.layer == self._spec.cached_layers
 
     @property
     def failed(self) -> bool:
@@ -122,7 +135,7 @@ class Reading:
         """Share of the work that is done, between 0 and 1."""
         skipped = self._work(self.skipped)
         done = (self._work(self.done) - skipped) / (self._work(len(self.tokens)) - skipped)
-        return min(1.0, (self.layer + done) / self._layers)
+        return min(1.0, (self.layer + done) / self._spec.cached_layers)
 
     def add(
         self,
@@ -145,9 +158,20 @@ class Reading:
         """
         assert self.layer == 0
         assert self.done == self.skipped
-        layout = lay_out(self.length, budget, self.before)
-        self.targets.append(Target(budget, layers, layout, telemetry, telemetry or wants_positions))
+        layouts = self.layouts(budget)
+        self.targets.append(Target(budget, layers, layouts, telemetry, telemetry or wants_positions))
         return self.targets[-1]
+
+    def layouts(self, budget: CacheBudget) -> tuple[Layout, ...]:
+        """Per group of layers, the layout of the prompt compressed with a budget."""
+        before = [self._before(group) for group in range(len(self._spec.groups))]
+        return tuple(
+            group.lay_out(known + len(self.tokens), budget, known)
+            for group, known in zip(self._spec.groups, before, strict=True)
+        )
+
+    def _before(self, group: int) -> int:
+        return 0 if self.past is None else self.past.layouts[group].count
 
     def begin_behind(self, prefix: Prefix, tokens: int) -> None:
         """Take the first ``tokens`` tokens of the prompt from ``prefix``; must be called before the prefill starts."""
@@ -157,7 +181,7 @@ class Reading:
 
     def _work(self, tokens: int) -> float:
         """Multiplications in one layer for the first ``tokens`` tokens."""
-        return tokens * (self._constant + self._per_key * (self.before + tokens / 2))
+        return tokens * (self._constant + self._per_key * (self._before(0) + tokens / 2))
 
 
 def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
@@ -165,8 +189,9 @@ def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
     length = len(sequence.tokens)
     if sequence.entries == length:
         return _shares(None, length, 1)
-    positions = to_host([torch.stack(list(sequence.positions))])[0].to(torch.int64)
-    return _shares(count_parts(positions, length), length, positions.shape[0] * positions.shape[1])
+    positions = [sequence.positions[layer] for layer in reported_layers(sequence.groups)]
+    held = to_host([torch.cat(positions)])[0].to(torch.int64)
+    return _shares(count_parts(held, length), length, len(held))
 
 
 def count_parts(positions: Tensor, length: int) -> Tensor:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from snapstream.cache import CompressedSequence
+from snapstream.cache import CacheSizes, CompressedSequence
 from snapstream.compression import entry_of
 from snapstream.engine.output import CacheUse, RequestOutput, SlotUse
 from snapstream.engine.renewal import Placement
 from snapstream.engine.request import Request
 
 
-def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
+def cache_use(request: Request, sizes: CacheSizes) -> CacheUse | None:
     """Cache use of a request's prompt; ``None`` until prefill has ended."""
-    layout = request.layout
-    if layout is None:
+    if not request.layouts:
         return None
-    sink = min(request.budget.sink, layout.length)
+    layout = request.layouts[0]
+    sink = min(request.budget.sink, layout.length, layout.base)
     prompt_tokens = request.before + len(request.prompt)
     return CacheUse(
         prompt_tokens=prompt_tokens,
@@ -23,19 +23,18 @@ def cache_use(request: Request, bytes_per_token: int) -> CacheUse | None:
         recent=max(layout.count - layout.base, 0),
         dropped=prompt_tokens - layout.count,
         limit=layout.limit,
-        bytes_held=layout.limit * bytes_per_token,
-        bytes_full=request.seen * bytes_per_token,
+        bytes_held=sizes.of([each.limit for each in request.layouts]),
+        bytes_full=sizes.of_prompt(request.seen),
         kept=request.kept,
     )
 
 
-def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
+def slot_use(request: Request, sizes: CacheSizes) -> SlotUse:
     """Slot use of a request that is being decoded, or was when it ended."""
-    assert request.layout is not None
     assert request.slot is not None
-    placement = request.placement or Placement.of_prompt(request.layout, request.budget)
+    placement = request.placement or Placement.of_prompt(request.layouts[0], request.budget)
     layout, stored = placement.layout, placement.count(request.decoded)
-    sink = min(request.budget.sink, layout.count)
+    sink = min(request.budget.sink, layout.count, layout.base)
     return SlotUse(
         slot=request.slot,
         busy=request.finish_reason is None,
@@ -47,22 +46,22 @@ def slot_use(request: Request, bytes_per_token: int) -> SlotUse:
         limit=layout.limit,
         next_entry=entry_of(layout, stored),
         generated=len(request.tokens),
-        bytes_held=layout.limit * bytes_per_token,
-        bytes_full=request.seen * bytes_per_token,
+        bytes_held=sizes.of([each.limit for each in request.layouts]),
+        bytes_full=sizes.of_prompt(request.seen),
         kept=request.shares,
     )
 
 
-def output_of(request: Request, new_text: str, saved: CompressedSequence | None, bytes_per_token: int) -> RequestOutput:
+def output_of(request: Request, new_text: str, saved: CompressedSequence | None, sizes: CacheSizes) -> RequestOutput:
     """Build the output of a request.
 
     Args:
         request: The request.
         new_text: Text added since the last output.
         saved: Its compressed sequence, if it is returned now.
-        bytes_per_token: Bytes of keys and values of one token over all layers.
+        sizes: Sizes of caches.
     """
-    wants_scores = request.params.prompt_logprobs is not None and request.layout is not None
+    wants_scores = request.params.prompt_logprobs is not None and bool(request.layouts)
     return RequestOutput(
         request_id=request.request_id,
         new_text=new_text,
@@ -73,7 +72,7 @@ def output_of(request: Request, new_text: str, saved: CompressedSequence | None,
         finished=request.finish_reason is not None,
         finish_reason=request.finish_reason,
         error=request.error,
-        cache=cache_use(request, bytes_per_token),
+        cache=cache_use(request, sizes),
         prompt_logprobs=request.prompt_logprobs if wants_scores else None,
         saved=saved,
         _produced=request.text.produced,

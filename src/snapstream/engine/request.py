@@ -44,8 +44,8 @@ class Request:
         phase: Its phase.
         slot: The slot it decodes in, or will after prefill.
         sequence: Its compressed prompt, as long as that waits for a slot.
-        layout: Layout of its cache, once prefill has ended.
-        placement: Layout of its cache when places were last assigned, once it decodes.
+        layouts: Per group of layers, the layout of its cache, once prefill has ended; empty before.
+        placement: Layout of its cache in layers with a budget when places were last assigned, once it decodes.
         logits: Logits of the prompt's last token, if the cache is returned with nothing generated.
         positions: Per layer, true positions of the entries of its placement, if the cache is returned.
         prompt_logprobs: Log-probabilities of the prompt's tokens, if requested.
@@ -69,7 +69,7 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int | None = None
     sequence: CompressedSequence | None = None
-    layout: Layout | None = None
+    layouts: tuple[Layout, ...] = ()
     placement: Placement | None = None
     logits: Tensor | None = None
     positions: Sequence[Tensor] = ()

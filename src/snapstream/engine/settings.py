@@ -108,11 +108,18 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
                 f"speculative is 'mtp', but {model} has no module for multi-token prediction (num_nextn_predict_layers "
                 "is 0 or missing in config.json); use 'lookup' or 'draft-model'"
             )
-        spec = replace(spec, reads_ahead=True)
+        spec = spec.with_next_token()
     device = choose_device(config.device, must_exist=must_exist)
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
+    spec = spec.with_windows_below(max_model_len)
+    if budget is not None and spec.groups[0].window is not None:
+        logger.warning(
+            "Every layer of this model has a sliding window of %d tokens, so its cache has a fixed size already: the "
+            "budget has no effect.",
+            spec.groups[0].window,
+        )
     return Setup(
         spec=spec,
         config=config,

@@ -183,10 +183,11 @@ class Store(Operation):
         B, T = slots.token.shape
         key = self.key.of(m.buffers).view(B, T, -1, self.key.size).to(cache.dtype)
         value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size).to(cache.dtype)
+        entries = slots.entries(m.group_of(self.layer))
         if isinstance(m, PromptChunk):
-            cache.write(slots.entries(), key, value)
+            cache.write(entries, key, value)
         elif T == 1:
-            cache.write(slots.entries(), key, value, slots.active)
+            cache.write(entries, key, value, slots.active)
         else:
             m.pending[self.layer].write(torch.arange(T, device=key.device).expand(B, T), key, value, slots.active)
 
@@ -195,13 +196,15 @@ class Store(Operation):
 class Attend(Operation):
     """Attention of each token over its slot's cache, as it is once the token and those before it are stored.
 
-    If values are shorter than keys, they are the first elements of the entries.
+    If values are shorter than keys, they are the first elements of the entries. Within a prompt, tokens attend to the
+    last ``window`` tokens only, themselves included, or to all if that is 0. In a slot, the ring holds no others.
     """
 
     query: Part
     target: Part
     layer: int
     scale: float
+    window: int = field(default=0, kw_only=True)
 
     def views(self, m: Machine) -> tuple[Tensor, Tensor]:
         """Queries ``[B, T, H, D]`` and the buffer of results, ``[B, T, H, V]``."""
@@ -215,9 +218,11 @@ class Attend(Operation):
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size]
-            target[0] = plain.attend_chunk(query[0], cache.keys[0], values, slots.count[0], self.scale)
+            start = slots.count[0, 0]
+            target[0] = plain.attend_chunk(query[0], cache.keys[0], values, start, self.scale, self.window)
             return
-        entries, valid = slots.entries(), slots.valid()
+        group = m.group_of(self.layer)
+        entries, valid = slots.entries(group), slots.valid(group)
         seen = type(cache)([tensor.clone() for tensor in cache.tensors])
         for t in range(T):
             if T > 1:
@@ -377,9 +382,10 @@ class Commit(Operation):
 
     @override
     def run(self, m: Machine) -> None:
-        slots, entries = m.slots, m.slots.entries()
+        slots, places = m.slots, [m.slots.entries(group) for group in range(len(m.slots.base))]
         assert slots.accepted is not None
-        for cache, pending in zip(m.caches, m.pending, strict=True):
+        for layer, (cache, pending) in enumerate(zip(m.caches, m.pending, strict=True)):
+            entries = places[m.group_of(layer)]
             for t in range(slots.tokens):
                 key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                 certain = slots.active & (t < slots.accepted)

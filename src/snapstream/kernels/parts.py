@@ -63,9 +63,10 @@ class Slots:
     Attributes:
         token: Tokens to process, int64 ``[B, T]``.
         position: True position of the first of them, int64 ``[B]``.
-        base: First entry of the ring, int64 ``[B]``; see :mod:`snapstream.compression.layout`.
-        count: Tokens ever stored, int64 ``[B]``.
-        limit: End of the ring, int64 ``[B]``.
+        base: Per group of layers, first entry of the ring, int64 ``[groups, B]``; see
+            :mod:`snapstream.compression.layout`.
+        count: Tokens ever stored, int64 ``[groups, B]``.
+        limit: End of the ring, int64 ``[groups, B]``.
         active: Slots to process, bool ``[B]``; the others stay unchanged.
         forced: Tokens that must be taken next, -1 for none, int64 ``[B, steps]``.
         taken: Tokens that were taken, int64 ``[steps, B]``.
@@ -96,9 +97,9 @@ class Slots:
         return cls(
             token=nothing[:, None],
             position=nothing,
-            base=nothing,
-            count=valid - 1,
-            limit=torch.full_like(valid, entries),
+            base=nothing[None],
+            count=(valid - 1)[None],
+            limit=torch.full_like(valid, entries)[None],
             active=valid > 0,
             forced=nothing[:, None],
             taken=nothing[None],
@@ -119,9 +120,9 @@ class Slots:
         return cls(
             token=token,
             position=column(0),
-            base=column(0),
-            count=column(0),
-            limit=column(entries),
+            base=column(0)[None],
+            count=column(0)[None],
+            limit=column(entries)[None],
             active=torch.ones(1, dtype=torch.bool, device=token.device),
             forced=column(-1)[:, None],
             taken=column(0)[None],
@@ -142,14 +143,18 @@ class Slots:
         """True positions of all rows, int64 ``[B * T]``."""
         return self._of_rows(self.position)
 
-    def entries(self) -> Tensor:
-        """Entries that the tokens are written to, int64 ``[B, T]``."""
-        return next_slot(self._of_rows(self.count), *self._expanded(self.base, self.limit)).view_as(self.token)
+    def entries(self, group: int = 0) -> Tensor:
+        """Entries that the tokens are written to in layers of a group, int64 ``[B, T]``."""
+        ring = self._expanded(self.base[group], self.limit[group])
+        return next_slot(self._of_rows(self.count[group]), *ring).view_as(self.token)
 
-    def valid(self) -> Tensor:
-        """Number of entries that each token attends to, its own included, int64 ``[B, T]``; 0 for unused tokens."""
-        seen = torch.minimum(self._of_rows(self.count) + 1, *self._expanded(self.limit)).view_as(self.token)
-        return torch.where(self.used(), seen, 0)
+    def valid(self, group: int = 0) -> Tensor:
+        """Number of entries that each token attends to in layers of a group, its own included, int64 ``[B, T]``.
+
+        It is 0 for unused tokens.
+        """
+        seen = torch.minimum(self._of_rows(self.count[group]) + 1, *self._expanded(self.limit[group]))
+        return torch.where(self.used(), seen.view_as(self.token), 0)
 
     def _of_rows(self, first: Tensor) -> Tensor:
         return (first[:, None] + torch.arange(self.tokens, device=first.device)).flatten()
@@ -168,6 +173,7 @@ class Machine:
         caches: One per layer.
         pending: If ``T > 1``, one per layer: entries ``[B, N, T, D]`` of tokens that are not certain yet.
         dtype: Dtype of activations.
+        groups: The group of each layer; empty if all are in the first one.
         step: Index of the current step in the launch.
     """
 
@@ -176,7 +182,12 @@ class Machine:
     caches: Sequence[LayerCache]
     pending: Sequence[LayerCache]
     dtype: torch.dtype
+    groups: Sequence[int] = ()
     step: int = 0
+
+    def group_of(self, layer: int) -> int:
+        """The group of a layer, which says where in its cache tokens go."""
+        return self.groups[layer] if self.groups else 0
 
 
 @dataclass

@@ -45,7 +45,7 @@ def gate(x: Tensor) -> Tensor:
     return F.silu(first).mul_(second)
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:
     """Causal attention of a chunk of a prompt to everything before it and to itself, by torch's attention with a mask.
 
     Args:
@@ -54,13 +54,17 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         values: ``[N, L, V]``.
         start: Entry of the first token, int64 scalar.
         scale: Factor on the logits.
+        window: How many tokens a token attends to, itself included; 0 for all.
 
     Returns:
         ``[T, H, V]``.
     """
     (T, H, D), (N, L, V) = query.shape, values.shape
     key_position = torch.arange(L, device=query.device)
-    mask = key_position <= start + torch.arange(T, device=query.device)[:, None]
+    position = start + torch.arange(T, device=query.device)[:, None]
+    mask = key_position <= position
+    if window:
+        mask &= key_position > position - window
     # KV heads form the batch, and the heads of a group share the same memory. With a mask and more query heads than
     # KV heads, torch may only have a kernel that materializes all logits.
     out = F.scaled_dot_product_attention(

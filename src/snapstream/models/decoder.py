@@ -11,23 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from snapstream.kernels.operations import Angles, Embed, Operation
+from snapstream.kernels.operations import Embed, Operation
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import Weight
 from snapstream.models.families import make_block
 from snapstream.models.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.next_token import NextTokenModule
-from snapstream.models.rope import rope_frequencies
+from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec
 
 
 class DecoderModel(nn.Module):
     """The whole decoder. :func:`~snapstream.models.load_model` creates it and reads its weights."""
-
-    frequencies: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -39,8 +37,10 @@ class DecoderModel(nn.Module):
         if spec.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
-        frequencies, self.rope_scaling = rope_frequencies(spec.source)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        names = dict.fromkeys(group.rotation for group in spec.groups)
+        buffers = {name: f"angles {number}" if number else "angles" for number, name in enumerate(names)}
+        self.rotations = nn.ModuleList(Rotation(spec.source, name, buffers[name]) for name in names)
+        self._rotation_of = [[*names].index(group.rotation) for group in spec.groups]
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -50,7 +50,7 @@ class DecoderModel(nn.Module):
     def operations(self) -> Iterator[Operation]:
         """Maps tokens to logits, in the buffer ``logits`` (float32)."""
         yield self.embed()
-        yield self.angles()
+        yield from (rotation.operation() for rotation in self._rotations)
         for layer in range(self.spec.layers):
             yield from self.operations_of(layer)
         yield from self.output()
@@ -59,10 +59,9 @@ class DecoderModel(nn.Module):
         """Maps tokens to hidden states, in the buffer ``x``."""
         return Embed(Weight(self.embedding.weight), self._x)
 
-    def angles(self) -> Angles:
-        """The rotary angles of the tokens' positions."""
-        target = Part("angles", 2 * len(self.frequencies), dtype=torch.float32)
-        return Angles(self.frequencies, self.rope_scaling, target)
+    def rotation_of(self, layer: int) -> Rotation:
+        """The rotation of a layer."""
+        return self._rotations[self._rotation_of[self.spec.group_of(layer)]]
 
     def operations_of(self, layer: int, cache: int | None = None) -> Iterator[Operation]:
         """A layer: changes the hidden states in ``x``.
@@ -72,7 +71,8 @@ class DecoderModel(nn.Module):
             cache: Index of its cache, if that is another one.
         """
         block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.layer
-        return block.operations(layer if cache is None else cache, self._x, self.angles().target)
+        angles = self.rotation_of(layer).operation().target
+        return block.operations(layer if cache is None else cache, self._x, angles)
 
     def output(self) -> Iterator[Operation]:
         """Maps hidden states of the last layer, in ``x``, to logits; leaves the normalized states in ``normed``."""
@@ -87,9 +87,10 @@ class DecoderModel(nn.Module):
         states in the buffer ``normed``, which :attr:`head` maps to the logits of the next tokens.
         """
         assert self.ahead is not None
+        angles = self.rotation_of(self.spec.layers).operation()
         yield self.embed()
-        yield self.angles()
-        yield from self.ahead.operations(self._x, self.angles().target)
+        yield angles
+        yield from self.ahead.operations(self._x, angles.target)
 
     def enter_ahead(self) -> Iterator[Operation]:
         """Replaces each token's hidden state in ``x`` by the input of the next-token module's layer."""
@@ -97,6 +98,10 @@ class DecoderModel(nn.Module):
         yield self.norm.operation(self._x, Part("hidden", self.spec.hidden_size))
         yield self.embed()
         yield from self.ahead.enter(self._x)
+
+    @property
+    def _rotations(self) -> Sequence[Rotation]:
+        return cast(Sequence[Rotation], self.rotations)
 
     @property
     def _x(self) -> Part:

@@ -57,9 +57,6 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
     family = family_of(architecture)
     if config.hidden_act != "silu":
         raise CheckpointError(f"activation {config.hidden_act!r} is not supported; supported: silu")
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise CheckpointError(f"RoPE scaling {rope_type!r} is not supported; supported: default, linear, llama3, yarn")
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,

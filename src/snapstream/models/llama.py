@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from snapstream.cache import EntryShape, LayerGroup
 from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Attend, Operation, Rotate, Store
 from snapstream.kernels.parts import Part
@@ -14,15 +15,18 @@ from snapstream.models.block import Block, block_places
 from snapstream.models.family import Family
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.names import Place, linear_places
-from snapstream.models.rope import longest_sequence
+from snapstream.models.rope import longest_sequence, rope_sets
 from snapstream.models.spec import ModelSpec
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class GroupedAttention(nn.Module):
     """The projections before and after grouped-query attention, in which groups of query heads share a KV head."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
+        self.window = spec.groups[spec.group_of(layer)].window or 0
         self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
         self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
@@ -40,35 +44,48 @@ class GroupedAttention(nn.Module):
             yield self.key_norm.operation(key, key)
         yield Rotate(rotated, rotated, angles)
         yield Store(key, value, layer)
-        yield Attend(query, Part("attended", D, H), layer, self.scale)
+        yield Attend(query, Part("attended", D, H), layer, self.scale, window=self.window)
         yield self.output.operation(Part("attended", H * D), target, add=True)
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    window, longest = _sliding_window(config, architecture), longest_sequence(config)
-    if window is not None and window < longest:
-        raise CheckpointError(
-            f"sliding-window attention ({window} of {longest} tokens) is not supported: such a model drops "
-            "tokens itself; set sliding_window to null in config.json only if the model was trained without it"
-        )
     bias = bool(getattr(config, "attention_bias", False))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = config.num_key_value_heads or config.num_attention_heads
     return {
-        "kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "kv_heads": kv_heads,
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
         "qkv_bias": bias or architecture == "Qwen2ForCausalLM",
         "output_bias": bias,
         "qk_norm": architecture == "Qwen3ForCausalLM",
+        "groups": _groups(config, architecture, EntryShape(kv_heads, head_dim, latent=False)),
     }
 
 
-def _sliding_window(config: Any, architecture: str) -> int | None:
-    """How many tokens attention can look back, or ``None`` for all."""
-    window: int | None = getattr(config, "sliding_window", None)
-    if architecture == "MistralForCausalLM":
-        return window
-    return window if "sliding_attention" in (getattr(config, "layer_types", None) or ()) else None
+def _groups(config: Any, architecture: str, entry: EntryShape) -> tuple[LayerGroup, ...]:
+    """Layers with full attention, then those with a window: all of Mistral's, and of others what their types say."""
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if window is None or window >= longest_sequence(config):
+        types = [_FULL] * count
+    elif architecture == "MistralForCausalLM":
+        types = [_SLIDING] * count
+    else:
+        types = list(getattr(config, "layer_types", None) or [_FULL] * count)[:count]
+    unknown = sorted(set(types) - {_FULL, _SLIDING})
+    if unknown:
+        raise CheckpointError(f"layers of type {', '.join(unknown)} are not supported; supported: {_FULL}, {_SLIDING}")
+    several = len(rope_sets(config)) > 1
+    return tuple(
+        LayerGroup(
+            layers=tuple(layer for layer, each in enumerate(types) if each == kind),
+            entry=entry,
+            window=window if kind == _SLIDING else None,
+            rotation=kind if several else None,
+        )
+        for kind in (_FULL, _SLIDING)
+        if kind in types
+    )
 
 
 def attention_places(source: str, target: str, spec: ModelSpec) -> dict[str, Place]:
@@ -87,6 +104,6 @@ def attention_places(source: str, target: str, spec: ModelSpec) -> dict[str, Pla
 LLAMA = Family(
     architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     fields=_fields,
-    block=lambda spec, layer: Block(spec, layer, GroupedAttention(spec)),
+    block=lambda spec, layer: Block(spec, layer, GroupedAttention(spec, layer)),
     places=lambda source, target, spec, layer: block_places(source, target, spec, layer, attention_places),
 )

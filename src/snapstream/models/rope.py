@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from snapstream.errors import CheckpointError
+from snapstream.kernels.operations import Angles
+from snapstream.kernels.parts import Part
+
+_SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
-def rope_frequencies(config: Any) -> tuple[Tensor, float]:
-    """The inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine of a configuration."""
+class Rotation(nn.Module):
+    """One set of rotary frequencies, which layers of a group share.
+
+    Attributes:
+        frequencies: Inverse frequencies, float32 ``[D / 2]``, whatever the dtype of the weights.
+        scaling: Factor on sine and cosine.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, config: Any, name: str | None, angles: str) -> None:
+        """Read the parameters.
+
+        Args:
+            config: The ``transformers`` configuration.
+            name: Name of the set of parameters; ``None`` if there is only one.
+            angles: Name of the buffer for angles.
+        """
+        super().__init__()
+        self._config, self._name, self._angles = config, name, angles
+        frequencies, self.scaling = rope_frequencies(config, name)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def compute(self, device: torch.device) -> None:
+        """Set the frequencies, which are not loaded."""
+        self.frequencies = rope_frequencies(self._config, self._name)[0].to(device)
+
+    def operation(self) -> Angles:
+        """The rotary angles of the tokens' positions."""
+        target = Part(self._angles, 2 * len(self.frequencies), dtype=torch.float32)
+        return Angles(self.frequencies, self.scaling, target)
+
+
+def rope_sets(config: Any) -> dict[str | None, Mapping[str, Any]]:
+    """The RoPE parameters of a configuration, by name: a set for every kind of layers, or a single one (``None``).
+
+    Raises:
+        CheckpointError: Their kind is not supported.
+    """
+    parameters = config.rope_parameters
+    named = parameters and all(isinstance(value, Mapping) for value in parameters.values())
+    sets: dict[str | None, Mapping[str, Any]] = dict(parameters) if named else {None: parameters}
+    for each in sets.values():
+        kind = each.get("rope_type", "default")
+        if kind not in _SUPPORTED:
+            raise CheckpointError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(_SUPPORTED)}")
+    return sets
+
+
+def rope_frequencies(config: Any, name: str | None = None) -> tuple[Tensor, float]:
+    """The inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine.
+
+    Args:
+        config: The ``transformers`` configuration.
+        name: Name of a set of parameters, see :func:`rope_sets`.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters
+    parameters = rope_sets(config)[name]
     kind = parameters.get("rope_type", "default")
     with torch.device("cpu"):
         if kind != "default":
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, **({} if name is None else {"layer_type": name}))
             return frequencies.float(), float(scaling)
         # In transformers, this case exists only in model files, which take 40 MB to import.
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -28,9 +89,10 @@ def longest_sequence(config: Any) -> int:
 
     With ``linear`` scaling, ``max_position_embeddings`` is the length before scaling, so it is multiplied by the
     factor. ``yarn`` states the length before scaling separately. With ``llama3``, ``max_position_embeddings`` is
-    usually the length after scaling.
+    usually the length after scaling. Of several sets of parameters, that of full attention counts.
     """
-    parameters = config.rope_parameters
+    sets = rope_sets(config)
+    parameters = sets.get("full_attention") or next(iter(sets.values()))
     longest: int = config.max_position_embeddings
     kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     original = parameters.get("original_max_position_embeddings")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from snapstream.cache import EntryShape
+from snapstream.cache import CacheSizes, EntryShape, LayerGroup
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class ModelSpec:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the feed-forward block.
         layers: Decoder layers.
+        groups: Groups of layers, those that a cache budget applies to first. By default, one of all layers.
         heads: Query heads (``H``).
         kv_heads: KV heads in the cache (``N``); 1 with latent attention.
         head_dim: Elements of a cache entry's key (``D``); with latent attention, of the whole latent.
@@ -118,10 +119,36 @@ class ModelSpec:
     extra_layers: int = 0
     reads_ahead: bool = False
     weight_block: tuple[int, int] = (128, 128)
+    groups: tuple[LayerGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (LayerGroup(tuple(range(self.layers)), self.entry),))
+        windows = [group.window is not None for group in self.groups]
+        assert windows == sorted(windows), "groups with a budget come first"
+        assert sorted(layer for group in self.groups for layer in group.layers) == list(range(self.cached_layers))
+
+    def with_next_token(self) -> ModelSpec:
+        """The same model with its next-token module, whose cache has the layout of the first group."""
+        first, *others = self.groups
+        longer = replace(first, layers=(*first.layers, self.layers))
+        return replace(self, reads_ahead=True, groups=(longer, *others))
+
+    def with_windows_below(self, longest: int) -> ModelSpec:
+        """The same model for sequences of at most ``longest`` tokens: no window needs to be longer."""
+        cut = (
+            group if group.window is None else replace(group, window=min(group.window, longest))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(cut))
+
+    def group_of(self, layer: int) -> int:
+        """Index of a layer's group."""
+        return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
     @property
     def entry(self) -> EntryShape:
-        """Shape of the cache entry of one token in one layer."""
+        """Shape of the cache entry of one token in a layer, if the layers' do not differ."""
         return EntryShape(self.kv_heads, self.head_dim, self.latent is not None)
 
     @property
@@ -144,11 +171,11 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
-        return self.cached_layers * self.entry.nbytes(dtype)
+        return self.sizes(dtype).of([1] * len(self.groups))
 
-    def saved_bytes_per_entry(self, dtype: torch.dtype) -> int:
-        """Bytes of one saved entry over all layers: like :meth:`kv_bytes_per_token`, plus each head's true position."""
-        return self.kv_bytes_per_token(dtype) + self.cached_layers * self.kv_heads * 4
+    def sizes(self, dtype: torch.dtype) -> CacheSizes:
+        """Sizes of caches with entries of a dtype."""
+        return CacheSizes(self.groups, dtype)
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of
-from snapstream.models.rope import rope_frequencies
+from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
 
 
@@ -102,7 +102,7 @@ def _load_gguf(
     _check(path, spec, places, gguf.stored_shapes(path, places), set())
     model = allocate_model(spec, dtype, device)
     with torch.no_grad():
-        gguf.fill(path, spec, places, dict(model.named_parameters()), model.frequencies)
+        gguf.fill(path, spec, places, dict(model.named_parameters()), model.rotation_of(0).frequencies)
     return model
 
 
@@ -132,8 +132,8 @@ def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     model = _materialise(empty_model(spec, dtype), device)
     if spec.tied_embeddings:
         model.head.weight = model.embedding.weight
-    # Frequencies are computed, not loaded, and stay float32 whatever the dtype of the weights.
-    model.frequencies = rope_frequencies(spec.source)[0].to(device)
+    for rotation in model.rotations:
+        cast(Rotation, rotation).compute(device)
     return model.requires_grad_(False).eval()
 
 

@@ -112,13 +112,14 @@ class ContextFiles:
                     name=str(note["name"]),
                     created=float(note["created"]),
                     tokens=int(described["tokens"]),
-                    entries=int(described["layout"]["count"]),
+                    entries=int(described["layouts"][0]["count"]),
                     nbytes=int(note["nbytes"]),
                     chat=note["opening"] is not None,
                     on_disk=True,
                 )
-                limit, engine = int(described["layout"]["limit"]), self.llm.engine
-                if limit > engine.budget.capacity or stored.tokens >= engine.max_model_len:
+                limit, engine = int(described["layouts"][0]["limit"]), self.llm.engine
+                has_budget = engine.spec.groups[0].window is None
+                if (has_budget and limit > engine.budget.capacity) or stored.tokens >= engine.max_model_len:
                     raise ValueError(
                         f"it has up to {limit} entries and {stored.tokens} tokens, too many for this server"
                     )

@@ -82,14 +82,16 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
     for tokens in (1, 4):
         query, out = torch.zeros(B * tokens, H, size, dtype=dtype), torch.zeros(B * tokens, H, columns, dtype=dtype)
         token = torch.zeros(B, tokens, dtype=torch.int64)
-        slots = Slots(token, state, state, state, state, active, state[:, None], state[None])
+        ring = [state[None]] * 3
+        slots = Slots(token, state, *ring, active, state[:, None], state[None])
         pending = shape.empty(B, tokens, dtype=dtype) if tokens > 1 else None
         if pending is not None:
             store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
         for splits in (1, 16):
             decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
     keys, values = staging.keys[0], staging.values[0][..., :columns]
-    prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1)
+    for window in (0, 512):
+        prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1, window)
     votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     votes.pool_votes(torch.zeros(1, N, L), False, 7)
     for near in (0, 32):

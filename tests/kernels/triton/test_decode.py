@@ -24,9 +24,9 @@ def slots_of(layouts, tokens, active):
     return Slots(
         token=torch.zeros(len(layouts), tokens, dtype=torch.int64, device=DEVICE),
         position=nothing,
-        base=base,
-        count=count,
-        limit=limit,
+        base=base[None],
+        count=count[None],
+        limit=limit[None],
         active=torch.tensor(active, device=DEVICE),
         forced=nothing[:, None],
         taken=nothing[None],

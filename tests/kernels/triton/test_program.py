@@ -23,7 +23,7 @@ from snapstream.kernels.triton.program import TritonProgram
 
 
 # Those that differ in what a step is made of; the interpreter is slow.
-@pytest.fixture(scope="module", params=["llama-biases", "qwen3", "deepseek-v3", "deepseek-v2-lite"])
+@pytest.fixture(scope="module", params=["llama-biases", "qwen3-windows", "deepseek-v3", "deepseek-v2-lite"])
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
@@ -153,9 +153,9 @@ def test_accepted_tokens_are_stored(latent, ring):
     slots = Slots(
         token=torch.zeros(B, T, dtype=torch.int64, device=DEVICE),
         position=column(count),
-        base=column(base),
-        count=column(count),
-        limit=column([each + ring for each in base]),
+        base=column(base)[None],
+        count=column(count)[None],
+        limit=column([each + ring for each in base])[None],
         active=column([True, True, True, True, True, False]),
         forced=column([-1] * B)[:, None],
         taken=torch.zeros(T, B, dtype=torch.int64, device=DEVICE),

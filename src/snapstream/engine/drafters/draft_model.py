@@ -12,7 +12,6 @@ from weakref import ReferenceType, ref
 
 from typing_extensions import override
 
-from snapstream.compression import lay_out
 from snapstream.engine.decode import Decode
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.prefill import Prefill
@@ -77,8 +76,8 @@ class DraftModel(Drafter):
                 assert error is not None
                 raise error
             if reading.finished:
-                layout = reading.targets[0].layout
-                self._decode.start(slot, layout, len(reading.tokens), 0, None, active=False)
+                layouts = reading.targets[0].layouts
+                self._decode.start(slot, layouts, len(reading.tokens), 0, None, active=False)
                 follower.reading = None
             return
 
@@ -116,8 +115,8 @@ class DraftModel(Drafter):
             if max(tokens) >= self._spec.vocab_size:
                 continue
             reading = Reading(self._spec, tokens)
-            entries = lay_out(len(tokens), self._setup.budget).count
-            reading.add(self._setup.budget, self._decode.slot(slot, entries))
+            budget = self._setup.budget
+            reading.add(budget, self._decode.slot(slot, reading.layouts(budget)))
             self._followers[slot] = _Follower(ref(request), reading)
 
     def _follows(self, slot: int, request: Request) -> bool:

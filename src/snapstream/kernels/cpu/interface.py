@@ -59,6 +59,7 @@ _STRUCTURES = {
         "int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;"
         "int64_t start, readable;"  # position of the first token; entries that memory holds
         "int64_t packed_until;"  # entries that are already packed
+        "int64_t window;"  # keys that a token sees, its own included; 0: all
         "double scale"
     ),
     # The votes of the last queries, for all sequences of a batch.

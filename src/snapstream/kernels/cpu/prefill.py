@@ -38,6 +38,7 @@ def prefill_attention(
     start: Tensor,
     scale: float,
     *,
+    window: int = 0,
     packed: Tensor | None = None,
     packed_until: Tensor | None = None,
     instructions: str | None = None,
@@ -52,6 +53,7 @@ def prefill_attention(
         values: ``[N, L, V]``, ``V`` a multiple of 32; may be part of the keys.
         start: Entry of the first token, int64 scalar; entries ``start .. start + T`` hold the chunk itself.
         scale: Factor on the logits, positive.
+        window: How many tokens a token sees, itself included; 0 for all.
         packed: Buffer of :func:`packed_shape` for values in multiplication order; ``None`` allocates one.
         packed_until: Entries that earlier calls have packed, int64 scalar; this call adds the rest.
         instructions: One of :data:`INSTRUCTIONS`; ``None`` for the fastest.
@@ -77,6 +79,7 @@ def prefill_attention(
     )
     _check(name, scale, query, keys, values)
     require(0 <= at <= L - T, f"tokens {at} to {at + T} do not fit into a cache of {L}")
+    require(window >= 0, f"the window is {window}; it must not be negative")
     require(0 <= until <= at, f"{until} entries are packed, but the chunk starts at {at}")
     if name != "portable" and query.dtype == torch.bfloat16:
         fits = packed.dim() == 4 and packed.is_contiguous() and packed.dtype == query.dtype
@@ -102,6 +105,7 @@ def prefill_attention(
         start=at,
         readable=L,
         packed_until=until,
+        window=window,
         scale=scale,
     )
     _run("prefill_attention", query.dtype, name, problem)

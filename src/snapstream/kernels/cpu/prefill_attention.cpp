@@ -3,8 +3,9 @@
 // The queries of all heads that share a KV head are rows of one matrix, tokens first. A task is up to 256 such rows of
 // one KV head. Threads take one task at a time, see team.h, so a thread that is descheduled delays only one task.
 // A task passes over the keys block by block with a running maximum per row (online softmax, Milakov and Gimelshein,
-// arXiv 1805.02867), up to the position of its last row. The result of a row depends only on the row, the keys up to
-// its own, and the multiples of BLOCK: it is the same, bit for bit, for all chunks, starts, other rows and threads.
+// arXiv 1805.02867), from the first key in the window of its first row up to the position of its last row. The result
+// of a row depends only on the row, the keys that it sees, and the multiples of BLOCK: it is the same, bit for bit, for
+// all chunks, starts, other rows and threads.
 #include <algorithm>
 #include <utility>
 
@@ -68,15 +69,16 @@ class Rows {
     const int64_t entries = position(end - 1) + 1;
     // Outputs of a tile stay in the first-level cache for a span of keys, which is widened once for all tiles.
     constexpr int64_t SPAN = (K::PACKS ? 16 : 1) * BLOCK;
-    for (int64_t span = 0; span < entries; span += SPAN) {
+    for (int64_t span = oldest(first) / BLOCK * BLOCK; span < entries; span += SPAN) {
       auto numbers = K::read(p, kv_head, span, std::min(BLOCK, entries - span), block_memory);
       for (int64_t row = first; row < end; row += QUERIES) {
         const int64_t last_row = std::min(row + QUERIES, end) - 1, lowest = position(row), highest = position(last_row);
         const int64_t tile = (row - first) / QUERIES;
-        for (int64_t block = span; block < std::min(span + SPAN, highest + 1); block += BLOCK) {  // to the diagonal
+        const int64_t edge = oldest(last_row), begin = std::max(span, oldest(row) / BLOCK * BLOCK);
+        for (int64_t block = begin; block < std::min(span + SPAN, highest + 1); block += BLOCK) {  // to the diagonal
           if (K::PACKS) numbers = K::read(p, kv_head, block, std::min(BLOCK, entries - block), block_memory);
           const int64_t keys = std::min(BLOCK, highest + 1 - block);
-          if (lowest < block + BLOCK - 1)
+          if (lowest < block + BLOCK - 1 || block < edge)
             attend_tile<true>(numbers, block, keys, tile, row, last_row);
           else
             attend_tile<false>(numbers, block, keys, tile, row, last_row);
@@ -88,6 +90,9 @@ class Rows {
 
  private:
   int64_t position(int64_t row) const { return p.start + row / group; }
+
+  // The first key that a row sees.
+  int64_t oldest(int64_t row) const { return p.window ? std::max<int64_t>(position(row) + 1 - p.window, 0) : 0; }
 
   int64_t query_at(int64_t kv_head, int64_t row) const {
     return row / group * p.query_token + (kv_head * group + row % group) * p.query_head;
@@ -112,13 +117,16 @@ class Rows {
     // Weights take no more room than scores, so they never overtake the scores that they overwrite.
     auto* weights = reinterpret_cast<Operand*>(scores);
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
-      vec_i32 last = {};  // the last key of this block that a row sees
+      Seen seen = {};
       if constexpr (masked) {
-        for (int i = 0; i < LANES; ++i)
-          last[i] = static_cast<int32_t>(position(std::min(row + lane + i, last_row)) - block);
+        for (int i = 0; i < LANES; ++i) {
+          const int64_t own = std::min(row + lane + i, last_row);
+          seen.first[i] = static_cast<int32_t>(oldest(own) - block);
+          seen.last[i] = static_cast<int32_t>(position(own) - block);
+        }
       }
       float *maximum_at = maxima + tile * QUERIES + lane, *sum_at = sums + tile * QUERIES + lane;
-      const vec before = load(maximum_at), maximum = larger(before, highest_score<masked>(lane, padded, last) * factor);
+      const vec before = load(maximum_at), maximum = larger(before, highest_score<masked>(lane, padded, seen) * factor);
       vec sum = load(sum_at);
       // The maximum is updated at once: a weight of exactly one, which outweighs the others, is not rounded.
       if (any(maximum > before)) {
@@ -129,20 +137,20 @@ class Rows {
           sum *= change;
         }
       }
-      sum += K::template weigh<masked>(scores + lane, padded, factor, maximum, last, weights + lane);
+      sum += K::template weigh<masked>(scores + lane, padded, factor, maximum, seen, weights + lane);
       store(sum_at, sum);
     }
     K::add(numbers, K::PACKS ? padded : keys, p.columns, weights, out);
   }
 
   template <bool masked>
-  vec highest_score(int64_t lane, int64_t keys, vec_i32 last) const {
+  vec highest_score(int64_t lane, int64_t keys, const Seen& seen) const {
     vec highest[4];  // independent chains of maxima
     for (vec& chain : highest) chain = vec{} + LOWEST;
     for (int64_t key = 0; key < keys; key += 4) {
       UNROLL for (int i = 0; i < 4; ++i) {
         vec s = load(scores + (key + i) * QUERIES + lane);
-        if constexpr (masked) s = select(last >= static_cast<int32_t>(key + i), s, vec{} + LOWEST);
+        if constexpr (masked) s = select(seen.has(key + i), s, vec{} + LOWEST);
         highest[i] = larger(highest[i], s);
       }
     }

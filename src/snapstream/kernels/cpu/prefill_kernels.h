@@ -9,6 +9,16 @@ namespace snapstream {
 
 constexpr float LOWEST = -1e30f;  // below every score, but finite, so that differences are finite
 
+// The first and the last key of a block that the rows of a vector see; the first may come before the block.
+struct Seen {
+  vec_i32 first, last;
+
+  auto has(int64_t key) const {
+    const auto number = static_cast<int32_t>(key);
+    return (first <= number) & (last >= number);
+  }
+};
+
 // Up to BLOCK keys and their values in the form in which a kernel multiplies them.
 template <typename T>
 struct Block {
@@ -64,14 +74,15 @@ struct Portable {
     multiply_rows(block.values, columns, 1, block.value_row, weights, keys, out, true);
   }
 
-  // Weights of one vector of queries, from the scores of `keys` keys; returns their sum. Keys after `last` get none.
+  // Weights of one vector of queries, from the scores of `keys` keys; returns their sum. Only those that are seen get
+  // any: a row may see none of the first block, and then has no maximum yet.
   template <bool masked>
-  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, vec_i32 last, float* weights) {
+  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, const Seen& seen, float* weights) {
     vec sum = {};
     for (int64_t key = 0; key < keys; ++key) {
-      vec s = load(scores + key * QUERIES);
-      if constexpr (masked) s = select(last >= static_cast<int32_t>(key), s, vec{} + LOWEST);
-      s = exp_nonpositive(s * factor - maximum);
+      vec s = load(scores + key * QUERIES) * factor - maximum;
+      if constexpr (masked) s = select(seen.has(key), s, vec{} + LOWEST);
+      s = exp_nonpositive(s);
       store(weights + key * QUERIES, s);
       sum += s;
     }
@@ -135,7 +146,7 @@ struct Pairs {
   }
 
   template <bool masked>
-  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, vec_i32 last, uint32_t* weights) {
+  static vec weigh(const float* scores, int64_t keys, vec factor, vec maximum, const Seen& seen, uint32_t* weights) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t key = 0; key < keys; key += 2) {
@@ -143,8 +154,7 @@ struct Pairs {
       UNROLL for (int i = 0; i < 2; ++i) {
         __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(scores + (key + i) * QUERIES), (__m512)factor, (__m512)maximum);
         if constexpr (masked) {
-          const __mmask16 seen = _mm512_cmpge_epi32_mask((__m512i)last, _mm512_set1_epi32(static_cast<int>(key + i)));
-          x = _mm512_mask_mov_ps(_mm512_set1_ps(LOWEST), seen, x);
+          x = (__m512)select(seen.has(key + i), (vec)x, vec{} + LOWEST);
         }
         e[i] = _mm512_castps_si512(exp2_to_be_cut(x));
       }

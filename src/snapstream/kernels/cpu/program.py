@@ -84,7 +84,7 @@ class CpuProgram:
         slots, layers = machine.slots, len(machine.caches)
         self._steps, B = slots.taken.shape
         translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
-        caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches))
+        caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches, map(machine.group_of, range(layers))))
         for cache, pending in zip(caches, machine.pending, strict=False):
             cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
         self._held = translated, caches
@@ -95,7 +95,7 @@ class CpuProgram:
             layers=layers,
             type=_number(machine.dtype),
             instructions=library.snapstream_best_instructions() if instructions is None else instructions,
-            groups=1,
+            groups=len(slots.base),
             slots=B,
             tokens=slots.tokens,
             most_steps=self._steps,
@@ -201,13 +201,14 @@ def _weight(weight: Weight, name: str) -> ctypes.Structure:
     return _MADE["Weight"](_address(weight.stored), _number(weight.dtype), rows, columns, step)
 
 
-def _cache(cache: LayerCache) -> ctypes.Structure:
+def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
     _, heads, entries, size = cache.keys.shape
     number = _number(cache.dtype)
     return _MADE["Cache"](
         keys=_address(cache.keys),
         values=_address(cache.values),
         type=number,
+        group=group,
         kv_heads=heads,
         entries=entries,
         size=size,

@@ -209,6 +209,7 @@ def attend_slots(
     *,
     splits: int,
     scratch: Tensor | None = None,
+    group: int = 0,
 ) -> None:
     """Attend from the tokens of each slot to its cache, and to each other.
 
@@ -224,12 +225,12 @@ def attend_slots(
         scale: Factor on the logits.
         splits: See :func:`splits_of`.
         scratch: float32, :func:`decode_scratch` elements; allocated if not given.
+        group: The group of the cache's layer.
     """
     (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
     N = cache.keys.shape[1]
-    group = H // N
-    options: dict[str, Any] = tile_of(D, query.dtype, group * T)
-    blocks = -(-group * T // options["ROWS"])
+    options: dict[str, Any] = tile_of(D, query.dtype, H // N * T)
+    blocks = -(-H // N * T // options["ROWS"])
     keys, values = cache.keys, cache.values
     waiting = cache if pending is None else pending
     if splits > 1 and scratch is None:
@@ -244,9 +245,9 @@ def attend_slots(
         waiting.values,
         parts,
         state,
-        slots.base,
-        slots.count,
-        slots.limit,
+        slots.base[group],
+        slots.count[group],
+        slots.limit[group],
         slots.active,
         scale,
         query.stride(0),

@@ -26,7 +26,7 @@ from snapstream.kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "window"])
 def _attend(
     query,
     keys,
@@ -34,6 +34,7 @@ def _attend(
     out,
     start,
     tokens,
+    window,
     scale,
     query_token,
     query_head,
@@ -51,6 +52,7 @@ def _attend(
     VALUE_FIRST: tl.constexpr,
     VALUE_SECOND: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
+    WINDOWED: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
@@ -66,40 +68,53 @@ def _attend(
     keys += (head // GROUP).to(tl.int64) * key_head
     values += (head // GROUP).to(tl.int64) * value_head
     end = before + tl.minimum((block + 1) * ROWS, tokens)
-    # All rows see all entries before this one.
+    # All rows see all entries before this one, from `edge` on.
     diagonal = (before + block * ROWS + 1) // ENTRIES * ENTRIES
-    for at in range(0, diagonal, ENTRIES):
+    edge = 0
+    if WINDOWED:
+        oldest = tl.maximum(before + block * ROWS + 1 - window, 0) // ENTRIES * ENTRIES
+        edge = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), ENTRIES) * ENTRIES, diagonal)
+        for at in range(oldest, edge, ENTRIES):
+            peak, total, first, second = _fold_entries(
+                peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
+                scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+                KEYS_ARE_VALUES, ENTRIES, True, True,
+            )  # fmt: skip
+    for at in range(edge, diagonal, ENTRIES):
         peak, total, first, second = _fold_entries(
-            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, scale,
-            key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
-            KEYS_ARE_VALUES, ENTRIES, False,
+            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
+            scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            KEYS_ARE_VALUES, ENTRIES, False, False,
         )  # fmt: skip
     for at in range(diagonal, end, ENTRIES):
         peak, total, first, second = _fold_entries(
-            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, scale,
-            key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
-            KEYS_ARE_VALUES, ENTRIES, True,
+            peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
+            scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            KEYS_ARE_VALUES, ENTRIES, True, WINDOWED,
         )  # fmt: skip
-    target, divisor = token.to(tl.int64) * out_token + head * out_head, total[:, None]
+    # Rows past the last token may see nothing.
+    target, divisor = token.to(tl.int64) * out_token + head * out_head, tl.where(total > 0.0, total, 1.0)[:, None]
     store_parts(out, target, is_row, first / divisor, second / divisor, VALUE_FIRST, VALUE_SECOND, COLUMNS)
 
 
 @triton.jit
 def _fold_entries(
-    peak, total, first, second, query_first, query_second, keys, values, position, at, end, scale,
+    peak, total, first, second, query_first, query_second, keys, values, position, at, end, window, scale,
     key_entry, value_entry,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, KEY_FIRST: tl.constexpr, KEY_SECOND: tl.constexpr,
     VALUE_FIRST: tl.constexpr, VALUE_SECOND: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, ENTRIES: tl.constexpr,
-    ON_DIAGONAL: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of entries to the running softmax; entries that all rows see need no mask."""
     entry = at + tl.arange(0, ENTRIES)
     is_entry = entry < end
     key_first, key_second = load_parts(keys, key_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
     logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
-    if ON_DIAGONAL:
-        # Rows past the last token see what the last one sees, so that every row sees something.
-        logits = tl.where((entry[None, :] <= position[:, None]) & is_entry[None, :], logits, float("-inf"))
+    if MASKED:
+        seen = (entry[None, :] <= position[:, None]) & is_entry[None, :]
+        if WINDOWED:
+            seen = seen & (entry[None, :] > position[:, None] - window)
+        logits = tl.where(seen, logits, float("-inf"))
     if KEYS_ARE_VALUES:
         value_first, value_second = key_first, key_second
     else:
@@ -121,7 +136,7 @@ def tile_of(size: int, dtype: torch.dtype, memory: int) -> dict[str, int]:
     return {"ROWS": 16, "ENTRIES": 16, "num_warps": 8, "num_stages": 1}
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float) -> Tensor:
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:
     """Causal attention of one chunk, as :meth:`snapstream.attention.base.AttentionBackend.prefill` describes it.
 
     No temporary has the size of ``L``.
@@ -132,6 +147,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         values: ``[N, L, V]``; may be part of the keys.
         start: Entry of the first token, int64 scalar on the device.
         scale: Factor on the logits.
+        window: How many tokens a token attends to, itself included; 0 for all.
 
     Returns:
         ``[T, H, V]``.
@@ -146,6 +162,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         out,
         start,
         T,
+        window,
         scale,
         query.stride(0),
         query.stride(1),
@@ -156,6 +173,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         values.stride(0),
         values.stride(1),
         **shape_of_heads(query, keys, values, V),
+        WINDOWED=window > 0,
         **options,
     )
     return out

@@ -87,6 +87,7 @@ class TritonProgram:
             o.scale,
             splits=self._splits,
             scratch=self._scratch,
+            group=m.group_of(o.layer),
         )
 
     def _grouped_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
@@ -149,12 +150,13 @@ class TritonProgram:
     def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
         """Where tokens are stored; several that are not certain only become pending."""
         m, slots = self.machine, self.machine.slots
-        T = slots.tokens
+        T, group = slots.tokens, m.group_of(layer)
         if isinstance(m, PromptChunk):
-            return m.caches[layer], store.Places(store.STRAIGHT, T, slots.count)
+            return m.caches[layer], store.Places(store.STRAIGHT, T, slots.count[group])
         into = m.caches[layer] if T == 1 else m.pending[layer]
         kind = store.RING if T == 1 else store.PENDING
-        return into, store.Places(kind, T, slots.count, slots.base, slots.limit, slots.active)
+        ring = (slots.count[group], slots.base[group], slots.limit[group])
+        return into, store.Places(kind, T, *ring, slots.active)
 
 
 def _angles(part: Part, m: Machine) -> tuple[Tensor, Tensor]:
@@ -219,7 +221,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
 @_call_of.register
 def _(o: ops.Commit, m: Machine) -> Call:
     def commit() -> None:
-        for pending, cache in zip(m.pending, m.caches, strict=True):
-            store.commit(pending, cache, m.slots)
+        for layer, (pending, cache) in enumerate(zip(m.pending, m.caches, strict=True)):
+            store.commit(pending, cache, m.slots, m.group_of(layer))
 
     return commit

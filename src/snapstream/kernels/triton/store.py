@@ -217,13 +217,14 @@ def _commit(
         tl.store(values + target + column, tl.load(pending_values + source + column, mask=mask), mask=mask)
 
 
-def commit(pending: LayerCache, cache: LayerCache, slots: Slots) -> None:
+def commit(pending: LayerCache, cache: LayerCache, slots: Slots, group: int = 0) -> None:
     """Copy the pending entries of accepted tokens to their entries of a cache.
 
     Args:
         pending: ``[B, N, T, D]``.
         cache: ``[B, N, C, D]``.
         slots: State of the slots, with the number of tokens accepted.
+        group: The group of the cache's layer.
     """
     assert slots.accepted is not None
     (B, N, T, D), keys, values = pending.keys.shape, cache.keys, cache.values
@@ -233,9 +234,9 @@ def commit(pending: LayerCache, cache: LayerCache, slots: Slots) -> None:
         keys,
         values,
         slots.accepted,
-        slots.count,
-        slots.base,
-        slots.limit,
+        slots.count[group],
+        slots.base[group],
+        slots.limit[group],
         slots.active,
         T,
         *pending.keys.stride()[:3],

@@ -1,0 +1,188 @@
+"""Models whose layers are not all alike: full attention with a budget beside windows, two windows, two rotations."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapstream import CacheBudget, SamplingParams
+from snapstream.cache import LayerGroup
+from snapstream.errors import CacheFileError
+from snapstream.models import families, llama
+from snapstream.models.family import Family
+from snapstream.models.weights import load_spec
+from tests.checkpoints import WINDOWED, prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.conversation import NaiveConversation
+from tests.engine.test_conversation import NO_SPECIAL, STEPS, run
+from tests.engine.test_engine import greedy, make
+from tests.integrity import check_integrity
+
+BUDGET = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
+WINDOWS = (11, 30)
+
+
+def fields_of_two_windows(config, architecture):
+    """Layers 0 and 2 look back 11 tokens and rotate by angles of their own, layer 1 looks back 30."""
+    read = llama.LLAMA.fields(config, "Qwen3ForCausalLM")
+    entry = read["groups"][0].entry
+    short = LayerGroup((0, 2), entry, WINDOWS[0], "sliding_attention")
+    return read | {"groups": (short, LayerGroup((1,), entry, WINDOWS[1], "full_attention"))}
+
+
+TWO_WINDOWS = Family(("TwoWindowsForCausalLM",), fields_of_two_windows, llama.LLAMA.block, llama.LLAMA.places)
+
+
+@pytest.fixture(params=[*WINDOWED, "two-windows"])
+def mixed(request, tmp_path, monkeypatch):
+    """Checkpoints of all such kinds."""
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, TWO_WINDOWS))
+    save_checkpoint(tmp_path, "qwen3-windows" if request.param == "two-windows" else request.param)
+    save_tokenizer(tmp_path)
+    if request.param == "two-windows":
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": list(TWO_WINDOWS.architectures)}))
+    return tmp_path
+
+
+@pytest.fixture(params=["sdpa", "auto", pytest.param("triton", marks=pytest.mark.slow)])
+def attention(request):
+    """Plain torch, the native loop, Triton's interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+@pytest.mark.parametrize("ring", ["elastic", "resnap"])
+def test_turns_equal_naive_turns(mixed, attention, ring):
+    """Through chunks, compression, sessions and files; windows are exact, whatever a launch has stored past an end."""
+    for seed in range(1 if attention == "triton" else 3):
+        rng = random.Random(seed)
+        budget = replace(BUDGET, ring=ring, policy=rng.choice(["snapstream", "spans"]))
+        settings = {"speculative": "lookup"} if seed == 1 else {}
+        llm = make(mixed, budget=budget, sessions=1, decode_steps=STEPS, attention=attention, **settings)
+        naive, saved, pending = NaiveConversation(mixed, budget, overrun=STEPS), None, []
+        for turn in range(3):
+            tokens = pending + prompt(rng.choice([1, 5, 33, 60]), seed=seed * 10 + turn)
+            steps = rng.choice([2, 10, 25])
+            expected = naive.turn(tokens, steps)
+            output = run(llm, tokens, greedy(steps, telemetry=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
+            check_integrity(llm.engine)
+            assert list(output.token_ids) == expected
+            output.saved.check_integrity()
+            llm.engine.files.save(output.saved, mixed / "saved")
+            saved, pending = llm.engine.files.load(mixed / "saved"), expected[-1:]
+            assert [[head.tolist() for head in layer] for layer in saved.positions] == naive.positions()
+            assert saved.nbytes <= llm.engine.plan.sessions
+
+
+def test_a_conversation_is_one_prompt_if_nothing_is_dropped(mixed):
+    """Also if a turn ends in the middle of a launch, or at a string that began in an earlier one."""
+    endings = [{"stop_token_ids": (9, 30, 31, 32, 33, 50, 60)}, {"stop": ("w9", "w5", "w20w", "1w")}, {}]
+    for seed, ending in enumerate(endings):
+        settings = {"decode_steps": 8, "max_model_len": 300}
+        llm, alone = (make(mixed, budget=None, sessions=sessions, **settings) for sessions in (1, 0))
+        text, saved = [], None
+        for turn in range(3):
+            new = prompt(40, seed=seed * 10 + turn)
+            others = [llm.engine.add_request(prompt(9, seed=3), greedy(40))]
+            first = [*text[len(saved.tokens) :], *new] if saved else new
+            output = run(llm, first, greedy(30, logit_bias=NO_SPECIAL, **ending), past=saved, keep=True)
+            text += new
+            (want,) = alone.generate([text], greedy(30, logit_bias=NO_SPECIAL, **ending))
+            assert output.token_ids == want.token_ids
+            saved = output.saved
+            assert saved is not None
+            text = [*text, *output.token_ids]
+            assert list(saved.tokens) == text[: len(saved.tokens)]
+            for name in others:
+                llm.engine.abort(name)
+
+
+def test_full_caches_equal_transformers(tmp_path, attention):
+    for family in WINDOWED:
+        peer = save_checkpoint(tmp_path / family, family)
+        save_tokenizer(tmp_path / family)
+        tokens = prompt(90, 3)
+        with torch.no_grad():
+            want = peer.generate(
+                torch.tensor([tokens]), max_new_tokens=40, do_sample=False, eos_token_id=None, use_cache=False
+            )
+        for settings in ({}, {"speculative": "lookup"}):
+            llm = make(tmp_path / family, budget=None, attention=attention, **settings)
+            assert llm.generate(tokens, greedy(40))[0].token_ids == tuple(want[0, 90:].tolist())
+
+
+def test_output_depends_on_nothing_else(mixed):
+    """Not on company, chunks, launches, slots, guesses, shared beginnings, or a file in between."""
+    prompts = [prompt(60) + prompt(length, seed=length) for length in (5, 60, 100, 33, 5, 80)]
+    alone = [make(mixed).generate(each, greedy(50))[0].token_ids for each in prompts]
+    for settings in (
+        {"slots": 1, "prefill_chunk": 256, "decode_steps": 1},
+        {"slots": 7, "prefill_chunk": 7, "decode_steps": 8},
+        {"speculative": "lookup", "speculative_tokens": 5},
+        {"speculative": "draft-model", "draft_model": str(mixed), "speculative_tokens": 3},
+        {"prefix_contexts": 2, "slots": 1},
+    ):
+        together = make(mixed, **settings).generate(prompts, greedy(50))
+        assert [each.token_ids for each in together] == alone
+        if settings.get("speculative") == "draft-model":
+            assert all(each.accepted == each.drafted > 0 for each in together)
+        if "prefix_contexts" in settings:
+            assert max(each.reused for each in together) >= 32
+
+
+def test_reports_and_plan(mixed):
+    """Bytes and entries are those of each group."""
+    llm = make(mixed, sessions=2, decode_steps=3)
+    spec, decode = llm.engine.spec, llm.engine.executor.decode
+    windows = [spec.groups[spec.group_of(layer)].window for layer in range(spec.layers)]
+    assert [cache.entries for cache in decode.layers] == [window or 48 for window in windows]
+    lost = sum(window is not None for window in windows) * 3 * (16 + 3)  # kept for the sake of sessions
+    entry = spec.entry.nbytes(torch.float32)
+    assert llm.engine.plan.slots == (3 * sum(window or 48 for window in windows) + lost) * entry
+    output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
+    assert output.cache.bytes_held == sum(window or 48 for window in windows) * entry
+    assert output.cache.bytes_full == sum(min(130, window or 130) for window in windows) * entry
+    held = [len(layer[0]) for layer in output.cache.kept.positions]
+    assert held == [window or 48 for window in windows]
+    assert all(mass == 1 for mass, window in zip(output.cache.kept.mass, windows, strict=True) if window)
+    full, first = None in windows, windows[0]
+    assert (output.cache.sink, output.cache.pinned, output.cache.recent, output.cache.limit) == (
+        (4, 20, 24, 48) if full else (0, 0, first, first)
+    )
+    slots = [use for use in llm.engine.slots() if use is not None]
+    assert [use.bytes_held for use in slots] == [output.cache.bytes_held]
+    saved = run(llm, prompt(100), SamplingParams(max_tokens=0), keep=True).saved
+    assert sum(layer.nbytes for layer in saved.layers) == output.cache.bytes_held
+    assert llm.engine.kept_bytes(100) == saved.nbytes - saved.logits.nbytes
+
+
+def test_a_budget_that_has_no_effect_is_noticed(mixed, caplog):
+    make(mixed)
+    said = [record.message for record in caplog.records if "the budget has no effect" in record.message]
+    assert bool(said) == all(group.window is not None for group in load_spec(mixed).groups)
+
+
+def test_windows_are_no_longer_than_a_sequence(mixed, tmp_path):
+    """A cache that was saved where sequences are short goes on where its windows are longer."""
+    short = make(mixed, budget=None, sessions=1, max_model_len=20)
+    assert {group.window for group in short.engine.spec.groups} <= {None, *range(21)}
+    saved = run(short, prompt(12), SamplingParams(max_tokens=0), keep=True).saved
+    short.engine.files.save(saved, tmp_path / "saved")
+    long = make(mixed, budget=None, sessions=1, max_model_len=200)
+    past = long.engine.files.load(tmp_path / "saved")
+    # Layers with a budget keep the budget of the file.
+    params = greedy(60 if all(group.window is not None for group in long.engine.spec.groups) else 8)
+    assert run(long, [], params, past=past).token_ids == long.generate([prompt(12)], params)[0].token_ids
+
+
+def test_files_of_other_groups_are_refused(mixed, tmp_path):
+    llm = make(mixed, sessions=1)
+    saved = run(llm, prompt(60), SamplingParams(max_tokens=0), keep=True).saved
+    three = replace(saved, groups=saved.groups[:1] * 3, layouts=saved.layouts[:1] * 3)
+    llm.engine.files.save(three, tmp_path / "more")
+    with pytest.raises(CacheFileError, match=f"holds 3 groups of layers, but this model has {len(saved.groups)} here"):
+        llm.engine.files.load(tmp_path / "more")
