@@ -130,7 +130,7 @@ class Bench:
         # Repeated in place, because the contents do not matter.
         parts = {
             "queries, keys and values": operations[:storing],
-            "angles": [self.model.angles()],
+            "angles": [self.model.rotation_of(0).operation()],
             "rotation and write": operations[storing:attending],
             "attention": operations[attending : attending + 1],
             "output and feed-forward": operations[attending + 1 :],
@@ -244,9 +244,9 @@ class Bench:
         plan = plan_engine(setup).ours
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         executor = Executor(setup, self.model, None, padded=plan.padded_len)
-        counts = lay_out(length - 1, setup.budget).count
+        layouts = [lay_out(length - 1, setup.budget)]
         prompt = [index % 90 for index in range(length - 1)]
-        self._read(executor.prefill, prompt, executor.decode.slot(0, counts), self.spec)
+        self._read(executor.prefill, prompt, executor.decode.slot(0, layouts), self.spec)
         self._fill(executor.decode, setup.budget.capacity, length)
         for greedy in (True, False):
             executor.decode.launch(self.scale.steps, greedy=greedy)

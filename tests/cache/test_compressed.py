@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from snapstream import CacheBudget, RequestError, SamplingParams
+from snapstream.cache import CompressedSequence, compressed
 from snapstream.errors import CacheFileError
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -161,6 +162,28 @@ def test_damage_is_found_wherever_it_is(checkpoint, tmp_path):
             llm.engine.files.load(path)
     path.write_bytes(whole)
     same(llm.engine.files.load(path), read)
+
+
+def test_files_of_the_format_before_can_be_read(checkpoint, tmp_path):
+    """It had one layout for all layers."""
+    llm = make(checkpoint, budget=BUDGET, sessions=1)
+    read, path = run(llm, prompt(140), SamplingParams(max_tokens=0), keep=True).saved, tmp_path / "file"
+    llm.engine.files.save(read, path)
+    with safe_open(path, framework="pt") as file:
+        described = json.loads(file.metadata()["snapstream"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    (layout,) = described.pop("layouts")
+    described |= {"format": "snapstream-sequence-1", "layout": layout}
+    for changed in (described, described | {"layout": layout | {"limit": 0}}):
+        undigested = {name: value for name, value in changed.items() if name != "digest"}
+        digest = compressed._digest(tensors, undigested)
+        save_file(tensors, path, {"snapstream": json.dumps(undigested | {"digest": digest})})
+        if changed is described:
+            same(llm.engine.files.load(path), read)
+            assert CompressedSequence.describe(path)["layouts"] == [layout]
+        else:
+            with pytest.raises(CacheFileError):
+                llm.engine.files.load(path)
 
 
 def test_a_budget_by_a_policy_that_is_not_here_is_left_out(checkpoint, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from snapstream import CacheBudget, SamplingParams
 from snapstream.cache import LayerGroup
 from snapstream.errors import CacheFileError
+from snapstream.kernels import triton as kernels
 from snapstream.models import families, llama
 from snapstream.models.family import Family
 from snapstream.models.weights import load_spec
@@ -38,44 +39,55 @@ TWO_WINDOWS = Family(("TwoWindowsForCausalLM",), fields_of_two_windows, llama.LL
 @pytest.fixture(params=[*WINDOWED, "two-windows"])
 def mixed(request, tmp_path, monkeypatch):
     """Checkpoints of all such kinds."""
+    return save_mixed(tmp_path, request.param, monkeypatch)
+
+
+def save_mixed(tmp_path, family, monkeypatch):
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, TWO_WINDOWS))
-    save_checkpoint(tmp_path, "qwen3-windows" if request.param == "two-windows" else request.param)
+    save_checkpoint(tmp_path, "qwen3-windows" if family == "two-windows" else family)
     save_tokenizer(tmp_path)
-    if request.param == "two-windows":
+    if family == "two-windows":
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": list(TWO_WINDOWS.architectures)}))
     return tmp_path
 
 
-@pytest.fixture(params=["sdpa", "auto", pytest.param("triton", marks=pytest.mark.slow)])
-def attention(request):
-    """Plain torch, the native loop, Triton's interpreter."""
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return request.param
+def check_turns(checkpoint, sizes, *, ring="elastic", seed=0, **settings):
+    """Through chunks, compression, sessions and files; windows are exact, whatever a launch has stored past an end."""
+    budget = replace(BUDGET, ring=ring, policy=random.Random(seed).choice(["snapstream", "spans"]))
+    llm = make(checkpoint, budget=budget, sessions=1, decode_steps=STEPS, **settings)
+    naive, saved, pending = NaiveConversation(checkpoint, budget, overrun=STEPS), None, []
+    for turn, (length, steps) in enumerate(sizes):
+        tokens = pending + prompt(length, seed=seed * 10 + turn)
+        expected = naive.turn(tokens, steps)
+        output = run(llm, tokens, greedy(steps, telemetry=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
+        check_integrity(llm.engine)
+        assert list(output.token_ids) == expected
+        output.saved.check_integrity()
+        llm.engine.files.save(output.saved, checkpoint / "saved")
+        saved, pending = llm.engine.files.load(checkpoint / "saved"), expected[-1:]
+        assert [[head.tolist() for head in layer] for layer in saved.positions] == naive.positions()
+        assert saved.nbytes <= llm.engine.plan.sessions
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "auto"])
 @pytest.mark.parametrize("ring", ["elastic", "resnap"])
 def test_turns_equal_naive_turns(mixed, attention, ring):
-    """Through chunks, compression, sessions and files; windows are exact, whatever a launch has stored past an end."""
-    for seed in range(1 if attention == "triton" else 3):
+    """In plain torch and in the native loop, with speculation and without."""
+    for seed in range(3):
         rng = random.Random(seed)
-        budget = replace(BUDGET, ring=ring, policy=rng.choice(["snapstream", "spans"]))
+        sizes = [(rng.choice([1, 5, 33, 60]), rng.choice([2, 10, 25])) for _ in range(3)]
         settings = {"speculative": "lookup"} if seed == 1 else {}
-        llm = make(mixed, budget=budget, sessions=1, decode_steps=STEPS, attention=attention, **settings)
-        naive, saved, pending = NaiveConversation(mixed, budget, overrun=STEPS), None, []
-        for turn in range(3):
-            tokens = pending + prompt(rng.choice([1, 5, 33, 60]), seed=seed * 10 + turn)
-            steps = rng.choice([2, 10, 25])
-            expected = naive.turn(tokens, steps)
-            output = run(llm, tokens, greedy(steps, telemetry=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
-            check_integrity(llm.engine)
-            assert list(output.token_ids) == expected
-            output.saved.check_integrity()
-            llm.engine.files.save(output.saved, mixed / "saved")
-            saved, pending = llm.engine.files.load(mixed / "saved"), expected[-1:]
-            assert [[head.tolist() for head in layer] for layer in saved.positions] == naive.positions()
-            assert saved.nbytes <= llm.engine.plan.sessions
+        check_turns(mixed, sizes, ring=ring, seed=seed, attention=attention, **settings)
+
+
+@pytest.mark.parametrize("family", ["qwen3-windows", "two-windows"])
+@pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}], ids=["steps", "guesses"])
+def test_turns_by_tritons_kernels_equal_naive_turns(family, settings, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "interpreting", False)  # other tests on the CPU are not for the interpreter
+    checkpoint = save_mixed(tmp_path, family, monkeypatch)
+    check_turns(checkpoint, [(50, 6), (12, 5)], attention="triton", **settings)
 
 
 def test_a_conversation_is_one_prompt_if_nothing_is_dropped(mixed):
@@ -101,6 +113,7 @@ def test_a_conversation_is_one_prompt_if_nothing_is_dropped(mixed):
                 llm.engine.abort(name)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "auto"])
 def test_full_caches_equal_transformers(tmp_path, attention):
     for family in WINDOWED:
         peer = save_checkpoint(tmp_path / family, family)

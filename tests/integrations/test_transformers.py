@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from snapstream import LLM, CacheBudget, ConfigurationError, RequestError, SamplingParams
 from snapstream.integrations.transformers import SnapStreamCache, SnapStreamLayer
-from tests.checkpoints import FAMILIES, LATENT, prompt, save_checkpoint
+from tests.checkpoints import GROUPED, LATENT, prompt, save_checkpoint
 from tests.conftest import needs_compiler
 from tests.conversation import NaiveConversation
 from tests.peers import peer_generate
 
+FAMILIES = [*GROUPED, *LATENT]
 SMALL = CacheBudget(sink=2, recent=8, top_k=14, window=4, kernel=3)
 
 
@@ -71,7 +72,7 @@ def test_equal_to_the_oracle(tmp_path, family):
         assert [tuple(layer.keys.shape[:3:2]) for layer in cache.layers] == [(1, budget.capacity)] * 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-windows"])
 def test_equal_to_the_engine(tmp_path, family):
     from tests.conftest import save_tokenizer
 

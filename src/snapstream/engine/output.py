@@ -136,8 +136,9 @@ class RequestOutput:
         prompt_logprobs: If requested, one entry per prompt token, with ``None`` for the first token, which has no
             context; ``None`` until prefill has ended.
         saved: The compressed sequence that a next turn continues from. It comes with the last output if it was
-            requested and the request ended with ``stop`` or ``length``. With ``ring="resnap"`` it is ``None`` if the
-            text ends long before the last token, for example at a stop string of more than 16 tokens.
+            requested and the request ended with ``stop`` or ``length``. With ``ring="resnap"``, and in models with
+            sliding windows, it is ``None`` if the text ends long before the last token, for example at a stop string of
+            more than 16 tokens.
     """
 
     request_id: str
