@@ -171,8 +171,8 @@ def test_requests_come_and_go(checkpoint):
         if waiting and rng.random() < 0.5:
             name = waiting.pop()
             llm.engine.add_request(jobs[name][0], greedy(jobs[name][1]), request_id=name)
-        if rng.random() < 0.1 and llm.engine._requests:
-            name = rng.choice(list(llm.engine._requests))
+        if rng.random() < 0.1 and llm.engine.request_ids:
+            name = rng.choice(llm.engine.request_ids)
             llm.engine.abort(name)
             aborted.add(name)
         for output in llm.engine.step():
@@ -184,7 +184,7 @@ def test_requests_come_and_go(checkpoint):
     assert finished == {name: want[name] for name in finished}
     assert llm.engine.scheduler.running == []
     assert not llm.engine.executor.decode.active.any()
-    assert llm.engine._requests == {}
+    assert llm.engine.request_ids == []
 
 
 def test_a_long_prompt_stalls_decoding_by_one_chunk(checkpoint):
@@ -380,9 +380,9 @@ def test_two_streams_at_once_and_a_foreign_abort(checkpoint):
     assert pieces == want
     stream = llm.stream(prompt(50), greedy(50))
     next(stream)
-    llm.engine.abort(next(iter(llm.engine._requests)))
+    llm.engine.abort(llm.engine.request_ids[0])
     assert [o.finish_reason for o in stream] == ["abort"]
-    assert llm.engine._undelivered == []
+    assert llm.engine.request_ids == []
 
 
 def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
@@ -394,7 +394,8 @@ def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
     def fail(token):
         raise OverflowError("cannot decode")
 
-    llm.engine._requests["bad"].text.detokenizer.add = fail
+    bad = next(request for request in llm.engine.scheduler.waiting if request.request_id == "bad")
+    bad.text.detokenizer.add = fail
     finished = {}
     while llm.engine.busy:
         finished.update((o.request_id, o) for o in llm.engine.step() if o.finished)

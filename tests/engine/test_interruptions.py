@@ -13,7 +13,8 @@ import pytest
 
 import snapstream
 from snapstream import LLM, CacheBudget, RequestError, SamplingParams
-from tests.checkpoints import prompt
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
 from tests.engine.test_engine import greedy, make
 
 PACKAGE = os.path.dirname(snapstream.__file__) + os.sep
@@ -55,6 +56,14 @@ class Raise:
             if self.lines == self.left:
                 raise self.error
         return self._line
+
+
+@pytest.fixture(scope="module", params=["llama3-gqa", "qwen3-windows"])
+def checkpoint(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(directory, request.param)
+    save_tokenizer(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +291,7 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
     want = llm.generate(prompt(50), greedy(20))[0].token_ids
     for clean_up in (lambda: None, llm.engine.reset):
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.executor.decode, "greedy_step", interrupt)
+            patch.setattr(llm.engine.executor.decode.program, "run", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompt(50), greedy(20, forced=tuple(prompt(9, seed=3))))
         clean_up()

@@ -71,13 +71,15 @@ def test_answers_depend_on_nothing_else(tmp_path, family):
 
 def renewals_of(llm):
     """Counts how often places are given anew."""
-    renew, counted = llm.engine.executor._renew, []
+    decode, counted = llm.engine.executor.decode, []
+    renew = decode.renew
 
-    def count(request):
-        renew(request)
-        counted.append(request.placement)
+    def count(*given):
+        placement, positions = renew(*given)
+        counted.append(placement)
+        return placement, positions
 
-    llm.engine.executor._renew = count
+    decode.renew = count
     return counted
 
 
@@ -134,7 +136,6 @@ def test_with_a_draft_model(checkpoint):
     """Which has a ring that nobody renews, and guesses as it may."""
     want = make(checkpoint, BUDGET).generate(prompt(60), greedy(90))[0].token_ids
     llm = make(checkpoint, BUDGET, speculative="draft-model", draft_model=str(checkpoint), speculative_tokens=3)
-    assert llm.engine.executor.drafter._setup.budget.ring == "elastic"
     assert llm.generate(prompt(60), greedy(90))[0].token_ids == want
 
 

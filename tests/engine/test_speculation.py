@@ -290,7 +290,7 @@ def test_lookup_finds_what_is_copied_from_the_prompt(model, monkeypatch):
     copied = tuple(tokens[20:80])
     want = make(model).generate(tokens, greedy(62, forced=copied))[0]
     llm = make(model, speculative="lookup", speculative_tokens=3)
-    llm.engine.executor._cost.saw_guesses = lambda *seen: None
+    llm.engine.executor.cost.saw_guesses = lambda *seen: None
     counts = counting(llm)
     got = llm.generate(tokens, greedy(62, forced=copied))[0]
     assert got.token_ids == want.token_ids

@@ -50,12 +50,13 @@ class Executor:
         readers: The requests it is for, each with its target.
         drafter: The drafter, with speculative decoding.
         prefixes: The prefix cache, if enabled.
+        cost: How long steps with and without draft tokens have taken.
     """
 
     def __init__(self, setup: Setup, model: DecoderModel, drafter: Drafter | None, *, padded: int) -> None:
         config, spec, eager = setup.config, setup.spec, setup.eager
         self.spec, self.device, self.steps = spec, setup.device, config.decode_steps
-        self._guesses, self._cost = config.guesses, StepCost()
+        self._guesses, self.cost = config.guesses, StepCost()
         self.prefill = Prefill.of(setup, model, padded=padded)
         self.decode = Decode.of(setup, model)
         self.drafter = drafter if self.decode.ahead is None else NextToken(self.decode.ahead)
@@ -289,9 +290,9 @@ class Executor:
         seconds = time.perf_counter() - began
         drafted = sum(map(len, (guesses or {}).values()))
         if drafted:
-            self._cost.saw_guesses(len(going), drafted, seconds)
+            self.cost.saw_guesses(len(going), drafted, seconds)
         else:
-            self._cost.saw_plain(len(going), seconds / len(tokens))
+            self.cost.saw_plain(len(going), seconds / len(tokens))
         details = [Sampled(*step) for step in zip(*stacked, strict=True)] if logprobs else None
         failed: list[tuple[Request, Exception]] = []
         for request in going:
@@ -337,7 +338,7 @@ class Executor:
 
     def _most_guesses(self, request: Request) -> int:
         """Number of draft tokens for a request; save() limits how many tokens may be stored past the request's end."""
-        most = request.pace.most(self._guesses, self._cost)
+        most = request.pace.most(self._guesses, self.cost)
         if request.keep and request.params.stop:  # a stop string may end the text anywhere
             most = min(most, self.steps - 1)
         return int(min(most, request.max_tokens - len(request.tokens) - 1, request.until_renewal - 1))

@@ -71,7 +71,7 @@ def test_another_model_changes_nothing_but_the_time(model, other, all_that_is_al
     llm = drafted_by(model, other)
     assert [out.token_ids for out in llm.generate(prompts, greedy(40))] == list(want.values())
     llm.generate(prompt(9), greedy(3))
-    assert len(llm.engine.executor.drafter._followers) <= 3
+    assert len(llm.engine.executor.drafter.followers) <= 3
 
 
 def test_resting_and_going_on(model):
@@ -97,13 +97,13 @@ def test_interrupts_and_aborts_leave_nothing_behind(model, all_that_is_allowed, 
             def interrupted(*given, **named):
                 raise KeyboardInterrupt
 
-            patch.setattr(drafter._decode, "read", interrupted)
+            patch.setattr(drafter.decode, "read", interrupted)
             if method == "prepare":
-                patch.setattr(drafter._prefill, "advance", interrupted)
+                patch.setattr(drafter.prefill, "advance", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 list(iter(engine.step, None))
         assert "interrupted" in engine.step()[-1].error
-        assert not drafter._followers
+        assert not drafter.followers
         out = llm.generate(prompt(70), greedy(30))[0]
         assert out.token_ids == want
         assert out.accepted == out.drafted > 10

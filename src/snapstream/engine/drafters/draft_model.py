@@ -39,7 +39,13 @@ class _Follower:
 
 
 class DraftModel(Drafter):
-    """Drafts with a small model, which uses the same slot for a request as the large model."""
+    """Drafts with a small model, which uses the same slot for a request as the large model.
+
+    Attributes:
+        prefill: Prefills prompts with the draft model.
+        decode: Holds its slots.
+        followers: Progress with the requests that it follows, by slot.
+    """
 
     def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
         """Allocate the draft model's caches.
@@ -50,25 +56,25 @@ class DraftModel(Drafter):
             padded: Tokens in its staging cache.
         """
         self._setup, self._spec, self._device = setup, setup.spec, setup.device
-        self._prefill = Prefill.of(setup, model, padded=padded)
-        self._decode = Decode.of(setup, model)
-        self._followers: dict[int, _Follower] = {}
+        self.prefill = Prefill.of(setup, model, padded=padded)
+        self.decode = Decode.of(setup, model)
+        self.followers: dict[int, _Follower] = {}
 
     @override
     def warm_up(self, pool: object = None) -> None:
-        self._decode.warm_up(pool)
+        self.decode.warm_up(pool)
 
     @override
     def prepare(self, requests: Sequence[Request]) -> None:
         """Prefill one chunk of one request's prompt, through all layers."""
         self._follow(requests)
-        for slot, follower in self._followers.items():
+        for slot, follower in self.followers.items():
             reading = follower.reading
             if reading is None:
                 continue
             with current_device(self._device):
                 for _ in range(self._spec.layers):
-                    self._prefill.advance(reading)
+                    self.prefill.advance(reading)
                     if reading.finished or reading.failed:
                         break
             if reading.failed:
@@ -77,7 +83,7 @@ class DraftModel(Drafter):
                 raise error
             if reading.finished:
                 layouts = reading.targets[0].layouts
-                self._decode.start(slot, layouts, len(reading.tokens), 0, None, active=False)
+                self.decode.start(slot, layouts, len(reading.tokens), 0, None, active=False)
                 follower.reading = None
             return
 
@@ -98,50 +104,50 @@ class DraftModel(Drafter):
 
     @override
     def reset(self) -> None:
-        for slot in list(self._followers):
+        for slot in list(self.followers):
             self._leave(slot)
 
     def _follow(self, requests: Sequence[Request]) -> None:
         """Start following new requests, and drop those that are gone."""
         here = {request.slot: request for request in requests}
-        for left, follower in list(self._followers.items()):
+        for left, follower in list(self.followers.items()):
             if follower.request() is not here.get(left):
                 self._leave(left)
         for request in requests:
             slot, longest = request.slot, request.before + len(request.prompt) + request.max_tokens
-            if slot is None or slot in self._followers or longest > self._setup.max_model_len:
+            if slot is None or slot in self.followers or longest > self._setup.max_model_len:
                 continue
             tokens = request.all_tokens
             if max(tokens) >= self._spec.vocab_size:
                 continue
             reading = Reading(self._spec, tokens)
             budget = self._setup.budget
-            reading.add(budget, self._decode.slot(slot, reading.layouts(budget)))
-            self._followers[slot] = _Follower(ref(request), reading)
+            reading.add(budget, self.decode.slot(slot, reading.layouts(budget)))
+            self.followers[slot] = _Follower(ref(request), reading)
 
     def _follows(self, slot: int, request: Request) -> bool:
         """Whether a request's prompt has been prefilled."""
-        follower = self._followers.get(slot)
+        follower = self.followers.get(slot)
         return follower is not None and follower.request() is request and follower.reading is None
 
     def _leave(self, slot: int) -> None:
-        self._decode.release(slot)
-        del self._followers[slot]
+        self.decode.release(slot)
+        del self.followers[slot]
 
     def _catch_up(self, requests: dict[int, Request]) -> dict[int, int]:
         """Store the tokens accepted since the last call; returns the most likely token after them, by slot."""
         likeliest: dict[int, int] = {}
         most = self._setup.config.guesses + 1
         while True:
-            coming = {slot: request.tokens[self._followers[slot].stored :][:most] for slot, request in requests.items()}
+            coming = {slot: request.tokens[self.followers[slot].stored :][:most] for slot, request in requests.items()}
             coming = {slot: tokens for slot, tokens in coming.items() if tokens}
             if not coming:
                 return likeliest
             likeliest |= self._read(coming, certain=True)
             for slot, tokens in coming.items():
-                self._followers[slot].stored += len(tokens)
+                self.followers[slot].stored += len(tokens)
 
     def _read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> dict[int, int]:
         """Process tokens as :meth:`Decode.read` does; returns the most likely next token by slot."""
-        last = self._decode.read(tokens, certain=certain)
+        last = self.decode.read(tokens, certain=certain)
         return dict(zip(tokens, (int(each) for each in to_host([last])[0][list(tokens)]), strict=True))
