@@ -66,8 +66,11 @@ def compile_for(capability: int) -> None:
     JITFunction.run = compile_kernel
 
 
-def compile_kernels(dtype: torch.dtype, size: int) -> None:
-    """Every kernel, as a model with heads of ``size`` numbers needs it; 576 is a latent, beside 128 query heads."""
+def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
+    """Every kernel, as a model with heads of ``size`` numbers needs it; 576 is a latent, beside 128 query heads.
+
+    Slots' caches have entries of the type ``stored``.
+    """
     from snapstream.cache import EntryShape
     from snapstream.kernels.parts import Slots
     from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
@@ -78,13 +81,13 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
     H, N, columns = (128, 1, 512) if latent else (32, 8, size)
     shape, one = EntryShape(N, size, latent=latent), torch.zeros(1, dtype=torch.int64)
     state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
-    cache, staging = shape.empty(B, 1024, dtype=dtype), shape.empty(1, L, dtype=dtype)
+    cache, staging = shape.empty(B, 1024, dtype=stored), shape.empty(1, L, dtype=dtype)
     for tokens in (1, 4):
         query, out = torch.zeros(B * tokens, H, size, dtype=dtype), torch.zeros(B * tokens, H, columns, dtype=dtype)
         token = torch.zeros(B, tokens, dtype=torch.int64)
         ring = [state[None]] * 3
         slots = Slots(token, state, *ring, active, state[:, None], state[None])
-        pending = shape.empty(B, tokens, dtype=dtype) if tokens > 1 else None
+        pending = shape.empty(B, tokens, dtype=stored) if tokens > 1 else None
         if pending is not None:
             store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
         for splits in (1, 16):
@@ -97,7 +100,7 @@ def compile_kernels(dtype: torch.dtype, size: int) -> None:
     for near in (0, 32):
         differences.key_differences(staging.keys, one, 4, near)
     positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)
-    select.gather(keys, positions[0], cache.keys[0])
+    select.gather(keys, positions[0], shape.empty(1, 1024, dtype=dtype).keys[0])
     wide = torch.zeros(B, 14336, dtype=dtype)
     rows.norm(wide[:, None, :4096], wide[:, None, :4096], wide[0, :4096], 1e-5)
     rows.gate(wide, wide[:, :7168])
@@ -192,9 +195,9 @@ if __name__ == "__main__":
     else:
         compile_for(int(what))
         for each in rest:
-            kind, _, numbers = each.partition(":")
+            kind, numbers, *stored = each.split(":")
             before = set(compiled)
-            compile_kernels(getattr(torch, kind), int(numbers))
+            compile_kernels(getattr(torch, kind), int(numbers), getattr(torch, *stored or [kind]))
             for key in set(compiled) - before:
                 compiled[key]["case"] = each
         result = list(compiled.values())

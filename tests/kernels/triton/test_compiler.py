@@ -33,7 +33,7 @@ def check_kernels(capability, *cases):
 
 
 def test_kernels_compile_for_an_h100():
-    check_kernels(90, "bfloat16:128", "bfloat16:576")
+    check_kernels(90, "bfloat16:128", "bfloat16:576", "float32:64:bfloat16", "bfloat16:576:float32")
 
 
 @pytest.mark.slow
@@ -52,7 +52,8 @@ def test_kernels_compile_for_desktops(capability, dtype):
 
 
 @pytest.mark.parametrize(
-    ("family", "speculative"), [("qwen3", "lookup"), pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow)]
+    ("family", "speculative"),
+    [("qwen3", "lookup"), ("qwen3-windows", "lookup"), pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow)],
 )
 def test_no_kernel_is_compiled_after_warm_up(tmp_path, family, speculative):
     """Whatever the lengths, budgets, policies and turns; a recompilation would stall everybody for a second."""

@@ -229,7 +229,7 @@ def attend_slots(
     """
     (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
     N = cache.keys.shape[1]
-    options: dict[str, Any] = tile_of(D, query.dtype, H // N * T)
+    options: dict[str, Any] = tile_of(D, torch.promote_types(query.dtype, cache.dtype), H // N * T)
     blocks = -(-H // N * T // options["ROWS"])
     keys, values = cache.keys, cache.values
     waiting = cache if pending is None else pending

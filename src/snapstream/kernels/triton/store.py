@@ -120,14 +120,17 @@ def _store_grouped(
         c = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
         first, second = turned(first, second, c, s)
+    first, second = rounded(first, target), rounded(second, target)
     if head < HEADS:
         written = target + row[:, None] * target_row + head * 2 * HALF + column[None, :]
+        tl.store(written, first, mask=mask)
+        tl.store(written + HALF, second, mask=mask)
     else:
         entry = _entry_of(slot, token, count, base, limit, is_row, KIND)
         at = slot * cache_slot + entry * cache_entry + ((head - HEADS) % KV_HEADS).to(tl.int64) * cache_head
-        written = (keys if head < HEADS + KV_HEADS else values) + at[:, None] + column[None, :]
-    tl.store(written, rounded(first, target), mask=mask)
-    tl.store(written + HALF, rounded(second, target), mask=mask)
+        stored = (keys if head < HEADS + KV_HEADS else values) + at[:, None] + column[None, :]
+        tl.store(stored, rounded(first.to(tl.float32), keys), mask=mask)
+        tl.store(stored + HALF, rounded(second.to(tl.float32), keys), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -166,11 +169,12 @@ def _store_latent(
     mask = column < RANK
     x = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    compressed = normed(x[None, :], w[None, :], epsilon, RANK, cache)
+    compressed = normed(x[None, :], w[None, :], epsilon, RANK, source)
     tl.store((written + column)[None, :], rounded(compressed, cache), mask=mask[None, :])
     column = tl.arange(0, PADDED_HALF)
     mask, angle = column < HALF, row * angle_row
     first, second = load_turned(source + RANK, cosine + angle, sine + angle, column, HALF, PAIRS)
+    first, second = rounded(first, source).to(tl.float32), rounded(second, source).to(tl.float32)
     tl.store(written + RANK + column, rounded(first, cache), mask=mask)
     tl.store(written + RANK + HALF + column, rounded(second, cache), mask=mask)
 

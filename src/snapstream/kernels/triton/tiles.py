@@ -35,8 +35,8 @@ def width_of(size: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def product(a, b):
-    """``a @ b`` with float32 sums; float32 inputs are multiplied in almost full precision."""
-    if INTERPRETED:
+    """``a @ b`` with float32 sums; float32 inputs are multiplied in almost full precision. Types may differ."""
+    if INTERPRETED or a.dtype != b.dtype:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32x3")
 
