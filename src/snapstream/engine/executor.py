@@ -73,16 +73,17 @@ class Executor:
                     drafter.warm_up(pool)
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
-        """Prefill and compress a dummy prompt, so that all kernels that prefill needs are built and loaded."""
-        length = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
-        reading = Reading(self.spec, [0] * length)
-        for each in _smaller(budget, length // 2, queries):
-            reading.add(each, self._caches(reading.layouts(each)), telemetry=True)
-        while not reading.finished:
-            self.prefill.advance(reading)
-        for target in reading.targets:
-            if target.error is not None:
-                raise target.error
+        """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
+        # A chunk of a single token may need other kernels.
+        for length in (min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY), 1):
+            reading = Reading(self.spec, [0] * length)
+            for each in _smaller(budget, length // 2, queries):
+                reading.add(each, self._caches(reading.layouts(each)), telemetry=True)
+            while not reading.finished:
+                self.prefill.advance(reading)
+            for target in reading.targets:
+                if target.error is not None:
+                    raise target.error
         self._rehearse_renewal(budget.capacity)
 
     def _rehearse_renewal(self, entries: int) -> None:
