@@ -39,7 +39,7 @@ def read_in_chunks(model, tokens, ends, program):
     """Logits after every token ``[L, vocab]``, of chunks that end at ``ends``, each read by a program."""
     operations, (length, device) = list(model.operations()), (len(tokens), tokens.device)
     dtype, made, start = model.embedding.weight.dtype, [], 0
-    entries = [model.spec.groups[model.spec.group_of(layer)].entry for layer in range(model.spec.layers)]
+    entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.layers)]
     caches = [entry.empty(1, length, dtype=dtype, device=device) for entry in entries]
     for end in ends:
         slots = Slots.of_prompt(tokens[None, start:end], length)

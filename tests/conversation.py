@@ -19,7 +19,7 @@ class NaiveConversation:
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
         self.budget, self.length, self.overrun = budget, 0, overrun
         self.keys, self.values, self.caches = {}, {}, {}
-        self.windows = [self.spec.groups[self.spec.group_of(layer)].window for layer in range(self.spec.layers)]
+        self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.layers)]
 
     def attend(self, layer, query, n, h, positions):
         keys = torch.stack([self.keys[layer, p][n] for p in positions])

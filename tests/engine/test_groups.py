@@ -113,6 +113,45 @@ def test_a_conversation_is_one_prompt_if_nothing_is_dropped(mixed):
                 llm.engine.abort(name)
 
 
+def test_an_answer_of_one_token_leaves_windows_whole(mixed):
+    """Even if others decode in the same step, whose sequences nobody keeps."""
+    llm = make(mixed, budget=None, sessions=1)
+    company = llm.engine.add_request(prompt(20, seed=1), greedy(150))
+    for _ in range(5):
+        llm.engine.step()
+    for tokens in (1, 2, 3):
+        saved = run(llm, prompt(60), greedy(tokens), keep=True).saved
+        (want,) = make(mixed, budget=None).generate([[*saved.tokens, *prompt(5)]], greedy(20))
+        assert run(llm, prompt(5), greedy(20), past=saved).token_ids == want.token_ids
+    llm.engine.abort(company)
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative": "lookup", "speculative_tokens": 12}])
+def test_launches_may_be_longer_than_windows(tmp_path, settings):
+    save_checkpoint(tmp_path, "qwen2-windows", sliding_window=6)
+    save_tokenizer(tmp_path)
+    stop = SamplingParams(max_tokens=60, stop_token_ids=(9, 30, 31, 32, 33, 50, 60), logit_bias=NO_SPECIAL)
+    llm = make(tmp_path, budget=None, sessions=1, decode_steps=16, **settings)
+    for seed in range(6):
+        saved = run(llm, prompt(30, seed=seed), stop, keep=True).saved
+        (want,) = make(tmp_path, budget=None).generate([[*saved.tokens, *prompt(5)]], greedy(20))
+        assert run(llm, prompt(5), greedy(20), past=saved).token_ids == want.token_ids
+
+
+def test_a_long_stop_string_costs_the_cache_only_if_a_window_has_lost_something(mixed):
+    llm = make(mixed, budget=None, sessions=1, decode_steps=1)
+    shortest = min(group.window for group in llm.engine.spec.groups if group.window is not None)
+    for length, is_kept in ((2, True), (60, False)):
+        (answer,) = llm.generate([prompt(length)], greedy(40, logit_bias=NO_SPECIAL))
+        for tokens in (shortest - 3 - length, 25):
+            if tokens < 2:
+                continue
+            words = "".join(f"w{token}" for token in answer.token_ids[:tokens])
+            params = SamplingParams(max_tokens=40, stop=words, logit_bias=NO_SPECIAL, ignore_eos=True)
+            saved = run(llm, prompt(length), params, keep=True).saved
+            assert (saved is not None) == (tokens <= 17 or (is_kept and length + tokens < shortest))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "auto"])
 def test_full_caches_equal_transformers(tmp_path, attention):
     for family in WINDOWED:
@@ -151,7 +190,7 @@ def test_reports_and_plan(mixed):
     """Bytes and entries are those of each group."""
     llm = make(mixed, sessions=2, decode_steps=3)
     spec, decode = llm.engine.spec, llm.engine.executor.decode
-    windows = [spec.groups[spec.group_of(layer)].window for layer in range(spec.layers)]
+    windows = [spec.layer_group(layer).window for layer in range(spec.layers)]
     assert [cache.entries for cache in decode.layers] == [window or 48 for window in windows]
     lost = sum(window is not None for window in windows) * 3 * (16 + 3)  # kept for the sake of sessions
     entry = spec.entry.nbytes(torch.float32)
@@ -159,10 +198,11 @@ def test_reports_and_plan(mixed):
     output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
     assert output.cache.bytes_held == sum(window or 48 for window in windows) * entry
     assert output.cache.bytes_full == sum(min(130, window or 130) for window in windows) * entry
+    full, first = None in windows, spec.groups[0].window
     held = [len(layer[0]) for layer in output.cache.kept.positions]
-    assert held == [window or 48 for window in windows]
-    assert all(mass == 1 for mass, window in zip(output.cache.kept.mass, windows, strict=True) if window)
-    full, first = None in windows, windows[0]
+    assert held == [first or 48] * windows.count(first)
+    assert len(output.cache.kept.mass) == len(held)
+    assert (max(output.cache.kept.mass) < 1) == full
     assert (output.cache.sink, output.cache.pinned, output.cache.recent, output.cache.limit) == (
         (4, 20, 24, 48) if full else (0, 0, first, first)
     )

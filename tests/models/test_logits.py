@@ -20,7 +20,7 @@ class DenseCache:
         self.values = [torch.zeros(shape) for _ in range(spec.layers)]
         self.start = 0
         self.scale = spec.scale
-        self.windows = [spec.groups[spec.group_of(layer)].window or 0 for layer in range(spec.layers)]
+        self.windows = [spec.layer_group(layer).window or 0 for layer in range(spec.layers)]
 
     def attend(self, layer, query, key, value):
         end = self.start + query.shape[0]

@@ -124,6 +124,20 @@ def test_windows_are_read(tmp_path):
         ((1,), None, "full_attention"),
         ((0, 2), 16, "sliding_attention"),
     ]
+    rotations = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    for changes, said in (
+        ({"sliding_window": 0}, "sliding_window is 0; it must be 1 or more"),
+        ({"sliding_window": -3}, "sliding_window is -3; it must be 1 or more"),
+        (
+            {"rope_parameters": {"full_attention": rotations["full_attention"]}},
+            "rope_parameters are missing for layers of type sliding_attention",
+        ),
+    ):
+        before = (tmp_path / "config.json").read_text()
+        edit_config(tmp_path, **changes)
+        with pytest.raises(CheckpointError, match=said):
+            load_spec(tmp_path)
+        (tmp_path / "config.json").write_text(before)
     edit_config(tmp_path, layer_types=["chunked_attention"] * 3)
     with pytest.raises(CheckpointError, match="layers of type chunked_attention are not supported"):
         load_spec(tmp_path)

@@ -48,29 +48,39 @@ def fits(device: torch.device, dtype: torch.dtype, size: int, value_size: int) -
         return False
     if size != value_size or size % 8 or size > MOST_HEAD_SIZE:
         return False
-    return _is_right(device, dtype, size) if torch.cuda.is_available() else True
+    return _is_right(device, dtype, size, 0) if torch.cuda.is_available() else True
+
+
+def has_windows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel is right with a sliding window, too."""
+    return _is_right(device, dtype, size, 2)
 
 
 @functools.cache
-def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+def _is_right(device: torch.device, dtype: torch.dtype, size: int, window: int) -> bool:
     """Run it once: some builds of torch lack it, and the heads that it supports depend on the device."""
     generator, start, scale = torch.Generator().manual_seed(0), 3, 0.1
     query, keys, values = (torch.randn(n, m, size, generator=generator) for n, m in ((5, 4), (2, 8), (2, 8)))
-    causal = torch.ones(5, 8, dtype=torch.bool).tril(start)
-    masks = {0: causal, 2: causal.triu(start + 1 - 2)}
+    mask = torch.ones(5, 8, dtype=torch.bool).tril(start)
+    if window:
+        mask = mask.triu(start + 1 - window)
+    want = F.scaled_dot_product_attention(
+        query.transpose(0, 1),
+        keys.repeat_interleave(2, 0),
+        values.repeat_interleave(2, 0),
+        attn_mask=mask,
+        scale=scale,
+    ).transpose(0, 1)
     # Entries past the chunk must not be read: they would dominate the result.
     longer = [torch.cat((each, torch.full_like(each, 30.0)), 1).to(device, dtype) for each in (keys, values)]
-    for window, mask in masks.items():
-        many_keys, many_values = (each.repeat_interleave(2, 0) for each in (keys, values))
-        heads = query.transpose(0, 1)
-        want = F.scaled_dot_product_attention(heads, many_keys, many_values, attn_mask=mask, scale=scale)
-        at = torch.tensor(start, device=device)
-        try:
-            got = attend(query.to(device, dtype), longer[0], longer[1], at, scale, window)
-        except (RuntimeError, TypeError) as error:
-            logger.warning("Torch's flash attention does not work here, so prefill does not use it: %s", error)
-            return False
-        if not torch.allclose(got.float().cpu(), want.transpose(0, 1), atol=3e-2):
-            logger.warning("Torch's flash attention gives wrong results here, so prefill does not use it.")
-            return False
-    return True
+    at = torch.tensor(start, device=device)
+    what = "Torch's flash attention" + (" with a window" if window else "")
+    try:
+        got = attend(query.to(device, dtype), longer[0], longer[1], at, scale, window)
+    except (RuntimeError, TypeError) as error:
+        logger.warning("%s does not work here, so prefill does not use it: %s", what, error)
+        return False
+    if torch.allclose(got.float().cpu(), want, atol=3e-2):
+        return True
+    logger.warning("%s gives wrong results here, so prefill does not use it.", what)
+    return False

@@ -55,7 +55,7 @@ class SdpaAttention(AttentionBackend):
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        if self.with_flash:
+        if self.with_flash and (not window or flash.has_windows(query.device, query.dtype, query.shape[2])):
             return flash.attend(query, keys, values, start, scale, window)
         return plain.attend_chunk(query, keys, values, start, scale, window)
 

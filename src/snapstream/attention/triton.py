@@ -65,10 +65,9 @@ class TritonAttention(AttentionBackend):
 
         splits = 1
         for each in operations:
-            if isinstance(each, Attend):
+            if isinstance(each, Attend):  # those with the most entries need most
                 keys, query = machine.caches[each.layer].keys, torch.Size((1, each.query.heads, each.query.size))
-                splits = self.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype)
-                break
+                splits = max(splits, self.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype))
         return TritonProgram(operations, machine, splits=splits)
 
     def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
@@ -113,8 +112,8 @@ class TritonAttention(AttentionBackend):
             # A single token is decoded, which splits its entries into parts. Their number does not depend on the
             # length, because every number needs another kernel.
             return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
-        if self.with_flash:
-            return flash.attend(query, keys, values, start, scale, window)
+        if self.with_flash and not window:
+            return flash.attend(query, keys, values, start, scale)
         return attend_chunk(query, keys, values, start, scale, window)
 
     @override

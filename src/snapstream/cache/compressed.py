@@ -227,11 +227,11 @@ class CompressedSequence:
         known = _known_format(path, described)
         if described.pop("digest") != _digest(tensors, described):
             raise CacheFileError(f"{path} is damaged: its contents changed after it was written")
+        described = known
         if described["model"] != model:
             raise CacheFileError(
                 f"{path} was created by another model or tokenizer; process its text with this one instead"
             )
-        described = known
         if len(described["layouts"]) != len(groups):
             raise CacheFileError(
                 f"{path} holds {len(described['layouts'])} groups of layers, but this model has {len(groups)} here"
@@ -288,7 +288,7 @@ def _known_format(path: Path, described: dict[str, Any]) -> dict[str, Any]:
     """The metadata as this version writes it.
 
     Raises:
-        CacheFileError: It is not of a sequence.
+        CacheFileError: It does not describe a saved sequence.
     """
     if described.get("format") == _FORMAT_OF_ONE_GROUP:
         return described | {"layouts": [described.get("layout")]}

@@ -196,7 +196,7 @@ def tokens_of(text: str, model: str, max_model_len: int | None) -> int:
 def _what_was_kept(use: CacheUse, *, full: bool) -> str:
     from snapstream.engine.memory import gigabytes
 
-    if full:
+    if full and not use.dropped:
         return f"prompt of {use.prompt_tokens} tokens: all kept in a full cache, {gigabytes(use.bytes_full)} by now"
     held = f"the cache of {use.limit} entries takes {gigabytes(use.bytes_held)}"
     if not use.dropped:

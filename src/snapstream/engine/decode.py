@@ -61,7 +61,7 @@ class _Entries:
 
 
 class Decode:
-    """Owns the slots on the device: their caches, ``[B, N, C, D]`` per layer, and their state ``[B]``.
+    """Owns the slots on the device: their caches, ``[B, N, C, D]`` per layer, and their state.
 
     The whole state of a sequence is its position and, per group of layers, ``(base, count, limit)``; see
     :mod:`snapstream.compression.layout`. A step never writes to inactive slots: prefill fills them layer by layer while
@@ -411,7 +411,7 @@ class Decode:
     def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """The slots' memory, all zero."""
         spec = self.model.spec
-        groups = [spec.groups[spec.group_of(layer)] for layer in range(spec.cached_layers)]
+        groups = [spec.layer_group(layer) for layer in range(spec.cached_layers)]
         if device.type != "cpu":
             return [
                 group.entry.empty(self.slots, group.entries(capacity), dtype=dtype, device=device) for group in groups

@@ -73,6 +73,11 @@ class Engine:
             config = EngineConfig(**settings)
         setup = set_up(model, budget, config)
         spec = setup.spec
+        if budget is not None and not setup.has_budget:
+            logger.warning(
+                "Every layer of this model has a sliding window, so its cache has a fixed size already: the budget has "
+                "no effect."
+            )
         self.model, self.config, self.spec, self.device, self.types = model, config, spec, setup.device, setup.types
         self.max_model_len, self.budget = setup.max_model_len, setup.budget
         self._sizes = spec.sizes(self.types.cache)

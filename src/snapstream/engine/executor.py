@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.cache import CompressedSequence, LayerCache, reported_layers
 from snapstream.compression import Layout, lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
@@ -63,6 +63,7 @@ class Executor:
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
         self.prefixes = Prefixes(config.prefix_contexts, setup.chunk) if config.prefix_contexts else None
+        self._windows = sorted(group.window for group in spec.groups if group.window is not None)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
             with current_device(self.device):
@@ -101,11 +102,11 @@ class Executor:
 
     def _caches(self, layouts: Sequence[Layout]) -> list[LayerCache]:
         """Caches for one sequence outside any slot, per layer."""
-        groups = [self.spec.group_of(layer) for layer in range(self.spec.cached_layers)]
-        dtype = self.decode.layers[0].dtype
+        spec, dtype = self.spec, self.decode.layers[0].dtype
+        counts = [layouts[spec.group_of(layer)].count for layer in range(spec.cached_layers)]
         return [
-            self.spec.groups[group].entry.empty(1, layouts[group].count, dtype=dtype, device=self.device)
-            for group in groups
+            spec.layer_group(layer).entry.empty(1, count, dtype=dtype, device=self.device)
+            for layer, count in enumerate(counts)
         ]
 
     # -- prefill ------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Executor:
         if most is not None:
             request.prompt_logprobs = tuple(_shortened(one, most) for one in reading.logprobs)
         if request.params.telemetry:
-            request.kept = target.kept_tokens()
+            request.kept = target.kept_tokens(reported_layers(self.spec.groups))
         request.positions = target.positions if request.keep else ()
         request.shares = target.kept_shares(reading.total)
         request.logits, request.reused = reading.logits, reading.skipped
@@ -236,7 +237,9 @@ class Executor:
         if request.finish_reason is None or request.keep:
             position = request.before + len(request.prompt)
             request.placement = Placement.of_prompt(layouts[0], request.budget)
-            self.decode.start(slot, layouts, position, token, self._first_token, active=bool(request.max_tokens))
+            # If it has ended already, a launch in the same step must not go on.
+            going = request.finish_reason is None
+            self.decode.start(slot, layouts, position, token, self._first_token, active=going)
 
     @torch.inference_mode()
     def _draw_first(self, request: Request, logits: Tensor) -> int:
@@ -276,9 +279,7 @@ class Executor:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced, keep=keep)
             else:
-                # No more steps than the longest remaining request can use, and none past the next renewal.
-                steps = min(self.steps, max(request.max_tokens - len(request.tokens) for request in going))
-                steps = int(min(steps, *(request.until_renewal for request in going)))
+                steps = self._steps_of(going)
                 forced = _next_forced(going, {request.slot: steps for request in going})
                 results = self.decode.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced, keep=keep)
                 certain = None
@@ -311,6 +312,17 @@ class Executor:
                 failed.append((request, error))
         return failed
 
+    def _steps_of(self, going: Sequence[Request]) -> int:
+        """Steps of a launch.
+
+        No more than the longest remaining request can use, none past the next renewal, and none that overwrite what the
+        launch itself has stored in the window of a sequence that is returned.
+        """
+        limits = [self.steps, max(request.max_tokens - len(request.tokens) for request in going)]
+        if any(request.keep for request in going):
+            limits += self._windows[:1]
+        return int(min(*limits, *(request.until_renewal for request in going)))
+
     def _guess(self, going: Sequence[Request]) -> dict[int, Sequence[int]] | None:
         """Draft tokens after each request's last token, by slot; ``None`` if a plain launch is to run instead."""
         if self.drafter is None:
@@ -342,6 +354,8 @@ class Executor:
         most = request.pace.most(self._guesses, self.cost)
         if request.keep and request.params.stop:  # a stop string may end the text anywhere
             most = min(most, self.steps - 1)
+        if request.keep and self._windows:
+            most = min(most, self._windows[0] - 1)
         return int(min(most, request.max_tokens - len(request.tokens) - 1, request.until_renewal - 1))
 
     def _renew(self, request: Request) -> None:
@@ -369,7 +383,7 @@ class Executor:
         assert placement is not None
         assert slot is not None
         tokens = request.text.whole_tokens()
-        if placement.decoded - tokens > newest(request.budget) or self._window_is_gone(request.decoded - tokens):
+        if placement.decoded - tokens > newest(request.budget) or self._window_is_gone(request, tokens):
             return None
         decoded = request.decoded + self.steps if request.tokens else 0
         layout = placement.layout
@@ -385,9 +399,10 @@ class Executor:
             budget=request.budget,
         )
 
-    def _window_is_gone(self, surplus: int) -> bool:
-        """Whether entries were overwritten for good by decoded tokens that are not in the text."""
-        return surplus > FURTHEST and self.spec.groups[-1].window is not None
+    def _window_is_gone(self, request: Request, tokens: int) -> bool:
+        """Whether entries of a window were overwritten for good by decoded tokens after the first ``tokens``."""
+        stored = request.before + len(request.prompt) + request.decoded + self.steps
+        return request.decoded - tokens > FURTHEST and any(stored > window for window in self._windows)
 
     def clear(self) -> None:
         """Abandon the current prefill, reset the drafter, and free all slots."""

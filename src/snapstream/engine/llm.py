@@ -307,7 +307,7 @@ class LLM:
         engine = self.engine
         return (
             f"LLM({engine.model!r}: {engine.spec.architecture}, {engine.config.slots} slots with caches of "
-            f"{engine.budget.capacity} entries, up to {engine.max_model_len} tokens, "
+            f"{engine.plan.cache_entries} entries, up to {engine.max_model_len} tokens, "
             f"{engine.types.weights} on {engine.device})"
         )
 

@@ -51,11 +51,11 @@ class MemoryPlan:
         tokenizing: Memory of the tokenizer for a long text; 0 on CUDA, because it is in host memory.
         metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps and of a chunk.
         slot_count: Number of slots.
-        cache_entries: Entries per slot in layers with a budget.
+        cache_entries: Entries per slot in layers with a budget; in a model without any, of its first window.
         max_model_len: Maximum sequence length.
         padded_len: Tokens of the staging cache: ``max_model_len`` rounded up to whole chunks.
         bytes_per_token: Bytes of keys and values of one token over all layers.
-        slot_bytes: Bytes of the caches of one slot.
+        slot_bytes: Bytes of the caches of one slot, and of what they keep for the sake of saved sequences.
         keeps_workspace: Whether the workspace stays allocated. On CUDA, captured graphs and torch's allocator keep it,
             so it is part of the steady state.
     """
@@ -117,7 +117,7 @@ class EnginePlan:
     def summary(self) -> str:
         """A summary in one line, compared with full caches."""
         plan, full = self.ours, self.full
-        compared = plan.cache_entries < plan.max_model_len
+        compared = plan.slots < full.slots
         caches = "1 cache" if plan.slot_count == 1 else f"{plan.slot_count} caches"
         return (
             f"memory: weights {gigabytes(plan.weights)}, {caches} of {plan.cache_entries} entries "
@@ -176,8 +176,9 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
     advice = ""
     if available is not None and not fits():
         hints = [("slots", _largest(lambda many: fits(slots=many)))]
-        budget = _largest(lambda many: fits(entries=many))
-        hints.append(("budget", budget if budget >= MIN_CAPACITY else 0))
+        if setup.has_budget:
+            budget = _largest(lambda many: fits(entries=many))
+            hints.append(("budget", budget if budget >= MIN_CAPACITY else 0))
         shorter = _largest(lambda chunks: fits(length=chunks * chunk)) * chunk
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
@@ -209,6 +210,7 @@ def _plan(
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
+    spec = spec.with_windows_below(length)
     chunk, sizes = setup.chunk, spec.sizes(types.cache)
     slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)
@@ -225,7 +227,7 @@ def _plan(
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
     # The kept entries of one layer are gathered before they are copied to the slot.
-    leaving = entries * entry_bytes
+    leaving = entries * entry_bytes if setup.has_budget else 0
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES
@@ -254,7 +256,7 @@ def _plan(
         + setup.backend.decode_bytes(slots, spec.heads, spec.value_size, _most_entries(spec, entries))
         + _verifying(setup, fixed, slots, entries),
         slot_count=slots,
-        cache_entries=entries,
+        cache_entries=spec.groups[0].entries(entries),
         max_model_len=length,
         padded_len=padded,
         bytes_per_token=spec.kv_bytes_per_token(types.cache),

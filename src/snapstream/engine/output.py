@@ -17,7 +17,9 @@ KEPT_PARTS = 64
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens of one prompt that compression kept.
+    """The tokens of one prompt that compression kept, in layers with a budget.
+
+    In a model whose layers all have sliding windows, this is about those with the first window.
 
     Attributes:
         mass: Per layer, the share of the last 32 prompt tokens' attention that falls on kept tokens, averaged over
@@ -31,7 +33,7 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Cache use of one prompt: entries are per layer and KV head, bytes are over all layers.
+    """Cache use of one prompt: entries are per KV head of a layer with a budget, bytes are over all layers.
 
     Attributes:
         prompt_tokens: Length of the prompt, earlier turns included.
@@ -40,8 +42,9 @@ class CacheUse:
         recent: Entries of the last tokens, in the ring.
         dropped: Tokens that were dropped, in this or an earlier turn.
         limit: Maximum number of entries that the sequence will ever hold.
-        bytes_held: Bytes of keys and values of ``limit`` entries.
-        bytes_full: Bytes of keys and values of prompt and output so far if no token had been dropped.
+        bytes_held: Bytes of keys and values of all entries that the sequence will ever hold.
+        bytes_full: Bytes of keys and values of prompt and output so far if nothing had been dropped that a layer
+            attends to.
         kept: Which tokens were kept, if requested.
     """
 
@@ -58,7 +61,9 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """The state of one slot, now or at the end of its last request; entries are per layer and KV head.
+    """The state of one slot, now or at the end of its last request.
+
+    Entries are per KV head of a layer with a budget, bytes are over all layers.
 
     Attributes:
         slot: Index of the slot.
@@ -71,8 +76,8 @@ class SlotUse:
         limit: Maximum number of entries that this sequence will ever hold.
         next_entry: Entry that the next token is written to; in a full cache, the oldest entry of the ring.
         generated: Number of output tokens.
-        bytes_held: Bytes of keys and values of ``limit`` entries.
-        bytes_full: Bytes of keys and values of all tokens seen.
+        bytes_held: Bytes of keys and values of all entries that this sequence will ever hold.
+        bytes_full: Bytes of keys and values of all tokens seen that a layer attends to.
         kept: Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of the prompt, averaged over layers and
             heads; 1 where nothing was dropped.
     """

@@ -53,10 +53,9 @@ class _Layer:
     """The operations of one layer, split where attention begins.
 
     Attributes:
-        before: Up to queries, and keys and values in the cache.
+        before: Rotary angles, and all up to queries, and keys and values in the cache.
         after: Attention, and what follows.
         query: Where ``before`` leaves the queries.
-        angles: The rotary angles that they need.
     """
 
     def __init__(self, operations: Sequence[Operation], angles: Operation) -> None:
@@ -307,7 +306,8 @@ class Prefill:
             target.counted += len(true)
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
-        if target.telemetry and reading.layer < self.model.spec.layers:
+        is_reported = reading.layer in self._reported and reading.layer < self.model.spec.layers
+        if target.telemetry and is_reported:
             if not has_budget:  # nothing that these layers attend to is dropped
                 target.mass.append(torch.ones((), device=self.device))
                 return

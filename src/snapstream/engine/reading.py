@@ -29,7 +29,8 @@ class Target:
         telemetry: Whether to report which tokens were kept, and the share of attention on them.
         wants_positions: Whether true positions are needed later.
         positions: Per finished layer, true positions of the entries, int32 ``[N, count]``, if wanted.
-        mass: Per finished layer of the model, the share of the window's attention on kept tokens, a scalar.
+        mass: Per finished layer that reports are about, the share of the last tokens' attention that falls on kept
+            tokens, a scalar.
         parts: Number of kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all heads of layers
             that reports are about.
         counted: Number of these heads.
@@ -47,11 +48,12 @@ class Target:
     counted: int = 0
     error: Exception | None = None
 
-    def kept_tokens(self) -> KeptTokens:
-        """Which tokens were kept, over all layers."""
-        mass, *layers = to_host([torch.stack(self.mass), *self.positions[: len(self.mass)]])
-        positions = tuple(tuple(tuple(head) for head in layer.sort(-1).values.tolist()) for layer in layers)
-        return KeptTokens(tuple(mass.tolist()), positions)
+    def kept_tokens(self, reported: Sequence[int]) -> KeptTokens:
+        """Which tokens were kept in the layers that reports are about; without the next-token module's."""
+        positions = [self.positions[layer] for layer in reported[: len(self.mass)]]
+        mass, *layers = to_host([torch.stack(self.mass), *positions])
+        kept = tuple(tuple(tuple(head) for head in layer.sort(-1).values.tolist()) for layer in layers)
+        return KeptTokens(tuple(mass.tolist()), kept)
 
     def kept_shares(self, length: int) -> tuple[float, ...]:
         """Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens."""

@@ -73,6 +73,11 @@ class Setup:
     drafter: Setup | None = None
 
     @property
+    def has_budget(self) -> bool:
+        """Whether a budget applies to any layer; if not, all have sliding windows."""
+        return self.spec.groups[0].window is None
+
+    @property
     def queries(self) -> int:
         """How many of a prompt's last queries are kept; ``ALL`` for all of them."""
         return most_queries(self.budget.queries, self.config.kept_queries)
@@ -114,12 +119,6 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
     spec = spec.with_windows_below(max_model_len)
-    if budget is not None and spec.groups[0].window is not None:
-        logger.warning(
-            "Every layer of this model has a sliding window of %d tokens, so its cache has a fixed size already: the "
-            "budget has no effect.",
-            spec.groups[0].window,
-        )
     return Setup(
         spec=spec,
         config=config,

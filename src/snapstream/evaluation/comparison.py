@@ -78,7 +78,7 @@ def compare_policies(
         results.append(
             PolicyResult(
                 policy=policy,
-                cache_entries=llm.engine.budget.capacity,
+                cache_entries=llm.engine.plan.cache_entries,
                 bytes_per_sequence=llm.engine.plan.slots // llm.engine.plan.slot_count,
                 answers=tuple(answers),
                 correct=tuple(got == question.answer.strip() for got, question in zip(answers, asked, strict=True)),

@@ -26,7 +26,7 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.window = spec.groups[spec.group_of(layer)].window or 0
+        self.window = spec.layer_group(layer).window or 0
         self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
         self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
@@ -66,6 +66,8 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
 def _groups(config: Any, architecture: str, entry: EntryShape) -> tuple[LayerGroup, ...]:
     """Layers with full attention, then those with a window: all of Mistral's, and of others what their types say."""
     count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise CheckpointError(f"sliding_window is {window}; it must be 1 or more, or null for none")
     if window is None or window >= longest_sequence(config):
         types = [_FULL] * count
     elif architecture == "MistralForCausalLM":
@@ -75,13 +77,16 @@ def _groups(config: Any, architecture: str, entry: EntryShape) -> tuple[LayerGro
     unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
         raise CheckpointError(f"layers of type {', '.join(unknown)} are not supported; supported: {_FULL}, {_SLIDING}")
-    several = len(rope_sets(config)) > 1
+    sets = rope_sets(config)
+    missing = sorted(set(types) - set(sets)) if None not in sets else []
+    if missing:
+        raise CheckpointError(f"rope_parameters are missing for layers of type {', '.join(missing)}")
     return tuple(
         LayerGroup(
             layers=tuple(layer for layer, each in enumerate(types) if each == kind),
             entry=entry,
             window=window if kind == _SLIDING else None,
-            rotation=kind if several else None,
+            rotation=None if None in sets else kind,
         )
         for kind in (_FULL, _SLIDING)
         if kind in types

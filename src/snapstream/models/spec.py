@@ -146,6 +146,10 @@ class ModelSpec:
         """Index of a layer's group."""
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
+    def layer_group(self, layer: int) -> LayerGroup:
+        """A layer's group."""
+        return self.groups[self.group_of(layer)]
+
     @property
     def entry(self) -> EntryShape:
         """Shape of the cache entry of one token in a layer, if the layers' do not differ."""

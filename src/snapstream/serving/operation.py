@@ -78,7 +78,7 @@ def router(parts: Parts) -> APIRouter:
         snapshot = driver.snapshot
         return CacheState(
             budget=llm.engine.budget.as_dict(),
-            capacity=llm.engine.budget.capacity,
+            capacity=llm.engine.plan.cache_entries,
             bytes_per_token=llm.engine.plan.bytes_per_token,
             max_model_len=llm.engine.max_model_len,
             slots=[

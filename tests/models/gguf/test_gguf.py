@@ -16,7 +16,7 @@ from snapstream.models.fingerprint import fingerprint
 from snapstream.models.gguf.container import open_container
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import GROUPED, make_model
-from tests.models.gguf.files import SIZES, write
+from tests.models.gguf.files import NAMES, SIZES, write
 
 CPU = torch.device("cpu")
 
@@ -190,6 +190,13 @@ def test_what_is_not_supported_is_named(tmp_path, change, said):
     write(path, "qwen2", change=change)
     with pytest.raises(CheckpointError, match=said):
         load_model(path, load_spec(path), torch.float32, CPU)
+
+
+def test_files_called_mistral_have_no_window(tmp_path, monkeypatch):
+    """The default of transformers' configuration is none of the file's."""
+    monkeypatch.setitem(NAMES, "mistral", "mistral")
+    write(tmp_path / "model.gguf", "mistral", max_position_embeddings=8192)
+    assert [group.window for group in load_spec(tmp_path / "model.gguf").groups] == [None]
 
 
 def test_without_the_package(tmp_path, monkeypatch):

@@ -84,6 +84,7 @@ def configuration(file: Container) -> Any:
         "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": about.number("context_length"),
         "rope_parameters": _rope(about),
+        "sliding_window": None,  # of which Mistral's configuration has one by default
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": bias["attn_output"],
         "mlp_bias": bias["ffn_up"],
@@ -99,7 +100,10 @@ def configuration(file: Container) -> Any:
     config = getattr(transformers, kind)(**settings)
     window = about.value("attention.sliding_window", None)
     if window and window < longest_sequence(config):
-        raise CheckpointError(f"{file.path}: sliding-window attention ({window} tokens) is not supported")
+        raise CheckpointError(
+            f"{file.path}: sliding-window attention ({window} tokens) is not supported in GGUF; use the safetensors "
+            "checkpoint"
+        )
     return config
 
 
