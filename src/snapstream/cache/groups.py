@@ -52,7 +52,7 @@ class LayerGroup:
 
 def reported_layers(groups: Sequence[LayerGroup]) -> list[int]:
     """Layers that reports of kept tokens are about: those with a budget or, without any, those of the first window."""
-    return [layer for group in groups if group.window == groups[0].window for layer in group.layers]
+    return sorted(layer for group in groups if group.window == groups[0].window for layer in group.layers)
 
 
 @dataclass(frozen=True)
