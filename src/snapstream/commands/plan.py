@@ -138,12 +138,7 @@ def _table(setup: Setup, what: str) -> Table:
     """A table that compares the requested caches with full caches."""
     entries = setup.spec.groups[0].entries(setup.budget.capacity)
     table = Table(title=f"{setup.spec.architecture}, {what}", title_justify="left")
-    for column in (
-        "",
-        f"cache of {entries}",
-        f"full cache of {setup.max_model_len}",
-        "ratio",
-    ):
+    for column in ("", f"cache of {entries}", f"full cache of {setup.max_model_len}", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
     return table
 

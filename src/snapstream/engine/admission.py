@@ -77,7 +77,7 @@ class Admission:
         budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
         if past is not None and not tokens:  # decoded unchanged
             budget = past.budget or replace(self.budget, ring="elastic")  # a cache without a budget cannot be renewed
-        if self.spec.groups[0].window is not None:  # no layer has pinned places that could be renewed
+        if not self.spec.has_budget:  # no layer has pinned places that could be renewed
             budget = replace(budget, ring="elastic")
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = {*params.stop_token_ids, *stop_tokens(params.stop, self._special)}

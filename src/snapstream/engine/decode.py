@@ -295,9 +295,8 @@ class Decode:
             mine.gather(chosen, layer.row(slot, layout.limit))
             if positions:
                 moved[number] = aged.positions(positions[number], position).gather(1, chosen)
-        for group in range(len(with_budget)):
-            self.base[group, slot].fill_(layout.base)
-            self.count[group, slot].fill_(layout.count)
+        self.base[: len(with_budget), slot].fill_(layout.base)
+        self.count[: len(with_budget), slot].fill_(layout.count)
         return after, moved
 
     def _entries(self, indices: Sequence[int], layout: Layout) -> _Entries:

@@ -73,7 +73,7 @@ class Engine:
             config = EngineConfig(**settings)
         setup = set_up(model, budget, config)
         spec = setup.spec
-        if budget is not None and not setup.has_budget:
+        if budget is not None and not spec.has_budget:
             logger.warning(
                 "Every layer of this model has a sliding window, so its cache has a fixed size already: the budget has "
                 "no effect."

@@ -279,7 +279,7 @@ class Executor:
                 steps, forced = 0, _next_forced(going, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
                 results, certain = self.decode.verify(guesses, greedy=greedy, forced=forced, keep=keep)
             else:
-                steps = self._steps_of(going)
+                steps = self._steps_of(going, keep)
                 forced = _next_forced(going, {request.slot: steps for request in going})
                 results = self.decode.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced, keep=keep)
                 certain = None
@@ -312,14 +312,14 @@ class Executor:
                 failed.append((request, error))
         return failed
 
-    def _steps_of(self, going: Sequence[Request]) -> int:
+    def _steps_of(self, going: Sequence[Request], keep: bool) -> int:
         """Steps of a launch.
 
         No more than the longest remaining request can use, none past the next renewal, and none that overwrite what the
         launch itself has stored in the window of a sequence that is returned.
         """
         limits = [self.steps, max(request.max_tokens - len(request.tokens) for request in going)]
-        if any(request.keep for request in going):
+        if keep:
             limits += self._windows[:1]
         return int(min(*limits, *(request.until_renewal for request in going)))
 

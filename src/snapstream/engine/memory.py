@@ -176,7 +176,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
     advice = ""
     if available is not None and not fits():
         hints = [("slots", _largest(lambda many: fits(slots=many)))]
-        if setup.has_budget:
+        if setup.spec.has_budget:
             budget = _largest(lambda many: fits(entries=many))
             hints.append(("budget", budget if budget >= MIN_CAPACITY else 0))
         shorter = _largest(lambda chunks: fits(length=chunks * chunk)) * chunk
@@ -227,7 +227,7 @@ def _plan(
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
     votes = of_chunk + spec.kv_heads * padded * CHOICE_BYTES
     # The kept entries of one layer are gathered before they are copied to the slot.
-    leaving = entries * entry_bytes if setup.has_budget else 0
+    leaving = entries * entry_bytes if spec.has_budget else 0
     scores = min(chunk, SCORED_ROWS) * spec.vocab_size * 4 * 3
     reading = max(chunk_temporaries, votes + leaving, scores)
     sampling = slots * spec.vocab_size * SAMPLING_BYTES

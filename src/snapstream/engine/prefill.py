@@ -66,7 +66,11 @@ class _Layer:
 
 
 class Prefill:
-    """Owns the staging cache of one layer and the hidden states of the one prompt that is being prefilled."""
+    """Owns the staging cache of one layer and the hidden states of the one prompt that is being prefilled.
+
+    Attributes:
+        staging: The staging cache, as layers of the first group see it.
+    """
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class Prefill:
         spec, device, dtype = model.spec, model.embedding.weight.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device = spec.scale, device
-        # One memory for the layers of all groups.
+        # One memory for the layers of all groups, seen as the entries of each.
         largest = max(math.prod(group.entry.shape(1, padded)) * group.entry.kind.stored for group in spec.groups)
         memory = torch.zeros(largest, dtype=dtype, device=device)
         self._stagings = [group.entry.within(memory, 1, padded) for group in spec.groups]
@@ -136,7 +140,7 @@ class Prefill:
         After an error, this prefill must not be continued.
         """
         spec, start, group = self.model.spec, reading.done, reading.group
-        has_budget, self.staging = spec.groups[group].window is None, self._stagings[group]
+        has_budget, staging = spec.groups[group].window is None, self._stagings[group]
         last_layer = reading.layer == spec.layers - 1
         is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
@@ -144,9 +148,9 @@ class Prefill:
         x = self.hidden[start : start + used]
         begins = start == reading.skipped
         if begins and reading.past is not None:
-            self.staging.put(reading.past.layers[reading.layer].converted(self.staging.dtype))
+            staging.put(reading.past.layers[reading.layer].converted(staging.dtype))
         if begins and reading.prefix is not None:
-            self.staging.put_from_host(reading.prefix.layers[reading.layer], start)
+            staging.put_from_host(reading.prefix.layers[reading.layer], start)
         first = reading.before + start
         chunk = self.chunk_at(first, used, x, offset=reading.dropped_before, group=group)
         self._packed_until.fill_(0 if begins else first)
@@ -271,7 +275,7 @@ class Prefill:
     def _keep_beginning(self, reading: Reading, keeps: Prefix) -> None:
         """Copy the layer's first entries to the host, for the prefix cache; a failure does not affect the request."""
         try:
-            keeps.layers.append(self.staging.to_host(len(keeps.tokens)))
+            keeps.layers.append(self._stagings[reading.group].to_host(len(keeps.tokens)))
         except Exception:  # for example, out of memory
             logger.exception("the prefix of a prompt could not be cached")
             reading.keeps = None
@@ -288,17 +292,17 @@ class Prefill:
 
     def _compress_into(self, target: Target, reading: Reading) -> None:
         layout, budget, into = target.layouts[reading.group], target.budget, target.layers[reading.layer]
-        has_budget = self.model.spec.groups[reading.group].window is None
+        has_budget, staging = self.model.spec.groups[reading.group].window is None, self._stagings[reading.group]
         if layout.dropped == 0 or not has_budget:  # nothing to select: the last tokens, in order
-            heads = self.staging.keys.shape[1]
+            heads = staging.keys.shape[1]
             positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)
-            into.put(self.staging.span(layout.dropped, layout.length).converted(into.dtype))
+            into.put(staging.span(layout.dropped, layout.length).converted(into.dtype))
         else:
             positions = choose_entries(self._shown(reading, target), budget)[0, :, : layout.count]
-            if into.dtype == self.staging.dtype:
-                self.staging.gather(positions, into)
+            if into.dtype == staging.dtype:
+                staging.gather(positions, into)
             else:
-                into.put(self.staging.gathered(positions).converted(into.dtype))
+                into.put(staging.gathered(positions).converted(into.dtype))
         true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
         if layout.count < reading.total and reading.layer in self._reported:
             counts = count_parts(true, reading.total)
@@ -319,7 +323,7 @@ class Prefill:
         """The finished layer in the form policies take it, with at most ``queries`` of the last queries."""
         wanted = target.budget.policy.queries if queries is None else queries
         rows = min(rows_of_queries(wanted, reading.length), self.queries.shape[1])
-        staged = self.staging.row(0, reading.length)
+        staged = self._stagings[reading.group].row(0, reading.length)
         return LayerPrompt(
             queries=self.queries[None, :, self.queries.shape[1] - rows :],
             keys=staged.keys,

@@ -73,11 +73,6 @@ class Setup:
     drafter: Setup | None = None
 
     @property
-    def has_budget(self) -> bool:
-        """Whether a budget applies to any layer; if not, all have sliding windows."""
-        return self.spec.groups[0].window is None
-
-    @property
     def queries(self) -> int:
         """How many of a prompt's last queries are kept; ``ALL`` for all of them."""
         return most_queries(self.budget.queries, self.config.kept_queries)

@@ -38,9 +38,7 @@ class DecoderModel(nn.Module):
             self.head.weight = self.embedding.weight
         self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
         names = dict.fromkeys(group.rotation for group in spec.groups)
-        buffers = {name: f"angles {number}" if number else "angles" for number, name in enumerate(names)}
-        self.rotations = nn.ModuleList(Rotation(spec.source, name, buffers[name]) for name in names)
-        self._rotation_of = [[*names].index(group.rotation) for group in spec.groups]
+        self.rotations = nn.ModuleList(Rotation(spec.source, name) for name in names)
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -61,7 +59,8 @@ class DecoderModel(nn.Module):
 
     def rotation_of(self, layer: int) -> Rotation:
         """The rotation of a layer."""
-        return self._rotations[self._rotation_of[self.spec.group_of(layer)]]
+        name = self.spec.layer_group(layer).rotation
+        return next(each for each in self._rotations if each.name == name)
 
     def operations_of(self, layer: int, cache: int | None = None) -> Iterator[Operation]:
         """A layer: changes the hidden states in ``x``.

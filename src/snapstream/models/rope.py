@@ -19,32 +19,33 @@ class Rotation(nn.Module):
     """One set of rotary frequencies, which layers of a group share.
 
     Attributes:
+        name: Name of the set of parameters; ``None`` if there is only one.
         frequencies: Inverse frequencies, float32 ``[D / 2]``, whatever the dtype of the weights.
         scaling: Factor on sine and cosine.
     """
 
     frequencies: Tensor
 
-    def __init__(self, config: Any, name: str | None, angles: str) -> None:
+    def __init__(self, config: Any, name: str | None) -> None:
         """Read the parameters.
 
         Args:
             config: The ``transformers`` configuration.
-            name: Name of the set of parameters; ``None`` if there is only one.
-            angles: Name of the buffer for angles.
+            name: See above.
         """
         super().__init__()
-        self._config, self._name, self._angles = config, name, angles
+        self.name, self._config = name, config
         frequencies, self.scaling = rope_frequencies(config, name)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def compute(self, device: torch.device) -> None:
         """Set the frequencies, which are not loaded."""
-        self.frequencies = rope_frequencies(self._config, self._name)[0].to(device)
+        self.frequencies = rope_frequencies(self._config, self.name)[0].to(device)
 
     def operation(self) -> Angles:
         """The rotary angles of the tokens' positions."""
-        target = Part(self._angles, 2 * len(self.frequencies), dtype=torch.float32)
+        buffer = "angles" if self.name is None else f"angles of {self.name}"
+        target = Part(buffer, 2 * len(self.frequencies), dtype=torch.float32)
         return Angles(self.frequencies, self.scaling, target)
 
 

@@ -142,6 +142,11 @@ class ModelSpec:
         )
         return replace(self, groups=tuple(cut))
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether a cache budget applies to any layer; if not, all have sliding windows."""
+        return self.groups[0].window is None
+
     def group_of(self, layer: int) -> int:
         """Index of a layer's group."""
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)

@@ -118,8 +118,7 @@ class ContextFiles:
                     on_disk=True,
                 )
                 limit, engine = int(described["layouts"][0]["limit"]), self.llm.engine
-                has_budget = engine.spec.groups[0].window is None
-                if (has_budget and limit > engine.budget.capacity) or stored.tokens >= engine.max_model_len:
+                if (engine.spec.has_budget and limit > engine.budget.capacity) or stored.tokens >= engine.max_model_len:
                     raise ValueError(
                         f"it has up to {limit} entries and {stored.tokens} tokens, too many for this server"
                     )

@@ -193,7 +193,7 @@ def test_what_is_not_supported_is_named(tmp_path, change, said):
 
 
 def test_files_called_mistral_have_no_window(tmp_path, monkeypatch):
-    """The default of transformers' configuration is none of the file's."""
+    """Unless they say so, although transformers' configuration of Mistral has a default."""
     monkeypatch.setitem(NAMES, "mistral", "mistral")
     write(tmp_path / "model.gguf", "mistral", max_position_embeddings=8192)
     assert [group.window for group in load_spec(tmp_path / "model.gguf").groups] == [None]

@@ -84,7 +84,7 @@ def configuration(file: Container) -> Any:
         "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": about.number("context_length"),
         "rope_parameters": _rope(about),
-        "sliding_window": None,  # of which Mistral's configuration has one by default
+        "sliding_window": None,  # Mistral's configuration would have one by default
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": bias["attn_output"],
         "mlp_bias": bias["ffn_up"],
