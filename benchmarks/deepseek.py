@@ -22,7 +22,7 @@ from snapstream.engine.reading import Reading
 from snapstream.engine.settings import Types
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.products import grouped_linear, stock_grouped_linear
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
@@ -74,13 +74,13 @@ def bench_experts(model: DecoderModel) -> None:
             return many[first : first + chosen]
 
         def kernel(some=some, ends=ends) -> None:
-            grouped_linear(x, Weight(some()), ends)
+            grouped_linear(x, DenseWeight(some()), ends)
 
         def stock(some=some, ends=ends) -> None:
-            stock_grouped_linear(x, Weight(some()), ends)
+            stock_grouped_linear(x, DenseWeight(some()), ends)
 
         def read(some=some) -> None:
-            kernels.skinny_linear(x[:1], Weight(some().flatten(0, 1)))
+            kernels.skinny_linear(x[:1], DenseWeight(some().flatten(0, 1)))
 
         beside = []
         for other in (read, stock):  # not in the same round, because torch's threads keep spinning for a while

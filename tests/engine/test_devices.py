@@ -7,7 +7,8 @@ import torch
 
 from snapstream.engine.devices import HEADS, SEQUENCES, Devices
 from snapstream.errors import ConfigurationError
-from snapstream.models.weights import load_spec, parameter_bytes
+from snapstream.models.storage import parameter_bytes
+from snapstream.models.weights import load_spec
 from tests.published import DEEPSEEK_R1, LLAMA_31_8B, save_config
 
 BOTH = [SEQUENCES, HEADS]

@@ -16,7 +16,7 @@ from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Advance, Commit, Draw, PlainProgram, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.sampling import SamplingState
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
 
@@ -49,7 +49,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     Where it is said how many guesses slots have, what comes of them is verified.
     """
     spec, generator = model.spec, torch.Generator().manual_seed(seed)
-    dtype = dtype or model.embedding.weight.dtype
+    dtype = dtype or model.norm.weight.dtype
     stored = stored or dtype
     groups = [spec.group_of(layer) for layer in range(spec.layers)]
     layouts = [[group.lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)] for group in spec.groups]
@@ -357,7 +357,7 @@ def test_a_launch_without_active_slots_does_nothing(checkpoint):
 
 
 def test_what_the_loop_cannot_run():
-    product = ops.Product(Part("x", 40), Part("y", 64), Weight(torch.zeros(64, 40)))
+    product = ops.Product(Part("x", 40), Part("y", 64), DenseWeight(torch.zeros(64, 40)))
     assert "multiples of 32" in unsupported([product], torch.float32)
     assert "float16" in unsupported([], torch.float16)
     buffers = {"x": torch.zeros(1, 40), "y": torch.zeros(1, 64)}
@@ -372,10 +372,10 @@ def test_weights_are_checked():
     zero = torch.zeros(1, dtype=torch.int64)
     slots = Slots(zero[None], zero, *[zero[None]] * 3, zero > 0, zero[None], zero[None])
     x, y = Part("x", 64), Part("y", 64)
-    weight, gaps = Weight(torch.zeros(64, 64)), torch.zeros(64, 128)[:, :64]
+    weight, gaps = DenseWeight(torch.zeros(64, 64)), torch.zeros(64, 128)[:, :64]
     for product, said in (
-        (ops.Product(x, y, Weight(torch.zeros(64, 64).half())), "the dtype is torch.float16"),
-        (ops.Product(x, y, Weight(gaps)), "weight of Product is not contiguous"),
+        (ops.Product(x, y, DenseWeight(torch.zeros(64, 64).half())), "the dtype is torch.float16"),
+        (ops.Product(x, y, DenseWeight(gaps)), "weight of Product is not contiguous"),
         (ops.Product(x, y, weight, torch.zeros(128)[::2]), "bias of Product is not contiguous"),
         (ops.Norm(x, y, torch.zeros(64, dtype=torch.float64), 1e-5), "the dtype is torch.float64"),
         (ops.Angles(torch.zeros(32).bfloat16(), 1.0, y), "frequencies of Angles must be torch.float32"),
@@ -386,10 +386,10 @@ def test_weights_are_checked():
             CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
     for few in (
         kernels.skinny_linear,
-        lambda x, w: kernels.grouped_linear(x, Weight(w.stored[None]), torch.tensor([2])),
+        lambda x, w: kernels.grouped_linear(x, DenseWeight(w.stored[None]), torch.tensor([2])),
     ):
         with pytest.raises(ValueError, match="is not contiguous"):
-            few(torch.zeros(2, 64), Weight(gaps))
+            few(torch.zeros(2, 64), DenseWeight(gaps))
 
 
 class AnotherOperation(ops.Operation):
@@ -399,7 +399,7 @@ class AnotherOperation(ops.Operation):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are not listed here")
 def test_a_fork_has_a_team_of_its_own(monkeypatch):
     """Threads are not copied: what was left to them would never be done, or by one thread alone."""
-    x, weight = torch.randn(2, 256), Weight(torch.randn(4096, 256))
+    x, weight = torch.randn(2, 256), DenseWeight(torch.randn(4096, 256))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     want = kernels.skinny_linear(x, weight)
     reading, writing = os.pipe()

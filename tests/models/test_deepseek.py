@@ -12,7 +12,7 @@ from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.stock import StockProgram
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models import logits_of
 from snapstream.models.experts import MixtureOfExperts
 from snapstream.models.families import read_spec
@@ -48,7 +48,7 @@ def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, mo
     x = torch.randn(rows, 96, generator=generator).to(dtype)
     weight = torch.randn(experts, out, 96, generator=generator).to(dtype)
     weight[sizes == 0] = float("nan")  # what nobody chose is not touched
-    got = grouped_linear(x, Weight(weight), sizes.cumsum(0))
+    got = grouped_linear(x, DenseWeight(weight), sizes.cumsum(0))
     expert = torch.arange(experts).repeat_interleave(sizes)
     want = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     assert got.dtype == dtype
@@ -59,12 +59,12 @@ def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, mo
 def test_grouped_linear_checks_its_arguments():
     x, weight = torch.randn(4, 64), torch.randn(3, 8, 64)
     with pytest.raises(ValueError, match="not in order"):
-        grouped_linear(x, Weight(weight), torch.tensor([3, 2, 4]))
+        grouped_linear(x, DenseWeight(weight), torch.tensor([3, 2, 4]))
     for last in (3, 5):
         with pytest.raises(ValueError, match="not the number of rows"):
-            grouped_linear(x, Weight(weight), torch.tensor([1, 2, last]))
+            grouped_linear(x, DenseWeight(weight), torch.tensor([1, 2, last]))
     with pytest.raises(ValueError, match="multiples of 32"):
-        kernels.grouped_linear(x[:, :40], Weight(weight[..., :40].contiguous()), torch.tensor([1, 2, 4]))
+        kernels.grouped_linear(x[:, :40], DenseWeight(weight[..., :40].contiguous()), torch.tensor([1, 2, 4]))
 
 
 def shape(**changes):
@@ -100,6 +100,10 @@ def naive_route(logits, correction, one):
     return {e: scores[e] / total * one.scale for e in chosen}
 
 
+def dense(matrix):
+    return matrix.value.dense(torch.float64)
+
+
 @pytest.mark.parametrize(
     "one",
     [
@@ -122,11 +126,11 @@ def test_experts_equal_naive_experts(one, program):
             want = torch.zeros(32, dtype=torch.float64)
             route = naive_route(mixture.router.weight @ token, mixture.router.correction, one)
             for expert, weight in route.items():
-                gate, up = (mixture.gate_up[expert].double() @ token.double()).chunk(2)
-                want += weight * (mixture.down[expert].double() @ (F.silu(gate) * up))
+                gate, up = (dense(mixture.gate_up)[expert] @ token.double()).chunk(2)
+                want += weight * (dense(mixture.down)[expert] @ (F.silu(gate) * up))
             if mixture.shared is not None:
-                gate, up = (mixture.shared.gate_up.weight.double() @ token.double()).chunk(2)
-                want += mixture.shared.down.weight.double() @ (F.silu(gate) * up)
+                gate, up = (dense(mixture.shared.gate_up.weight) @ token.double()).chunk(2)
+                want += dense(mixture.shared.down.weight) @ (F.silu(gate) * up)
             torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -174,7 +178,7 @@ def test_float8_weights_are_dequantised(tmp_path, block):
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     original = load_model(tmp_path / "fp8", load_spec(tmp_path / "fp8"), torch.bfloat16, CPU)
-    assert original.blocks[1].feed_forward.gate_up.dtype == torch.bfloat16
+    assert original.blocks[1].feed_forward.gate_up.value.dtype == torch.bfloat16
 
 
 def test_dequantise_is_a_product_per_block():

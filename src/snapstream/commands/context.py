@@ -20,6 +20,7 @@ from snapstream.commands.options import (
     Json,
     MaxLength,
     NamedModel,
+    Weights,
     chosen_model,
     is_json,
     max_length,
@@ -57,6 +58,7 @@ def read(
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     device: Device = "auto",
 ) -> None:
     """Prefill a text once and save its compressed cache to a file, for `snapstream ask`."""
@@ -72,6 +74,7 @@ def read(
         sessions=1,
         prefill_chunk=prefill_chunk,
         dtype=dtype,
+        weights=weights,
         device=device,
         enforce_eager=True,
     )
@@ -108,6 +111,7 @@ def ask(
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -121,6 +125,7 @@ def ask(
         sessions=1,
         prefill_chunk=prefill_chunk,
         dtype=dtype,
+        weights=weights,
         device=device,
         enforce_eager=True,
     )

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from snapstream.assets import PACKAGED, SHIPPED, TASK_MODEL, is_shipped
 from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
+from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
 
@@ -63,6 +64,14 @@ Chunk = Annotated[
 ]
 Dtype = Annotated[
     str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=MODEL)
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Format of weights on a CPU: auto (as the checkpoint stores them), dense (numbers of --dtype), or a format to "
+        f"quantize them to while loading: {', '.join(QUANTIZED)}.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
 Speculative = Annotated[

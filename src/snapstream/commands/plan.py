@@ -22,6 +22,7 @@ from snapstream.commands.options import (
     Policy,
     Speculative,
     SpeculativeTokens,
+    Weights,
     chosen_model,
     longest_of,
     max_length,
@@ -45,6 +46,7 @@ def plan(
     max_model_len: MaxLength = None,
     prefill_chunk: Chunk = None,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     device: Annotated[
         str,
         typer.Option(
@@ -84,6 +86,7 @@ def plan(
         sessions=sessions,
         prefill_chunk=prefill_chunk,
         dtype=dtype,
+        weights=weights,
         device=device,
         speculative=speculative,
         speculative_tokens=speculative_tokens,

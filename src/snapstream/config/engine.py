@@ -11,6 +11,8 @@ from snapstream.errors import ConfigurationError
 
 SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
 """Kinds of drafters."""
+QUANTIZED = ("q8_0", "q4_0", "q4_k")
+"""Formats that weights can be quantized to while loading."""
 MOST_GUESSES = 15
 """Maximum number of draft tokens that one step can verify."""
 
@@ -34,6 +36,8 @@ class EngineConfig:
         draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
         speculative_tokens: Maximum number of draft tokens per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
+        weights: Format of weights on a CPU: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``; or
+            ``q8_0``, ``q4_0`` or ``q4_k``, to quantize them while loading. See docs/models.md.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are
@@ -58,6 +62,7 @@ class EngineConfig:
     draft_model: str | None = None
     speculative_tokens: int = 7
     dtype: str = "auto"
+    weights: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
@@ -106,6 +111,9 @@ class EngineConfig:
         self._check_speculation()
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
+        if self.weights not in ("auto", "dense", *QUANTIZED):
+            allowed = ", ".join(("auto", "dense", *QUANTIZED))
+            raise ConfigurationError(f"engine: weights is {self.weights!r}; allowed: {allowed}")
         if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ConfigurationError(
                 f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"

@@ -20,7 +20,6 @@ from snapstream.engine.verification import Run, most_tokens
 from snapstream.kernels.operations import Commit
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.products import linear
-from snapstream.kernels.weight import Weight
 from snapstream.models import DecoderModel
 
 
@@ -41,7 +40,7 @@ class Ahead:
             guesses: Maximum number of draft tokens per slot.
             captured: Whether to capture CUDA graphs; ignored on other devices.
         """
-        self.device = device = model.embedding.weight.device
+        self.device = device = model.device
         self._model = model
         self._steps = {tokens: _Step(model, programs, tokens) for tokens in most_tokens(guesses, device)}
         # The latest draft tokens, and the hidden state that each one was predicted from.
@@ -90,7 +89,7 @@ class Ahead:
             step.hidden[:, :known] = self._states[:, :known]
             step.read()
             self._states[:, known] = step.made[:, known - 1]
-        self._guesses[:, known] = linear(self._states[:, known], Weight(self._model.head.weight)).argmax(-1)
+        self._guesses[:, known] = linear(self._states[:, known], self._model.head.weight.value).argmax(-1)
 
 
 class _Step:

@@ -82,7 +82,7 @@ class Decode:
         guesses: int = 0,
         goes_on: bool = False,
     ) -> None:
-        spec, device = model.spec, model.embedding.weight.device
+        spec, device = model.spec, model.device
         self.model, self.backend, self.slots = model, backend, slots
         self.scale = spec.scale
 

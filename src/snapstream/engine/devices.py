@@ -15,7 +15,7 @@ import torch
 from snapstream.errors import ConfigurationError
 from snapstream.models.experts import MixtureOfExperts, Router
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import empty_model
+from snapstream.models.storage import empty_model
 
 SEQUENCES, HEADS = "data-parallel", "tensor-parallel"
 """The two ways of dividing attention among devices: by sequences, or by heads."""
@@ -147,11 +147,11 @@ class Devices:
     def _weights(self) -> tuple[int, int, int]:
         """Bytes of replicated weights, of divided weights, and of experts, which are divided as well."""
         model = empty_model(self.spec, self.dtype)
-        wide = {id(model.embedding.weight), id(model.head.weight)}
+        wide = {id(part) for matrix in (model.embedding, model.head.weight) for part in matrix.parts}
         routed, routers = set(), set()
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
-                routed |= {id(module.gate_up), id(module.down)}
+                routed |= {id(part) for matrix in (module.gate_up, module.down) for part in matrix.parts}
             if isinstance(module, Router):
                 routers.add(id(module.weight))
         rows, columns = self.spec.weight_block

@@ -19,9 +19,10 @@ from snapstream.engine.settings import Setup
 from snapstream.engine.tokenizing import tokenizing_bytes
 from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
+from snapstream.kernels.cpu.blocks import scratch_bytes
 from snapstream.kernels.parts import buffer_shapes
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import empty_model, parameter_bytes
+from snapstream.models.storage import empty_model, parameter_bytes
 
 SAMPLING_BYTES = 56
 """Bytes per vocabulary token and slot while a token is sampled: sorted logits, their order, and noise."""
@@ -353,7 +354,10 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
         choosing = spec.experts.count * 4 * 4
         gathered, combined = many * max(hidden, 2 * width) * item, many * hidden * (item + 4) + hidden * 4
         feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
-    return angles + max(attention, projections, feed_forward, 2 * hidden * item)
+    # Blocks multiply a copy of the rows, in 8 bits.
+    columns = max(hidden, spec.intermediate_size, heads * spec.value_size)
+    rounded = scratch_bytes(columns) if spec.stored_as else 0
+    return angles + rounded + max(attention, projections, feed_forward, 2 * hidden * item)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

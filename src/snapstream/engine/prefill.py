@@ -92,7 +92,7 @@ class Prefill:
             padded: Tokens in the staging cache, see :func:`staging_length`.
             chunk: Prompt tokens per launch.
         """
-        spec, device, dtype = model.spec, model.embedding.weight.device, types.activations
+        spec, device, dtype = model.spec, model.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
         self.scale, self.device = spec.scale, device
         # One memory for the layers of all groups, seen as the entries of each.

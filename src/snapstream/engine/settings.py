@@ -12,12 +12,15 @@ import torch
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
+from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
 from snapstream.errors import CheckpointError, ConfigurationError, first_line
+from snapstream.kernels import cpu
+from snapstream.kernels.cpu.checks import TYPES
 from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
-from snapstream.models.weights import load_spec
+from snapstream.models.weights import load_spec, with_chosen_formats
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +117,13 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
     spec = spec.with_windows_below(max_model_len)
+    if device.type == "cpu" and dtype in TYPES and cpu.available():  # who multiplies blocks as they are stored
+        spec = with_chosen_formats(resolve_config(model), spec, config.weights)
+    elif config.weights in QUANTIZED:
+        raise ConfigurationError(
+            f"weights is {config.weights!r}, which the CPU kernels multiply, in float32 or bfloat16; here the device is "
+            f"{device} and the dtype {dtype}; give weights='auto'"
+        )
     return Setup(
         spec=spec,
         config=config,

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.kernels import cpu
+from snapstream.kernels.cpu import blocks
 from snapstream.kernels.cpu.checks import TYPES
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -22,6 +23,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[T, out]``.
     """
+    if _reads_blocks(x, weight):
+        out = x.new_empty(len(x), weight.shape[0])
+        linear_into(out, x, weight, bias)
+        return out
     if x.shape[0] <= _skinny_rows(x, weight):
         return cpu.skinny_linear(x, weight, bias)
     return weight.multiply(x, bias)
@@ -29,7 +34,19 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_into(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
     """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy."""
-    if bias is None and target.dtype == x.dtype == weight.dtype and x.shape[0] > _skinny_rows(x, weight):
+    if _reads_blocks(x, weight):
+        start = 0
+        for part in weight.parts:
+            end = start + part.shape[0]
+            own, added = target[:, start:end], None if bias is None else bias[start:end]
+            if isinstance(part, BlockWeight):
+                blocks.multiply(x, part, own, added)
+            else:
+                own.copy_(linear(x, part, added))
+            start = end
+        return
+    skinny = x.shape[0] <= _skinny_rows(x, weight)
+    if isinstance(weight, DenseWeight) and bias is None and target.dtype == x.dtype == weight.dtype and not skinny:
         torch.mm(x, weight.stored.t(), out=target)
     else:
         target.copy_(linear(x, weight, bias))
@@ -51,6 +68,12 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     if x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
     return stock_grouped_linear(x, weight, ends)
+
+
+def _reads_blocks(x: Tensor, weight: Weight) -> bool:
+    """Whether a weight has blocks that are multiplied as they are stored, however many rows there are."""
+    ready = cpu.loaded and x.device.type == "cpu" and x.dtype in TYPES
+    return ready and any(isinstance(part, BlockWeight) for part in weight.parts)
 
 
 def _skinny_rows(x: Tensor, weight: Weight) -> int:

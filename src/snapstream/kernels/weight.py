@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
+
+from snapstream.kernels.formats import LANES, Format
 
 
-@dataclass(frozen=True, eq=False)
 class Weight:
-    """One matrix, or several of equal shape.
+    """One matrix ``[out, in]``, or several of equal shape, ``[n, out, in]``.
 
     Attributes:
-        stored: What is in memory: ``[out, in]``, or ``[n, out, in]``. Rows are contiguous, and follow each other.
+        shape: That shape.
+        format: Name of the format.
+        dtype: The narrowest dtype that holds its numbers exactly.
+        nbytes: Bytes in memory.
     """
 
-    stored: Tensor
+    shape: torch.Size
+    format: str
+    dtype: torch.dtype
+    nbytes: int
 
     @property
-    def shape(self) -> torch.Size:
-        """``[out, in]`` or ``[n, out, in]``."""
-        return self.stored.shape
-
-    @property
-    def format(self) -> str:
-        """Name of the format."""
-        return f"{self.stored.dtype}".removeprefix("torch.")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds its numbers exactly."""
-        return self.stored.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.stored.nbytes
+    def parts(self) -> tuple[DenseWeight | BlockWeight, ...]:
+        """The weights that its rows consist of, one after another, each in one format."""
+        raise NotImplementedError
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """All numbers; a view if they are stored in this dtype."""
-        return self.stored.to(dtype)
+        raise NotImplementedError
 
     def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows of a matrix, ``[T, in]``; ``numbers`` is int64 ``[T]``."""
-        return self.stored[numbers].to(dtype)
+        raise NotImplementedError
 
     def matrix(self, number: int) -> Weight:
         """One of several matrices."""
-        return Weight(self.stored[number])
+        raise NotImplementedError
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ weight.T + bias`` by torch, in the wider of both types.
@@ -64,3 +58,122 @@ class Weight:
         wide = torch.promote_types(x.dtype, self.dtype)
         added = None if bias is None else bias.to(wide)
         return F.linear(x.to(wide), self.dense(wide), added).to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight(Weight):
+    """A tensor of numbers.
+
+    Attributes:
+        stored: ``[out, in]``, or ``[n, out, in]``. Rows are contiguous, and follow each other.
+    """
+
+    stored: Tensor
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "shape", self.stored.shape)
+        set_(self, "format", f"{self.stored.dtype}".removeprefix("torch."))
+        set_(self, "dtype", self.stored.dtype)
+        set_(self, "nbytes", self.stored.nbytes)
+
+    @property
+    @override
+    def parts(self) -> tuple[DenseWeight, ...]:
+        return (self,)
+
+    @override
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.stored.to(dtype)
+
+    @override
+    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.stored[numbers].to(dtype)
+
+    @override
+    def matrix(self, number: int) -> DenseWeight:
+        return DenseWeight(self.stored[number])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeight(Weight):
+    """Numbers of 4 to 8 bits in blocks; see :mod:`snapstream.kernels.formats`.
+
+    Attributes:
+        stored: Tiles, uint8 ``[ceil(out / 16), in / columns, bytes]``, or ``[n, ...]``.
+        kind: The format.
+        out: Rows of a matrix.
+    """
+
+    stored: Tensor
+    kind: Format
+    out: int
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        *several, tiles, blocks, _ = self.stored.shape
+        assert tiles == -(-self.out // LANES), (self.stored.shape, self.out)
+        set_(self, "shape", torch.Size((*several, self.out, blocks * self.kind.columns)))
+        set_(self, "format", self.kind.name)
+        set_(self, "dtype", torch.float32)
+        set_(self, "nbytes", self.stored.nbytes)
+
+    @property
+    @override
+    def parts(self) -> tuple[BlockWeight, ...]:
+        return (self,)
+
+    @override
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        tiles = self.kind.widen(self.stored)  # [..., tiles, blocks, 16, columns]
+        return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : self.out, :].to(dtype)
+
+    @override
+    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        tiles = self.kind.widen(self.stored[numbers // LANES])  # [T, blocks, 16, columns]
+        return tiles[torch.arange(len(numbers)), :, numbers % LANES].flatten(1).to(dtype)
+
+    @override
+    def matrix(self, number: int) -> BlockWeight:
+        return BlockWeight(self.stored[number], self.kind, self.out)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedWeight(Weight):
+    """Rows in several formats, one after another; all but the last have a multiple of 16 rows."""
+
+    joined: tuple[DenseWeight | BlockWeight, ...]
+
+    def __post_init__(self) -> None:
+        set_, (first, *_) = object.__setattr__, self.joined
+        *several, _, columns = first.shape
+        set_(self, "shape", torch.Size((*several, sum(part.shape[-2] for part in self.joined), columns)))
+        set_(self, "format", " and ".join(dict.fromkeys(part.format for part in self.joined)))
+        dtype = first.dtype
+        for part in self.joined:
+            dtype = torch.promote_types(dtype, part.dtype)
+        set_(self, "dtype", dtype)
+        set_(self, "nbytes", sum(part.nbytes for part in self.joined))
+
+    @property
+    @override
+    def parts(self) -> tuple[DenseWeight | BlockWeight, ...]:
+        return self.joined
+
+    @override
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([part.dense(dtype) for part in self.joined], -2)
+
+    @override
+    def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.dense(dtype)[numbers]
+
+    @override
+    def matrix(self, number: int) -> JoinedWeight:
+        return JoinedWeight(tuple(part.matrix(number) for part in self.joined))
+
+
+def joined(parts: Iterable[DenseWeight | BlockWeight]) -> Weight:
+    """The weight whose rows are those of other weights, one after another."""
+    first, *others = parts
+    return JoinedWeight((first, *others)) if others else first

@@ -15,10 +15,9 @@ from torch import nn
 
 from snapstream.kernels.operations import Embed, Operation
 from snapstream.kernels.parts import Part
-from snapstream.kernels.weight import Weight
 from snapstream.models.families import make_block
 from snapstream.models.family import Layer
-from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.layers import Linear, Matrix, RMSNorm
 from snapstream.models.next_token import NextTokenModule
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec
@@ -30,15 +29,20 @@ class DecoderModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embedding = Matrix(spec.vocab_size, spec.hidden_size)
         self.blocks = nn.ModuleList(make_block(spec, layer) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
         self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied_embeddings:
-            self.head.weight = self.embedding.weight
+            self.head.weight = self.embedding
         self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
         names = dict.fromkeys(group.rotation for group in spec.groups)
         self.rotations = nn.ModuleList(Rotation(spec.source, name) for name in names)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.norm.weight.device
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -55,7 +59,7 @@ class DecoderModel(nn.Module):
 
     def embed(self) -> Operation:
         """Maps tokens to hidden states, in the buffer ``x``."""
-        return Embed(Weight(self.embedding.weight), self._x)
+        return Embed(self.embedding.value, self._x)
 
     def rotation_of(self, layer: int) -> Rotation:
         """The rotation of a layer."""

@@ -20,7 +20,7 @@ from torch import nn
 from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate, Store
 from snapstream.kernels.parts import Part
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models.block import Block, block_places
 from snapstream.models.family import Family
 from snapstream.models.layers import Linear, RMSNorm
@@ -66,11 +66,11 @@ class LatentAttention(nn.Module):
         yield Store(Part("latent", entry), None, layer)
         nope, rope = Part("heads", shape.nope, H, stride=width), Part("heads", shape.rope, H, shape.nope, width)
         absorbed, turned = Part("query", shape.rank, H, stride=entry), Part("query", shape.rope, H, shape.rank, entry)
-        yield HeadProduct(nope, absorbed, Weight(self.expand[:, : shape.nope]), transposed=True)
+        yield HeadProduct(nope, absorbed, DenseWeight(self.expand[:, : shape.nope]), transposed=True)
         yield Rotate(rope, turned, angles, shape.rope_in_pairs)
         mixed, value = Part("attended", shape.rank, H), Part("value", shape.value, H)
         yield Attend(Part("query", entry, H), mixed, layer, self.scale)
-        yield HeadProduct(mixed, value, Weight(self.expand[:, shape.nope :]), transposed=False)
+        yield HeadProduct(mixed, value, DenseWeight(self.expand[:, shape.nope :]), transposed=False)
         yield self.output.operation(Part("value", H * shape.value), target, add=True)
 
 

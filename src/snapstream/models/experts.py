@@ -9,8 +9,8 @@ from torch import nn
 
 from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
 from snapstream.kernels.parts import Part
-from snapstream.kernels.weight import Weight
-from snapstream.models.layers import FeedForward
+from snapstream.kernels.weight import DenseWeight
+from snapstream.models.layers import FeedForward, Matrix
 from snapstream.models.names import Place, gated_places
 from snapstream.models.spec import ExpertShape
 
@@ -41,8 +41,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.chosen = shape.chosen
         self.router = Router(hidden_size, shape)
-        self.gate_up = nn.Parameter(torch.empty(shape.count, 2 * shape.inner, hidden_size))
-        self.down = nn.Parameter(torch.empty(shape.count, hidden_size, shape.inner))
+        self.gate_up = Matrix(shape.count, 2 * shape.inner, hidden_size)
+        self.down = Matrix(shape.count, hidden_size, shape.inner)
         self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
 
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
@@ -54,7 +54,7 @@ class MixtureOfExperts(nn.Module):
         rows = Part("sorted", source.size, copies=self.chosen)
         inner = Part("expert_inner", shape.inner, copies=self.chosen)
         made = Part("made", target.size, copies=self.chosen)
-        yield Product(source, logits, Weight(self.router.weight))
+        yield Product(source, logits, DenseWeight(self.router.weight))
         yield Choose(
             logits,
             weights,
@@ -67,8 +67,8 @@ class MixtureOfExperts(nn.Module):
             scale=shape.scale,
         )
         yield Sort(source, rows, experts, ends, shape.count)
-        yield ExpertProduct(rows, inner, ends, Weight(self.gate_up), gated=True)
-        yield ExpertProduct(inner, made, ends, Weight(self.down), gated=False)
+        yield ExpertProduct(rows, inner, ends, self.gate_up.value, gated=True)
+        yield ExpertProduct(inner, made, ends, self.down.value, gated=False)
         if self.shared is not None:
             yield from self.shared.operations(source, target)
         yield Combine(made, weights, experts, target)

@@ -80,7 +80,7 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
     """The destination of every tensor that a checkpoint of this model must have, by name."""
     family = family_of(spec.architecture)
     places = {
-        "model.embed_tokens.weight": Place("embedding.weight", (spec.vocab_size, spec.hidden_size)),
+        "model.embed_tokens.weight": Place("embedding", (spec.vocab_size, spec.hidden_size)),
         "model.norm.weight": Place("norm.weight", (spec.hidden_size,)),
     }
     if not spec.tied_embeddings:

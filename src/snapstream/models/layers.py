@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from snapstream.kernels.operations import GatedProduct, Norm, Operation, Product
 from snapstream.kernels.parts import Part
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight, joined
+from snapstream.models.spec import StoredRows
 
 
-class Linear(nn.Linear):
+class Matrix(nn.Module):
+    """A weight ``[out, in]`` or ``[n, out, in]``; its rows may be stored in several formats, one after another."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.stored_as: Sequence[StoredRows] = (StoredRows(shape[-2]),)
+        self.parts = nn.ParameterList([nn.Parameter(torch.empty(shape))])
+
+    def store_as(self, runs: Sequence[StoredRows]) -> None:
+        """Choose formats, before there are any numbers."""
+        self.stored_as = runs
+        *several, _, columns = self.shape
+        shapes = [(*several, run.count, columns) for run in runs]
+        dense, device = self.parts[0].dtype, self.parts[0].device
+        self.parts = nn.ParameterList(
+            nn.Parameter(
+                torch.empty(shape, dtype=dense, device=device)
+                if run.format is None
+                else torch.empty(run.format.stored_shape(shape), dtype=torch.uint8, device=device),
+                requires_grad=False,
+            )
+            for run, shape in zip(runs, shapes, strict=True)
+        )
+
+    @property
+    def value(self) -> Weight:
+        """The weight."""
+        return joined(
+            DenseWeight(part) if run.format is None else BlockWeight(part, run.format, run.count)
+            for run, part in zip(self.stored_as, self.parts, strict=True)
+        )
+
+    def run_at(self, row: int) -> tuple[StoredRows, torch.Tensor, int]:
+        """The run that a row is in, what is stored of it, and the row's number in it."""
+        for run, part in zip(self.stored_as, self.parts, strict=True):
+            if row < run.count:
+                return run, part, row
+            row -= run.count
+        raise IndexError(row)
+
+
+class Linear(nn.Module):
     """A product with a weight ``[out, in]``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = Matrix(out_features, in_features)
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def operation(self, source: Part, target: Part, *, add: bool = False, rounded: bool = False) -> Operation:
         """The layer as an operation."""
-        return Product(source, target, Weight(self.weight), self.bias, add=add, rounded=rounded)
+        return Product(source, target, self.weight.value, self.bias, add=add, rounded=rounded)
 
 
 class RMSNorm(nn.Module):
@@ -44,5 +93,5 @@ class FeedForward(nn.Module):
     def operations(self, source: Part, target: Part) -> Iterator[Operation]:
         """The layer as operations; the result is added to ``target``."""
         inner = Part("inner", self.down.in_features)
-        yield GatedProduct(source, inner, Weight(self.gate_up.weight), self.gate_up.bias)
+        yield GatedProduct(source, inner, self.gate_up.weight.value, self.gate_up.bias)
         yield self.down.operation(inner, target, add=True)

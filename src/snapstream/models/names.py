@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from snapstream.models.spec import ModelSpec
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -14,18 +12,12 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of one tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part."""
+    """The destination of a tensor of a checkpoint: rows from ``start`` of a weight or parameter, or of one expert's part."""
 
     parameter: str
     shape: tuple[int, ...]
     start: int = 0
     expert: int | None = None
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The view of the parameter that the tensor fills, in the tensor's shape."""
-        whole = parameter if self.expert is None else parameter[self.expert]
-        whole = whole.flatten(0, -2) if whole.dim() > 2 else whole
-        return whole[self.start : self.start + self.shape[0]]
 
 
 def scale_of(name: str) -> str:

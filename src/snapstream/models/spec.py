@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from snapstream.cache import CacheSizes, EntryShape, LayerGroup
+from snapstream.kernels.formats import Format
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,19 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """How some rows of a weight are stored.
+
+    Attributes:
+        count: How many.
+        format: The format of their blocks; ``None`` for a tensor of numbers.
+    """
+
+    count: int
+    format: Format | None = None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Shape of a decoder.
 
@@ -92,6 +107,8 @@ class ModelSpec:
         experts: Mixture of experts, if the model has one.
         extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
         reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
+        stored_as: Formats of the rows of weights, by the name of the module that holds them; of others, all rows are
+            tensors of numbers.
         weight_block: Rows and columns of a block of a float8 weight; each block has one scale.
     """
 
@@ -120,6 +137,7 @@ class ModelSpec:
     reads_ahead: bool = False
     weight_block: tuple[int, int] = (128, 128)
     groups: tuple[LayerGroup, ...] = ()
+    stored_as: Mapping[str, tuple[StoredRows, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -9,17 +9,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from snapstream.errors import CheckpointError, first_line, listing
+from snapstream.errors import CheckpointError, ConfigurationError, first_line, listing
 from snapstream.kernels.cpu.pages import tensors_of_zeros
+from snapstream.kernels.formats import FORMATS
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
-from snapstream.models.experts import Router
 from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
+from snapstream.models.storage import empty_model, fill, quantized_formats, target_of, with_formats
 
 
 def load_spec(checkpoint: Path) -> ModelSpec:
@@ -81,7 +82,6 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
         sources = _each_tensor(files) if wanted else ()
         scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
         model = allocate_model(spec, dtype, device)
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensors in _each_tensor(files):
                 place = places.get(name)
@@ -89,7 +89,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     tensor = tensors.get_tensor(name)
                     if name in quantised:
                         tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
-                    place.of(parameters[place.parameter]).copy_(tensor)
+                    fill(*target_of(model, place), tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
     return model
@@ -102,8 +102,34 @@ def _load_gguf(
     _check(path, spec, places, gguf.stored_shapes(path, places), set())
     model = allocate_model(spec, dtype, device)
     with torch.no_grad():
-        gguf.fill(path, spec, places, dict(model.named_parameters()), model.rotation_of(0).frequencies)
+        gguf.fill_model(path, model, places)
     return model
+
+
+def with_chosen_formats(checkpoint: Path, spec: ModelSpec, weights: str) -> ModelSpec:
+    """The same model with weights in the formats that the user wants.
+
+    Args:
+        checkpoint: The file, or for others than GGUF anything.
+        spec: The model.
+        weights: As in :class:`~snapstream.config.EngineConfig`.
+
+    Raises:
+        ConfigurationError: The weights are in blocks already, and cannot be quantized again.
+    """
+    if weights == "dense":
+        return spec
+    places = tensor_places(spec)
+    stored = gguf.stored_formats(checkpoint, places) if is_gguf(checkpoint) else {}
+    if weights == "auto":
+        return with_formats(spec, stored) if stored else spec
+    if stored:
+        names = ", ".join(sorted({kind.name for kind in stored.values()}))
+        raise ConfigurationError(
+            f"weights is {weights!r}, but {checkpoint} is quantized already ({names}); give weights='auto' to use it as "
+            "it is, or 'dense' to widen it"
+        )
+    return with_formats(spec, quantized_formats(places, FORMATS[weights]))
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -122,30 +148,12 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return weight.float() * each
 
 
-def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights, without loading it."""
-    return sum(parameter.nbytes for parameter in empty_model(spec, dtype).parameters())
-
-
 def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """Create a model whose weights are allocated but not yet loaded."""
     model = _materialise(empty_model(spec, dtype), device)
-    if spec.tied_embeddings:
-        model.head.weight = model.embedding.weight
     for rotation in model.rotations:
         cast(Rotation, rotation).compute(device)
     return model.requires_grad_(False).eval()
-
-
-def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
-    """Create the model on the meta device, without memory for its weights."""
-    with torch.device("meta"):
-        model = DecoderModel(spec).to(dtype)
-    for module in model.modules():
-        # The selection of experts depends on small differences.
-        if isinstance(module, Router) and module.correction is not None:
-            module.correction = torch.nn.Parameter(module.correction.float())
-    return model
 
 
 def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:

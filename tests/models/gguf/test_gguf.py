@@ -67,7 +67,7 @@ def test_frequencies_of_llama_3(tmp_path):
 def test_the_engine_runs_a_file(tmp_path):
     path = tmp_path / "model.gguf"
     peer = write(path, "qwen2", Kind.Q8_0)
-    llm = LLM(str(path), max_model_len=512, dtype="float32", slots=2)
+    llm = LLM(str(path), max_model_len=512, dtype="float32", weights="dense", slots=2)
     assert LLM(str(path), max_model_len=512, slots=1).engine.types.weights == torch.bfloat16
     tokens = llm.tokenizer.encode("the 1212 thé")
     want = peer.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)

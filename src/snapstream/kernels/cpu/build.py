@@ -36,6 +36,7 @@ FLAGS = (
 MOST_OF_AN_ERROR = 1000
 """Characters of the compiler's output to report: the first error explains the others."""
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+_VNNI = (*_AVX512, "-mavx512vnni")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,11 @@ class Level:
 
 _V3 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_PAIRS = _V4 | {"avx512_vnni", "avx512_bf16"}
 _X86 = (
-    Level("amx", _V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
-    Level("avx512-bf16", _V4 | {"avx512_bf16"}, (*_AVX512, "-mavx512bf16")),
+    Level("amx", _PAIRS | {"amx_tile", "amx_bf16"}, (*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    Level("avx512-bf16", _PAIRS, (*_VNNI, "-mavx512bf16")),
+    Level("avx512-vnni", _V4 | {"avx512_vnni"}, _VNNI),
     Level("avx512", _V4, _AVX512),
     Level("avx2", _V3, ("-march=x86-64-v3",)),
 )

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-TYPES = ("float32", "bfloat16", "int64")
-"""Types of numbers in memory, by their number."""
+TYPES = ("float32", "bfloat16", "int64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+"""Types of numbers in memory, by their number; from ``q4_0`` on, formats of weights in blocks."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
 """How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
 
@@ -24,8 +24,9 @@ _STRUCTURES = {
     # A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
     # between rows and between heads, in elements. No data: the operation has no such part.
     "Part": "void* data; int64_t type, row, heads, size, stride",
-    # Matrices of `rows` times `columns` numbers, one after the other; `step` rows from one to the next.
-    "Weight": "const void* data; int64_t type, rows, columns, step",
+    # Matrices of `rows` times `columns` numbers, one after the other; `step` rows from one to the next. Rows after these
+    # may be in another format: `more` is then another Weight.
+    "Weight": "const void* data; int64_t type, rows, columns, step; const void* more",
     # Numbers in a row; no data: there are none.
     "Vector": "const void* data; int64_t type",
     # What the requests in the slots want, [slots] or [slots, vocabulary]; see snapstream/kernels/sampling.py.
@@ -38,6 +39,15 @@ _STRUCTURES = {
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group.
     "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size",
+    # Rows of a weight as GGUF stores them, in blocks of `block` columns and `bytes` bytes, to be brought into tiles.
+    "Stored": (
+        "const uint8_t* rows_from; const int64_t* order;"  # order: which row comes first, second, ...; no pointer: as is
+        "uint8_t* tiles;"
+        "int64_t type, rows, columns, block, bytes, fields;"
+        "const int64_t* counts, widths"  # of the fields of a block
+    ),
+    # Products of `count` rows with a weight in blocks; `rounded` is scratch.
+    "BlockProduct": "Part source, target; Weight weight; Vector bias; char* rounded; int64_t count",
     "Program": (
         "const Operation* operations; int64_t count;"
         "const Cache* caches; int64_t layers;"

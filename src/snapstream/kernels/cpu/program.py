@@ -14,10 +14,11 @@ from snapstream.kernels.cpu import interface
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
 from snapstream.kernels.cpu.interface import KINDS
 from snapstream.kernels.cpu.library import native
+from snapstream.kernels.formats import LANES
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.sampling import SamplingState
-from snapstream.kernels.weight import Weight
+from snapstream.kernels.weight import BlockWeight, Weight
 
 MOST_ROTATED = 2048
 """Largest head size that can be rotated, given by a buffer in ``step_rows.h``."""
@@ -83,6 +84,7 @@ class CpuProgram:
         self._library, self.operations, self.machine = library, tuple(operations), machine
         slots, layers = machine.slots, len(machine.caches)
         self._steps, B = slots.taken.shape
+        self._others: list[ctypes.Structure] = []  # that structures of weights refer to
         translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
         caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches, map(machine.group_of, range(layers))))
         for cache, pending in zip(caches, machine.pending, strict=False):
@@ -153,11 +155,15 @@ class CpuProgram:
 
     def _operand(self, value: Part | Weight | Tensor | SamplingState, name: str) -> ctypes.Structure:
         if isinstance(value, Part):
-            return _rows(value.of(self.machine.buffers))
+            return structure_of_rows(value.of(self.machine.buffers))
         if isinstance(value, SamplingState):
             pointers = ((field, _address(getattr(value, field))) for field in interface.FIELDS["SamplingState"])
             return _MADE["SamplingState"](**dict(pointers))
-        return _weight(value, name) if isinstance(value, Weight) else _vector(value, name)
+        if isinstance(value, Weight):
+            first, *others = structure_of_weight(value, name)
+            self._others += others
+            return first
+        return structure_of_vector(value, name)
 
 
 _MADE = interface.STRUCTURES
@@ -182,23 +188,32 @@ def _of_kind(name: str, fields: ctypes.Structure) -> ctypes.Structure:
     return _MADE["Operation"](kind=KINDS[name], **{interface.member(name): fields})
 
 
-def _rows(view: Tensor) -> ctypes.Structure:
-    """The structure of a part, a view ``[rows, heads, size]``."""
+def structure_of_rows(view: Tensor) -> ctypes.Structure:
+    """The structure of a part: a view ``[rows, heads, size]``."""
     return _MADE["Part"](_address(view), _number(view.dtype), view.stride(0), *view.shape[1:], view.stride(1))
 
 
-def _vector(numbers: Tensor, name: str) -> ctypes.Structure:
+def structure_of_vector(numbers: Tensor, name: str) -> ctypes.Structure:
+    """The structure of numbers in a row; ``name`` says in errors whose they are."""
     require(numbers.dtype in TYPES, f"{name} is {numbers.dtype}; float32 and bfloat16 are supported")
     require(numbers.is_contiguous(), f"{name} is not contiguous")
     return _MADE["Vector"](_address(numbers), _number(numbers.dtype))
 
 
-def _weight(weight: Weight, name: str) -> ctypes.Structure:
-    rows, columns = weight.shape[-2:]
-    own = weight.stored if weight.stored.dim() == 2 else weight.stored[0]
-    require(own.is_contiguous(), f"{name} is not contiguous")
-    step = weight.stored.stride(0) // columns if weight.stored.dim() == 3 else rows
-    return _MADE["Weight"](_address(weight.stored), _number(weight.dtype), rows, columns, step)
+def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
+    """The structure of a weight, and those that it refers to, which must live as long."""
+    made: list[ctypes.Structure] = []
+    for part in reversed(weight.parts):
+        rows, columns = part.shape[-2:]
+        own = part.stored if len(part.shape) == 2 else part.stored[0]
+        require(own.is_contiguous(), f"{name} is not contiguous")
+        if isinstance(part, BlockWeight):
+            kind, step = interface.TYPES.index(part.format), own.shape[0] * LANES
+        else:
+            kind, step = _number(part.dtype), part.stored.stride(0) // columns if len(part.shape) == 3 else rows
+        more = ctypes.addressof(made[0]) if made else None
+        made.insert(0, _MADE["Weight"](_address(part.stored), kind, rows, columns, step, more))
+    return made
 
 
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
@@ -235,12 +250,12 @@ def run_rows(name: str, source: Tensor, target: Tensor, **fields: Tensor | float
     given = {
         field: value
         if isinstance(value, int | float)
-        else _vector(value, f"{field} of {name}")
+        else structure_of_vector(value, f"{field} of {name}")
         if interface.OPERATIONS[name][field] == "Vector"
-        else _rows(value)
+        else structure_of_rows(value)
         for field, value in fields.items()
     }
-    operation = _of_kind(name, _MADE[name](source=_rows(source), target=_rows(target), **given))
+    operation = _of_kind(name, _MADE[name](source=structure_of_rows(source), target=structure_of_rows(target), **given))
     rows, threads = source.shape[0], torch.get_num_threads()
     if not native().snapstream_rows(ctypes.byref(operation), _number(source.dtype), rows, threads):
         raise MemoryError("not enough memory for temporaries")

@@ -42,7 +42,7 @@ class Launch : public Work {
         s.number = steps, next = last;
         return 0;
       }
-      now = &s.p.operations[next++];
+      now = &s.p.operations[next++], ++s.phase;
       if (const int64_t count = visit(*now, [&](const auto& o) { return units(o); })) return count;
     }
   }

@@ -71,6 +71,7 @@ struct Step {
 
   const Program& p;
   int64_t number = 0;           // index of the step in its launch
+  int64_t phase = 0;            // number of the operation since the launch began
   int64_t row_limit;            // rows if all slots are active and full
   std::vector<int64_t> active;  // slots that are processed
   std::vector<int64_t> rows;    // their rows, for the tokens in use
@@ -96,6 +97,18 @@ inline N* at(const Part& part, int64_t row, int64_t head = 0) {
 template <typename N>
 inline const N* numbers(const Vector& vector) {
   return static_cast<const N*>(vector.data);
+}
+
+// Rows of a weight, whatever their formats.
+inline int64_t all_rows(const Weight& weight) {
+  return weight.rows + (weight.more == nullptr ? 0 : all_rows(*static_cast<const Weight*>(weight.more)));
+}
+
+// The part of a weight that has a row, whose number becomes one of that part.
+inline const Weight& part_of(const Weight& weight, int64_t& row) {
+  if (row < weight.rows || weight.more == nullptr) return weight;
+  row -= weight.rows;
+  return part_of(*static_cast<const Weight*>(weight.more), row);
 }
 
 // The first number of a row of a matrix.

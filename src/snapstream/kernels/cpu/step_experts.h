@@ -109,7 +109,25 @@ class ExpertOperations {
   }
 
   void run(const ExpertProduct& o, int64_t begin, int64_t end, int64_t thread) {
-    with_arithmetic<T>(o.weight.type, s.p.instructions, [&](auto a) { multiply<decltype(a)>(o, begin, end, thread); });
+    const int64_t tiles = units_of(o.target.size);
+    const int64_t* ends = at<int64_t>(o.ends, 0);
+    while (begin < end) {
+      const int64_t expert = used[begin / tiles], tile = begin % tiles, until = std::min(tiles, tile + end - begin);
+      for (int64_t row = expert ? ends[expert - 1] : 0; row < ends[expert]; row += products.most) {
+        const int64_t M = std::min(products.most, ends[expert] - row);
+        const Gathered x = products.gather(o.weight, o.source, 0, M, thread, [&](int64_t m) { return row + m; });
+        const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
+        if (o.gated) {
+          products.gate_units(x, o.weight, expert, o.target.size, Vector{}, tile, until, target);
+        } else {
+          products.multiply_units(x, o.weight, expert, tile, until,
+                                  [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+                                    put(target(m) + n, load(sums), count);
+                                  });
+        }
+      }
+      begin += until - tile;
+    }
   }
 
   void run(const Combine& o, int64_t row) {
@@ -127,29 +145,6 @@ class ExpertOperations {
   }
 
  private:
-  template <typename A>
-  void multiply(const ExpertProduct& o, int64_t begin, int64_t end, int64_t thread) {
-    const int64_t tiles = units_of(o.target.size);
-    const int64_t* ends = at<int64_t>(o.ends, 0);
-    while (begin < end) {
-      const int64_t expert = used[begin / tiles], tile = begin % tiles, until = std::min(tiles, tile + end - begin);
-      for (int64_t row = expert ? ends[expert - 1] : 0; row < ends[expert]; row += ROWS_AT_ONCE) {
-        const int64_t M = std::min(ROWS_AT_ONCE, ends[expert] - row);
-        const auto* x = products.template gather<A>(o.source, 0, M, thread, [&](int64_t m) { return row + m; });
-        const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
-        if (o.gated) {
-          products.template gate_units<A>(x, M, o.weight, expert, Vector{}, tile, until, target);
-        } else {
-          products.template multiply_units<A>(x, M, o.weight, expert, tile, until,
-                                              [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-                                                put(target(m) + n, load(sums), count);
-                                              });
-        }
-      }
-      begin += until - tile;
-    }
-  }
-
   Step& s;
   ProductOperations<T>& products;
   int64_t chosen = 0, experts = 0, candidates = 0;

@@ -1,5 +1,8 @@
 // Matrix products of a step: all rows by weights, each of which is read once.
 #pragma once
+#include <utility>
+
+#include "block_products.h"
 #include "products.h"
 #include "step_rows.h"
 
@@ -7,108 +10,161 @@ namespace snapstream {
 
 constexpr int64_t UNIT = 16;  // weights per unit of work
 static_assert(UNIT == LANES);
+constexpr int64_t MOST_GATHERED = 32;  // rows by which a weight is multiplied before the next one is read
 
 inline int64_t units_of(int64_t weights) { return (weights + UNIT - 1) / UNIT; }
+
+// Rows in the forms in which weights multiply them.
+struct Gathered {
+  const float* numbers;  // of dense weights
+  const char* rounded;   // of weights in blocks
+  int64_t size, count;
+};
 
 // Products of activations of type T.
 template <typename T>
 class ProductOperations {
  public:
-  ProductOperations(Step& step, int64_t threads, Scratch& scratch) : s(step) {
-    const auto needed = [](const auto& o) -> int64_t {
-      if constexpr (requires { o.weight.columns; }) return ROWS_AT_ONCE * o.source.size;
+  ProductOperations(Step& step, int64_t threads, Scratch& scratch) : s(step), last(threads) {
+    int64_t dense = 0, blocks = 0;  // columns of the widest weights
+    const auto needs = [&](const auto& o) {
+      if constexpr (requires { o.weight.columns; }) {
+        for (const Weight* part = &o.weight; part != nullptr; part = static_cast<const Weight*>(part->more)) {
+          int64_t& columns = in_blocks(part->type) ? blocks : dense;
+          columns = std::max(columns, part->columns);
+        }
+      }
       return 0;
     };
-    for (int64_t i = 0; i < s.p.count; ++i) left_size = std::max(left_size, visit(s.p.operations[i], needed));
+    most = std::min(MOST_GATHERED, s.row_limit);
+    for (int64_t i = 0; i < s.p.count; ++i) {
+      visit(s.p.operations[i], needs);
+      if (s.p.operations[i].kind == Kind::ExpertProduct) most = std::max(most, ROWS_AT_ONCE);  // several rows per token
+    }
+    left_size = most * dense, rounded_size = blocks ? most * Rounded::bytes(blocks) : 0;
     left = scratch.reserve<float>(threads * left_size);
+    rounded = scratch.reserve<char>(threads * rounded_size);
   }
 
-  // Gathers a head of M rows, numbered row_at(m), in the form in which they are multiplied.
-  template <typename A, typename RowAt>
-  const typename A::Left::Number* gather(const Part& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
-    auto* to = reinterpret_cast<typename A::Left::Number*>(left + thread * left_size);
-    for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m), head), source.size, to + m * source.size);
-    return to;
+  // The most rows that are gathered at once.
+  int64_t most = 0;
+
+  // Gathers a head of M rows, numbered row_at(m), in the forms in which a weight multiplies them.
+  template <typename RowAt>
+  Gathered gather(const Weight& weight, const Part& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
+    const int64_t size = source.size;
+    float* numbers = left + thread * left_size;
+    char* bytes = rounded + thread * rounded_size;
+    bool dense = false, blocks = false;
+    for (const Weight* part = &weight; part != nullptr; part = static_cast<const Weight*>(part->more)) {
+      bool& done = in_blocks(part->type) ? blocks : dense;
+      if (std::exchange(done, true)) continue;
+      if (in_blocks(part->type)) {
+        for (int64_t m = 0; m < M; ++m)
+          round_row(at<T>(source, row_at(m), head), size, Rounded(bytes + m * Rounded::bytes(size), size));
+      } else {
+        with_arithmetic<T>(part->type, s.p.instructions, [&](auto a) {
+          using A = decltype(a);
+          auto* to = reinterpret_cast<typename A::Left::Number*>(numbers);
+          for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m), head), size, to + m * size);
+        });
+      }
+    }
+    last[thread] = {};
+    return {numbers, bytes, size, M};
   }
 
-  // Multiplies M rows by units begin .. end of a matrix; finish(m, n, count, sums) gets the sums of each unit, from row n
-  // of the matrix on.
-  template <typename A, typename Finish>
-  void multiply_units(const typename A::Left::Number* x, int64_t M, const Weight& weight, int64_t matrix, int64_t begin,
-                      int64_t end, const Finish& finish) {
-    for (int64_t n = begin * UNIT; n < std::min(end * UNIT, weight.rows); n += UNIT) {
-      alignas(64) float sums[ROWS_AT_ONCE * UNIT];
-      const int64_t count = std::min(UNIT, weight.rows - n);
-      multiply<A>(x, M, row_of<typename A::Number>(weight, matrix, n), weight.columns, count, sums, UNIT);
-      for (int64_t m = 0; m < M; ++m) finish(m, n, count, sums + m * UNIT);
+  // Multiplies rows by units begin .. end of a matrix; finish(m, n, count, sums) gets the sums of each unit, from row n of
+  // the matrix on.
+  template <typename Finish>
+  void multiply_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t begin, int64_t end, const Finish& finish) {
+    const int64_t rows = all_rows(weight);
+    for (int64_t n = begin * UNIT; n < std::min(end * UNIT, rows); n += UNIT) {
+      const int64_t count = std::min(UNIT, rows - n);
+      for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
+        alignas(64) float sums[ROWS_AT_ONCE * UNIT];
+        const int64_t M = std::min(ROWS_AT_ONCE, x.count - first);
+        multiply_unit(x, first, M, weight, matrix, n, count, sums);
+        for (int64_t m = 0; m < M; ++m) finish(first + m, n, count, sums + m * UNIT);
+      }
     }
   }
 
-  // The first half of a matrix are gates, the second half ups.
-  template <typename A, typename Target>
-  void gate_units(const typename A::Left::Number* x, int64_t M, const Weight& weight, int64_t matrix, const Vector& bias,
-                  int64_t begin, int64_t end, const Target& target) {
-    const int64_t inner = weight.rows / 2;
+  // The first `inner` rows of a matrix are gates, the others ups.
+  template <typename Target>
+  void gate_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t inner, const Vector& bias, int64_t begin,
+                  int64_t end, const Target& target) {
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, inner); n += UNIT) {
       const int64_t count = std::min(UNIT, inner - n);
-      alignas(64) float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
-      multiply<A>(x, M, row_of<typename A::Number>(weight, matrix, n), weight.columns, count, gates, UNIT);
-      multiply<A>(x, M, row_of<typename A::Number>(weight, matrix, inner + n), weight.columns, count, ups, UNIT);
-      for (int64_t m = 0; m < M; ++m) {
-        vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
-        if (bias.data != nullptr) a += some(bias, n, count), b += some(bias, inner + n, count);
-        put(target(m) + n, silu(a) * b, count);
+      for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
+        alignas(64) float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
+        const int64_t M = std::min(ROWS_AT_ONCE, x.count - first);
+        multiply_unit(x, first, M, weight, matrix, n, count, gates);
+        multiply_unit(x, first, M, weight, matrix, inner + n, count, ups);
+        for (int64_t m = 0; m < M; ++m) {
+          vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
+          if (bias.data != nullptr) a += some(bias, n, count), b += some(bias, inner + n, count);
+          put(target(first + m) + n, silu(a) * b, count);
+        }
       }
     }
   }
 
   void run(const Product& o, int64_t begin, int64_t end, int64_t thread) {
-    with_arithmetic<T>(o.weight.type, s.p.instructions, [&](auto a) {
-      using A = decltype(a);
-      each_group<A>(o.source, 0, thread, [&](const auto* x, int64_t M, const int64_t* rows) {
-        multiply_units<A>(x, M, o.weight, 0, begin, end, [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-          finish(o, rows[m], n, count, sums);
-        });
+    each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
+      multiply_units(x, o.weight, 0, begin, end, [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+        finish(o, rows[m], n, count, sums);
       });
     });
   }
 
   void run(const GatedProduct& o, int64_t begin, int64_t end, int64_t thread) {
-    with_arithmetic<T>(o.weight.type, s.p.instructions, [&](auto a) {
-      using A = decltype(a);
-      each_group<A>(o.source, 0, thread, [&](const auto* x, int64_t M, const int64_t* rows) {
-        gate_units<A>(x, M, o.weight, 0, o.bias, begin, end, [&](int64_t m) { return at<T>(o.target, rows[m]); });
-      });
+    each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
+      gate_units(x, o.weight, 0, o.target.size, o.bias, begin, end, [&](int64_t m) { return at<T>(o.target, rows[m]); });
     });
   }
 
   // Multiplies each head of a row by its own matrix: [out, in], or [in, out] if it is transposed.
   void run(const HeadProduct& o, int64_t begin, int64_t end, int64_t thread) {
-    with_arithmetic<T>(o.weight.type, s.p.instructions, [&](auto a) {
-      using A = decltype(a);
-      for (int64_t head = begin; head < end; ++head) {
-        if (o.transposed) {
-          const auto* weight = row_of<typename A::Number>(o.weight, head, 0);
+    for (int64_t head = begin; head < end; ++head) {
+      if (o.transposed) {
+        with_type(o.weight.type, [&](auto number) {
+          const auto* weight = row_of<decltype(number)>(o.weight, head, 0);
           for (const int64_t row : s.rows)
             multiply_transposed(at<T>(o.source, row, head), weight, o.source.size, o.target.size, at<T>(o.target, row, head));
-          continue;
-        }
-        each_group<A>(o.source, head, thread, [&](const auto* x, int64_t M, const int64_t* rows) {
-          multiply_units<A>(x, M, o.weight, head, 0, units_of(o.weight.rows),
-                            [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-                              put(at<T>(o.target, rows[m], head) + n, load(sums), count);
-                            });
         });
+        continue;
       }
-    });
+      each_group(o.weight, o.source, head, thread, [&](const Gathered& x, const int64_t* rows) {
+        multiply_units(x, o.weight, head, 0, units_of(o.weight.rows),
+                       [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+                         put(at<T>(o.target, rows[m], head) + n, load(sums), count);
+                       });
+      });
+    }
   }
 
  private:
+  // M rows, from `first` on, by `count` weights from row n of a matrix on: sums[m * UNIT + i].
+  void multiply_unit(const Gathered& x, int64_t first, int64_t M, const Weight& weight, int64_t matrix, int64_t n,
+                     int64_t count, float* sums) const {
+    const Weight& part = part_of(weight, n);
+    if (in_blocks(part.type)) {
+      const int64_t step = Rounded::bytes(x.size);
+      return multiply_blocks(part.type, x.rounded + first * step, step, M, tile_of(part, matrix, n), x.size, sums, UNIT);
+    }
+    with_arithmetic<T>(part.type, s.p.instructions, [&](auto a) {
+      using A = decltype(a);
+      const auto* numbers = reinterpret_cast<const typename A::Left::Number*>(x.numbers) + first * x.size;
+      multiply<A>(numbers, M, row_of<typename A::Number>(part, matrix, n), x.size, count, sums, UNIT);
+    });
+  }
+
   // Writes the sums of `count` rows of a matrix from n on, at most UNIT, to a row of the target.
   void finish(const Product& o, int64_t row, int64_t n, int64_t count, const float* sums) {
     const vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
-    if (o.target.type == FLOAT32) return finish(at<float>(o.target, row) + n, o.rounded ? rounded<T>(y) : y, o.add, count);
-    finish(at<T>(o.target, row) + n, o.add ? rounded<T>(y) : y, o.add, count);
+    if (o.target.type == FLOAT32) return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
+    finish(at<T>(o.target, row) + n, o.add ? snapstream::rounded<T>(y) : y, o.add, count);
   }
 
   template <typename N>
@@ -116,12 +172,20 @@ class ProductOperations {
     put(target, add ? some(target, count) + y : y, count);
   }
 
-  // Calls function(x, M, rows) for a head of the step's rows, in groups of a few rows gathered in x.
-  template <typename A, typename Function>
-  void each_group(const Part& source, int64_t head, int64_t thread, const Function& function) {
-    for (int64_t from = 0; from < s.row_count(); from += ROWS_AT_ONCE) {
-      const int64_t M = std::min(ROWS_AT_ONCE, s.row_count() - from), *rows = s.rows.data() + from;
-      function(gather<A>(source, head, M, thread, [&](int64_t m) { return rows[m]; }), M, rows);
+  // Calls function(x, rows) for a head of the step's rows, gathered, in groups of many rows.
+  template <typename Function>
+  void each_group(const Weight& weight, const Part& source, int64_t head, int64_t thread, const Function& function) {
+    for (int64_t from = 0; from < s.row_count(); from += most) {
+      const int64_t M = std::min(most, s.row_count() - from), *rows = s.rows.data() + from;
+      // A thread takes units of a phase several times.
+      const Last now{s.phase, head, from};
+      if (last[thread] == now) {
+        function(Gathered{left + thread * left_size, rounded + thread * rounded_size, source.size, M}, rows);
+        continue;
+      }
+      const Gathered x = gather(weight, source, head, M, thread, [&](int64_t m) { return rows[m]; });
+      last[thread] = now;
+      function(x, rows);
     }
   }
 
@@ -140,9 +204,17 @@ class ProductOperations {
     }
   }
 
+  // The rows that a thread gathered last: of which phase, head and group.
+  struct alignas(64) Last {
+    int64_t phase = -1, head = 0, from = 0;
+    bool operator==(const Last&) const = default;
+  };
+
   Step& s;
-  int64_t left_size = 0;
-  float* left;  // per thread: rows in the form in which they are multiplied, which takes no more than float
+  std::vector<Last> last;  // per thread
+  int64_t left_size = 0, rounded_size = 0;
+  float* left;     // per thread: rows in the form for dense weights, which takes no more than float
+  char* rounded;  // per thread: rows in the form for blocks
 };
 
 }  // namespace snapstream

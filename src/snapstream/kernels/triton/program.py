@@ -186,7 +186,7 @@ def _(o: ops.Product, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     if not x.dtype == y.dtype == o.weight.dtype:
         return functools.partial(o.run, m)
-    weight, bias = o.weight.stored.t(), o.bias
+    weight, bias = o.weight.dense(x.dtype).t(), o.bias
     if bias is None:
         # The product itself reads and writes the tensor that it adds to.
         return (lambda: torch.addmm(y, x, weight, out=y)) if o.add else (lambda: torch.mm(x, weight, out=y))

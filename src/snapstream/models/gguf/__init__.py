@@ -12,9 +12,17 @@ from snapstream.models.gguf.configuration import load_gguf_spec
 from snapstream.models.gguf.container import MAGIC
 from snapstream.models.gguf.parts import part_names
 from snapstream.models.gguf.tokenizer import load_gguf_tokenizer
-from snapstream.models.gguf.weights import fill, stored_shapes
+from snapstream.models.gguf.weights import fill_model, stored_formats, stored_shapes
 
-__all__ = ["fill", "is_gguf", "load_gguf_spec", "load_gguf_tokenizer", "part_names", "stored_shapes"]
+__all__ = [
+    "fill_model",
+    "is_gguf",
+    "load_gguf_spec",
+    "load_gguf_tokenizer",
+    "part_names",
+    "stored_formats",
+    "stored_shapes",
+]
 
 
 def is_gguf(checkpoint: str | Path) -> bool:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from snapstream.errors import CheckpointError, missing_extra
 from snapstream.models.gguf.parts import part_paths
@@ -70,14 +72,23 @@ class Container:
         from gguf.quants import dequantize
 
         stored = self.tensors[name]
-        count = math.prod(stored.shape[:-1])
-        whole = numpy.memmap(stored.file, numpy.uint8, "r", stored.offset, (count, stored.row_bytes))
         try:
-            numbers: NDArray[numpy.float32] = dequantize(whole[rows], GGMLQuantizationType(stored.kind))
+            some = self._mapped(name)[rows]
+            numbers: NDArray[numpy.float32] = dequantize(some, GGMLQuantizationType(stored.kind))
         except NotImplementedError as error:
             kind = GGMLQuantizationType(stored.kind).name
             raise CheckpointError(f"{self.path}: {name} is stored as {kind}, which is not supported") from error
         return numbers
+
+    def stored_rows(self, name: str) -> Tensor:
+        """A tensor's rows as they are stored, uint8 ``[rows, row_bytes]``: a view of the file."""
+        return torch.from_numpy(self._mapped(name))
+
+    def _mapped(self, name: str) -> NDArray[numpy.uint8]:
+        stored = self.tensors[name]
+        # Torch wants memory that it could write to; nothing that is written would reach the file.
+        shape = (math.prod(stored.shape[:-1]), stored.row_bytes)
+        return numpy.memmap(stored.file, numpy.uint8, "c", stored.offset, shape)
 
     def require(self, name: str) -> Any:
         """The value of a metadata key that must exist.

@@ -1,4 +1,4 @@
-"""Loads the tensors of a GGUF file: dequantizes a few rows at a time, directly into their parameters."""
+"""Loads the tensors of a GGUF file directly into their parameters: blocks as they are, or a few rows at a time as numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from snapstream.errors import CheckpointError
+from snapstream.kernels.cpu.blocks import pack
+from snapstream.kernels.formats import FORMATS, Format
+from snapstream.models.decoder import DecoderModel
 from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, ROTATES_PAIRS, architecture
-from snapstream.models.gguf.container import open_container
+from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.names import Place
-from snapstream.models.spec import ModelSpec
+from snapstream.models.storage import fill, rows_at_once, target_of
 
-_AT_ONCE = 2**24
-"""Maximum number of elements that are dequantized to float32 at once."""
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
     "input_layernorm": "attn_norm",
@@ -47,40 +48,50 @@ def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[in
     return shapes
 
 
-def fill(
-    path: Path, spec: ModelSpec, places: Mapping[str, Place], parameters: Mapping[str, Tensor], frequencies: Tensor
-) -> None:
-    """Read all tensors into their parameters.
+def stored_formats(path: Path, places: Mapping[str, Place]) -> dict[str, Format]:
+    """Formats of the tensors that are in blocks and can stay so, by their names in ``places``."""
+    file, by_number = open_container(path), {each.number: each for each in FORMATS.values()}
+    kinds = {name: by_number.get(file.tensors[stored_name(name)].kind) for name in places}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> None:
+    """Read all tensors into a model's parameters.
 
     Args:
         path: The file; its tensors must have been checked against ``places``.
-        spec: The model.
+        model: The model. Its rotary frequencies are divided in place if the file has factors for them.
         places: Destination of each tensor.
-        parameters: Parameters of the model by name.
-        frequencies: Rotary frequencies, float32 ``[D / 2]``; divided in place if the file has factors for them.
 
     Raises:
         CheckpointError: The quantization of a tensor is not supported, or the file has the wrong number of factors.
     """
-    file = open_container(path)
+    file, frequencies = open_container(path), model.rotation_of(0).frequencies
     in_pairs = architecture(file) in ROTATES_PAIRS
     for name, place in places.items():
-        source = stored_name(name)
-        columns = file.tensors[source].shape[-1]
-        target = place.of(parameters[place.parameter])
+        source, (target, kind) = stored_name(name), target_of(model, place)
         rotated = in_pairs and (".q_proj." in name or ".k_proj." in name)
-        order = _halves(len(target), spec.head_dim) if rotated else numpy.arange(len(target))
-        if target.dim() == 1:
-            target.copy_(torch.from_numpy(file.rows(source, numpy.arange(1))[0][order]))
-            continue
-        step = max(1, _AT_ONCE // columns)
-        for at in range(0, len(target), step):
-            target[at : at + step] = torch.from_numpy(file.rows(source, order[at : at + step]))
+        order = _halves(place.shape[0], model.spec.head_dim) if rotated else None
+        if kind is not None and file.tensors[source].kind == kind.number:
+            pack(kind, file.stored_rows(source), target, None if order is None else torch.from_numpy(order))
+        else:
+            _widen(file, source, (target, kind), numpy.arange(place.shape[0]) if order is None else order)
     if FREQUENCY_FACTORS in file.tensors:
         factors = file.rows(FREQUENCY_FACTORS, numpy.arange(1))[0]
         if factors.shape != tuple(frequencies.shape):
             raise CheckpointError(f"{path}: {FREQUENCY_FACTORS} has {len(factors)} numbers, not {len(frequencies)}")
         frequencies.div_(torch.from_numpy(factors).to(frequencies.device))
+
+
+def _widen(file: Container, source: str, target: tuple[Tensor, Format | None], order: NDArray[numpy.int64]) -> None:
+    """Read rows of a tensor, in some order, as numbers."""
+    shape = file.tensors[source].shape
+    if len(shape) == 1:
+        target[0].copy_(torch.from_numpy(file.rows(source, numpy.arange(1))[0][order]))
+        return
+    step = rows_at_once(shape[1])
+    for at in range(0, len(order), step):
+        fill(*target, torch.from_numpy(file.rows(source, order[at : at + step])), at)
 
 
 def stored_name(name: str) -> str:

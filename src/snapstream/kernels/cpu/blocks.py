@@ -1,0 +1,95 @@
+"""Weights in blocks: brings them into tiles, widens them, and multiplies the rows of a prompt (``block_rows.cpp``)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels.cpu import interface, library
+from snapstream.kernels.cpu.checks import require
+from snapstream.kernels.cpu.program import structure_of_rows, structure_of_vector, structure_of_weight
+from snapstream.kernels.formats import Format
+from snapstream.kernels.weight import BlockWeight
+
+_MADE = interface.STRUCTURES
+
+
+def pack(kind: Format, rows: Tensor, tiles: Tensor, order: Tensor | None = None) -> None:
+    """Bring rows into tiles; see :meth:`~snapstream.kernels.formats.Format.pack`.
+
+    Args:
+        kind: Their format.
+        rows: uint8 ``[out, row_bytes]``, as GGUF stores them.
+        tiles: Where the tiles go, uint8 ``[ceil(out / 16), in / columns, 16 * nbytes]``.
+        order: Which of the rows comes first, second, ...: int64 ``[out]``; ``None`` for their own order.
+
+    Raises:
+        ValueError: Shapes do not match.
+        MemoryError: There is not enough memory for temporaries.
+    """
+    columns = rows.shape[1] // kind.nbytes * kind.columns
+    require(tuple(tiles.shape) == kind.stored_shape((len(rows), columns)), f"tiles do not match {tuple(rows.shape)}")
+    require(rows.is_contiguous() and tiles.is_contiguous(), "rows and tiles must be contiguous")
+    require(order is None or (order.shape == rows.shape[:1] and order.is_contiguous()), "order does not match")
+    counts, widths = ((ctypes.c_int64 * len(kind.fields))(*each) for each in zip(*kind.fields, strict=True))
+    stored = _MADE["Stored"](
+        rows_from=rows.data_ptr(),
+        order=None if order is None else order.data_ptr(),
+        tiles=tiles.data_ptr(),
+        type=interface.TYPES.index(kind.name),
+        rows=len(rows),
+        columns=columns,
+        block=kind.columns,
+        bytes=kind.nbytes,
+        fields=len(kind.fields),
+        counts=ctypes.addressof(counts),
+        widths=ctypes.addressof(widths),
+    )
+    library.run("pack", stored, of="weights")
+
+
+def widen(weight: BlockWeight, target: Tensor) -> None:
+    """Write the numbers of a matrix to a tensor ``[out, in]``, float32 or bfloat16, with contiguous rows.
+
+    Raises:
+        ValueError: Shapes do not match.
+        MemoryError: There is not enough memory for temporaries.
+    """
+    require(target.shape == weight.shape and target.stride(1) == 1, f"the target is {tuple(target.shape)}")
+    library.run("widen", structure_of_weight(weight, "weight")[0], structure_of_rows(target[:, None]), of="weights")
+
+
+def scratch_bytes(columns: int) -> int:
+    """Bytes that :func:`multiply` needs per row of ``x``."""
+    return columns + columns // 32 * 16
+
+
+def multiply(x: Tensor, weight: BlockWeight, target: Tensor, bias: Tensor | None = None) -> None:
+    """Compute ``x @ weight.T + bias`` with rows of ``x`` rounded to 8 bits, in parts of 32 columns with a scale each.
+
+    Args:
+        x: ``[T, in]``, float32 or bfloat16, with contiguous rows.
+        weight: ``[out, in]``.
+        target: ``[T, out]``, float32 or bfloat16, with contiguous rows.
+        bias: ``[out]``, float32 or bfloat16, or ``None``.
+
+    Raises:
+        ValueError: Shapes do not match.
+        MemoryError: There is not enough memory for temporaries.
+    """
+    fits = x.dim() == 2 and target.shape == (len(x), weight.shape[0]) and x.shape[1] == weight.shape[1]
+    require(fits and x.stride(1) == target.stride(1) == 1, "shapes do not match")
+    require(bias is None or bias.shape == weight.shape[:1], "bias does not match")
+    rounded = torch.empty(len(x) * scratch_bytes(x.shape[1]), dtype=torch.uint8)
+    product = _MADE["BlockProduct"](
+        source=structure_of_rows(x[:, None]),
+        target=structure_of_rows(target[:, None]),
+        weight=structure_of_weight(weight, "weight")[0],
+        rounded=rounded.data_ptr(),
+        count=len(x),
+    )
+    if bias is not None:
+        product.bias = structure_of_vector(bias, "bias")
+    library.run("multiply", product, of="products")
