@@ -58,22 +58,24 @@ class Raise:
         return self._line
 
 
-@pytest.fixture(scope="module", params=["llama3-gqa", "qwen3-windows"])
-def checkpoint(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(directory, request.param)
+@pytest.fixture(scope="module", params=[("llama3-gqa", "auto"), ("llama3-gqa", "q4_0"), ("qwen3-windows", "auto")])
+def made(request, tmp_path_factory):
+    """Makes engines of a model."""
+    family, weights = request.param
+    directory = tmp_path_factory.mktemp(family)
+    save_checkpoint(directory, family)
     save_tokenizer(directory)
-    return directory
+    return partial(make, directory, weights=weights, sessions=2, slots=2)
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint):
-    return make(checkpoint, sessions=2, slots=2)
+def llm(made):
+    return made()
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    fresh = make(checkpoint, sessions=2, slots=2)
+def alone(made):
+    fresh = made()
     outputs = [fresh.generate(tokens, params)[0] for tokens, params in JOBS]
     assert {output.error for output in outputs} == {None}
     return outputs
@@ -261,8 +263,8 @@ def disarm():
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def test_what_waits_survives_an_interrupt(checkpoint, alone, monkeypatch):
-    llm = make(checkpoint, sessions=2, slots=2)
+def test_what_waits_survives_an_interrupt(made, alone, monkeypatch):
+    llm = made()
     for number in range(4):
         llm.engine.add_request(*JOBS[number], str(number))
     while len(llm.engine.scheduler.running) < 2:
@@ -285,9 +287,9 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
+def test_forced_tokens_do_not_outlive_a_broken_launch(made, monkeypatch):
     """Nor a reset: they were the next request's first tokens."""
-    llm = make(checkpoint, slots=1)
+    llm = made(slots=1)
     want = llm.generate(prompt(50), greedy(20))[0].token_ids
     for clean_up in (lambda: None, llm.engine.reset):
         with monkeypatch.context() as patch:
@@ -299,9 +301,9 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["start", "_compress"])
-def test_an_interrupt_between_reading_and_decoding(checkpoint, alone, monkeypatch, place):
+def test_an_interrupt_between_reading_and_decoding(made, alone, monkeypatch, place):
     """A prompt's cache is in the slot, but is not decoded yet; or one layer has been read, but not compressed."""
-    llm = make(checkpoint, sessions=2, slots=2)
+    llm = made()
     stream = llm.stream(*JOBS[1])
     next(stream)
     part = llm.engine.executor.decode if place == "start" else llm.engine.executor.prefill
@@ -315,9 +317,9 @@ def test_an_interrupt_between_reading_and_decoding(checkpoint, alone, monkeypatc
     assert llm.generate(*JOBS[3])[0].token_ids == alone[3].token_ids
 
 
-def test_a_stream_that_is_dropped_in_the_middle_of_a_step(checkpoint, monkeypatch):
+def test_a_stream_that_is_dropped_in_the_middle_of_a_step(made, monkeypatch):
     """The garbage collector may close it anywhere; the step that is running must not notice."""
-    llm = make(checkpoint, slots=2)
+    llm = made()
     want = llm.generate(prompt(90), greedy(30))[0].token_ids
     stream = llm.stream(prompt(60), greedy(40))
     next(stream)
@@ -337,8 +339,8 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(checkpoint, monkeypatc
     assert_idle(llm)
 
 
-def test_a_stream_whose_request_was_forgotten_says_so(checkpoint):
-    llm = make(checkpoint)
+def test_a_stream_whose_request_was_forgotten_says_so(made):
+    llm = made()
     stream = llm.stream(prompt(60), greedy(40))
     next(stream)
     llm.engine.reset()
@@ -346,9 +348,9 @@ def test_a_stream_whose_request_was_forgotten_says_so(checkpoint):
         next(stream)
 
 
-def test_outputs_do_not_copy_what_came_before(checkpoint):
+def test_outputs_do_not_copy_what_came_before(made):
     """The cost of an output does not grow with the tokens before it, also while nobody takes it."""
-    llm = make(checkpoint, CacheBudget.of(64), max_model_len=4096, slots=1, decode_steps=8)
+    llm = made(budget=CacheBudget.of(64), sessions=0, max_model_len=4096, slots=1, decode_steps=8)
     other = llm.stream(prompt(20), greedy(3000, logprobs=1))
     first = next(other)
     last = list(other)[-1]

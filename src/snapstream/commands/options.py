@@ -68,8 +68,8 @@ Dtype = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
-        help="Format of weights on a CPU: auto (as the checkpoint stores them), dense (numbers of --dtype), or a format to "
-        f"quantize them to while loading: {', '.join(QUANTIZED)}.",
+        help="Format of weights on a CPU: auto (as the checkpoint stores them), dense (numbers of --dtype), or "
+        f"{', '.join(QUANTIZED)} (quantized while loading).",
         rich_help_panel=MODEL,
     ),
 ]

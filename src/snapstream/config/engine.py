@@ -36,8 +36,8 @@ class EngineConfig:
         draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
         speculative_tokens: Maximum number of draft tokens per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
-        weights: Format of weights on a CPU: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``; or
-            ``q8_0``, ``q4_0`` or ``q4_k``, to quantize them while loading. See docs/models.md.
+        weights: Format of weights on a CPU: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
+            or ``q8_0``, ``q4_0`` or ``q4_k``, quantized while loading.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are

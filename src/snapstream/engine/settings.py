@@ -121,8 +121,8 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:
         raise ConfigurationError(
-            f"weights is {config.weights!r}, which the CPU kernels multiply, in float32 or bfloat16; here the device is "
-            f"{device} and the dtype {dtype}; give weights='auto'"
+            f"weights is {config.weights!r}, but only the CPU kernels multiply it, with float32 or bfloat16; here "
+            f"are {device} and {dtype}; give weights='auto'"
         )
     return Setup(
         spec=spec,

@@ -3,7 +3,7 @@
 A row consists of blocks, and a block of fields: scales, and the numbers that they belong to. Kernels multiply sixteen
 rows at once, so sixteen rows are kept together: a *tile* has one block of each, field by field. ::
 
-    a block of Q4_0      scale (2 bytes) | 32 numbers (16 bytes: of byte i, the low half is number i, the high one i + 16)
+    a block of Q4_0      scale (2 bytes) | 16 bytes, each with numbers i and i + 16 of 32
     a tile of 16 rows    16 scales | bytes 0..3 of each row | bytes 4..7 of each row | bytes 8..11 | bytes 12..15
 
 Tiles have the same bytes as the file in another order, with two exceptions: numbers of Q8_0 are stored plus 128, and
@@ -74,7 +74,7 @@ class Format:
         each = whole.view(-1, LANES, blocks, self.nbytes).transpose(1, 2)
         made, at = [], 0
         for count, width in self.fields:
-            field = each[..., at : at + count * width].unflatten(-1, (count, width)).transpose(2, 3)
+            field = torch.unflatten(each[..., at : at + count * width], -1, (count, width)).transpose(2, 3)
             made.append(self._stored(field, count, width).flatten(2))
             at += count * width
         return torch.cat(made, -1)
@@ -84,7 +84,7 @@ class Format:
         if self.name == "q8_0" and width == 4:
             return field ^ 0x80
         if self.name in ("q5_0", "q5_1") and (count, width) == (1, 4):
-            bits = _bits(field).flatten(-2).unflatten(-1, (8, 4))  # [..., 16, column / 4, column % 4]
+            bits = torch.unflatten(_bits(field).flatten(-2), -1, (8, 4))  # [..., 16, column / 4, column % 4]
             return (bits << torch.arange(8)[:, None]).sum(-2).to(torch.uint8)
         return field
 
@@ -93,7 +93,7 @@ class Format:
         fields, at = [], 0
         for count, width in self.fields:
             size = count * LANES * width
-            fields.append(tiles[..., at : at + size].unflatten(-1, (count, LANES, width)))
+            fields.append(torch.unflatten(tiles[..., at : at + size], -1, (count, LANES, width)))
             at += size
         return _WIDENED[self.name](fields)
 
@@ -130,10 +130,10 @@ def _bytes(fields: list[Tensor]) -> Tensor:
 
 def _nested(fields: list[Tensor], *, five: bool) -> Tensor:
     factor, least, packed = fields[0], fields[1], fields[2][..., 0]  # [..., 12, 16]
-    first, second, third = packed.unflatten(-2, (3, 4)).unbind(-3)
+    first, second, third = torch.unflatten(packed, -2, (3, 4)).unbind(-3)
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), -2) * _halves(factor)  # [..., 8, 16]
     minima = torch.cat((second & 63, (third >> 4) | (second >> 6 << 4)), -2) * _halves(least)
-    halves = fields[-1].unflatten(-3, (4, 1, 8))
+    halves = torch.unflatten(fields[-1], -3, (4, 1, 8))
     numbers = torch.cat((halves & 15, halves >> 4), -4).flatten(-5, -4)  # [..., 8 parts, 8 quads, 16, 4]
     if five:
         numbers = numbers | (_bits(fields[3]).movedim(-1, -4) << 4)
@@ -141,12 +141,14 @@ def _nested(fields: list[Tensor], *, five: bool) -> Tensor:
 
 
 def _six(fields: list[Tensor]) -> Tensor:
-    low, high = fields[0].unflatten(-3, (2, 1, 2, 8)), fields[1].unflatten(-3, (2, 1, 8))
+    low, high = torch.unflatten(fields[0], -3, (2, 1, 2, 8)), torch.unflatten(fields[1], -3, (2, 1, 8))
     low = torch.cat((low & 15, low >> 4), -5).flatten(-5, -4)  # [..., 2, 4 parts, 8 quads, 16, 4]
     numbers = low | (((high >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None, None, None]) & 3) << 4)
     whole = _columns(numbers.flatten(-5, -4)) - 32  # [..., 8 parts, 16, 32]
-    scales = fields[2].view(torch.int8)[..., 0].float().unflatten(-2, (8, 2)) * _halves(fields[3])[..., None, :, :]
-    each = whole.unflatten(-1, (2, 16)) * scales.transpose(-2, -1)[..., None]
+    scales = (
+        torch.unflatten(fields[2].view(torch.int8)[..., 0].float(), -2, (8, 2)) * _halves(fields[3])[..., None, :, :]
+    )
+    each = torch.unflatten(whole, -1, (2, 16)) * scales.transpose(-2, -1)[..., None]
     return _by_part(each.flatten(-2))
 
 

@@ -12,7 +12,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a tensor of a checkpoint: rows from ``start`` of a weight or parameter, or of one expert's part."""
+    """The destination of a tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part."""
 
     parameter: str
     shape: tuple[int, ...]

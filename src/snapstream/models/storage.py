@@ -70,16 +70,11 @@ def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 def target_of(model: DecoderModel, place: Place) -> tuple[Tensor, Format | None]:
     """What a tensor of a checkpoint fills: a view of numbers in the tensor's shape, or tiles of a format."""
-    try:
-        owner: nn.Module | nn.Parameter = model.get_submodule(place.parameter)
-    except AttributeError:
-        owner = model.get_parameter(place.parameter)
-    run, whole, row = StoredRows(0), owner, place.start
-    if isinstance(owner, Matrix):
-        run, whole, row = owner.run_at(place.start)
-    assert isinstance(whole, Tensor)
+    owner, _, name = place.parameter.rpartition(".")
+    held: Matrix | Tensor = getattr(model.get_submodule(owner), name)
+    run, whole, row = held.run_at(place.start) if isinstance(held, Matrix) else (None, held, place.start)
     whole = whole if place.expert is None else whole[place.expert]
-    if run.format is not None:
+    if run is not None and run.format is not None:
         return whole[row // LANES : -(-(row + place.shape[0]) // LANES)], run.format
     whole = whole.flatten(0, -2) if whole.dim() > 2 else whole
     return whole[row : row + place.shape[0]], None

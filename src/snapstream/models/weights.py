@@ -126,8 +126,8 @@ def with_chosen_formats(checkpoint: Path, spec: ModelSpec, weights: str) -> Mode
     if stored:
         names = ", ".join(sorted({kind.name for kind in stored.values()}))
         raise ConfigurationError(
-            f"weights is {weights!r}, but {checkpoint} is quantized already ({names}); give weights='auto' to use it as "
-            "it is, or 'dense' to widen it"
+            f"weights is {weights!r}, but {checkpoint} is quantized already ({names}); give weights='auto' to use it "
+            "as it is, or 'dense' to widen it"
         )
     return with_formats(spec, quantized_formats(places, FORMATS[weights]))
 

@@ -1,11 +1,15 @@
 """GGUF files of tiny random models, written as llama.cpp's converter writes them."""
 
+import itertools
+
 import numpy
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
+from snapstream.kernels.formats import FORMATS
 from snapstream.models.gguf.weights import stored_name
+from tests.blocks import random_rows
 from tests.checkpoints import make_model
 
 NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -28,8 +32,28 @@ def stored(tensor, kind):
     data = tensor.float().numpy()
     if data.ndim == 1:  # llama.cpp never quantises these
         return data, GGMLQuantizationType.F32, tensor.float()
-    packed = quantize(data, kind)
+    if kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K):
+        packed = made_up(tensor, FORMATS[kind.name.lower()])
+    else:
+        packed = quantize(data, kind)
     return packed, kind, torch.from_numpy(dequantize(packed, kind))
+
+
+def made_up(tensor, kind):
+    """Random blocks about as large as a tensor, in a format that the gguf package only reads."""
+    generator = torch.Generator().manual_seed(len(tensor))
+    rows = random_rows(kind, *tensor.shape, generator)
+    numbers = torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType(kind.number)))
+    middle = float(numbers.mean())
+    assert abs(middle) < float(numbers.std())
+    at = 0
+    for count, width in kind.fields:  # scaled by scaling the factors
+        if width == 2:
+            for block in range(at, rows.shape[1], kind.nbytes):
+                factor = rows[:, block : block + 2].contiguous().view(torch.float16).float()
+                rows[:, block : block + 2] = (factor * tensor.std() / numbers.std()).half().view(torch.uint8)
+        at += count * width
+    return rows.numpy()
 
 
 def in_pairs(tensor, heads):
@@ -37,9 +61,10 @@ def in_pairs(tensor, heads):
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=True, named=(), unmarked=(), **changes):
+def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=True, named=(), unmarked=(), **changes):
     """Write a file; returns transformers' model with the very same weights.
 
+    kinds: How matrices are stored: one way, or several, which they take in turn.
     change: Called with the writer before it is closed.
     named: Names of more special tokens; they come before the last two.
     unmarked: The same, but the file says that they are ordinary ones.
@@ -73,14 +98,14 @@ def write(path, family, kind=GGMLQuantizationType.F32, *, change=None, tokens=Tr
         writer.add_eos_token_id(len(every) - 2)
         writer.add_eot_token_id(len(every) - 1)
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
-    kept = model.state_dict()
+    kept, kinds = model.state_dict(), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
     with torch.no_grad():
         for key, tensor in kept.items():
             if key == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             rotated = name == "llama" and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor, kind)
+            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor, next(kinds))
             writer.add_tensor(stored_name(key), numpy.ascontiguousarray(packed), raw_dtype=as_kind)
             if rotated:  # and back to halves
                 back = back.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)

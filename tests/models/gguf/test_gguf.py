@@ -12,9 +12,11 @@ from gguf import GGMLQuantizationType as Kind
 
 from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams, models
 from snapstream.engine.settings import load_tokenizer
+from snapstream.kernels import cpu
 from snapstream.models.fingerprint import fingerprint
 from snapstream.models.gguf.container import open_container
-from snapstream.models.weights import load_model, load_spec
+from snapstream.models.storage import formats_in_use
+from snapstream.models.weights import load_model, load_spec, with_chosen_formats
 from tests.checkpoints import GROUPED, make_model
 from tests.models.gguf.files import NAMES, SIZES, write
 
@@ -28,8 +30,9 @@ def no_memory_of_files():
     container._open.cache_clear()
 
 
-def logits_of(path, tokens, dtype=torch.float32):
-    return models.logits_of(load_model(path, load_spec(path), dtype, CPU), torch.tensor(tokens))
+def logits_of(path, tokens, dtype=torch.float32, weights="dense"):
+    spec = with_chosen_formats(path, load_spec(path), weights)
+    return models.logits_of(load_model(path, spec, dtype, CPU), torch.tensor(tokens))
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
@@ -45,6 +48,44 @@ def test_logits_of_transformers(tmp_path, family, kind):
         want = peer(torch.tensor([tokens])).logits[0]
     got = logits_of(tmp_path / "model.gguf", tokens)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+STORED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+MIXED = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0, Kind.F16, Kind.Q5_0]
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no CPU kernels")
+@pytest.mark.parametrize("kinds", [*STORED, MIXED, MIXED[::-1]], ids=lambda kinds: getattr(kinds, "name", "mixed"))
+@pytest.mark.parametrize("family", GROUPED)
+def test_logits_of_transformers_with_weights_as_they_are_stored(tmp_path, family, kinds):
+    """In plain torch; kernels round activations to 8 bits, which is about as near as those of bfloat16 are."""
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}} if family == "llama3-gqa" else {}
+    path = tmp_path / "model.gguf"
+    peer = write(path, family, kinds, **changes)
+    tokens = [7 * n * n % 250 for n in range(60)]
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    spec = with_chosen_formats(path, load_spec(path), "auto")
+    names = {kind.name.lower() for kind in (kinds if isinstance(kinds, list) else [kinds])}
+    assert set(formats_in_use(spec)) == names - {"f16"}
+    got = logits_of(path, tokens, weights="auto")
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    llm = LLM(str(path), max_model_len=512, dtype="float32", slots=1)
+    (output,) = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    got = torch.tensor([one.logprob for one in output.prompt_logprobs[1:]])
+    near = want.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert 0 < (got - near).abs().mean() < 0.15 * want.std()
+
+
+def test_weights_that_are_in_blocks_are_not_quantized_again(tmp_path):
+    write(tmp_path / "blocks.gguf", "qwen2", MIXED)
+    with pytest.raises(
+        ConfigurationError, match=r"is quantized already \(q4_k, q5_0, q6_k, q8_0\); give weights='auto'"
+    ):
+        LLM(str(tmp_path / "blocks.gguf"), max_model_len=512, weights="q8_0")
+    write(tmp_path / "numbers.gguf", "llama3-gqa", Kind.F16)
+    rows = LLM(str(tmp_path / "numbers.gguf"), max_model_len=512, weights="q4_k").engine.spec.stored_as
+    assert [run.format.name for run in rows["blocks.0.attention.qkv.weight"]] == ["q4_k"]
 
 
 def test_frequencies_of_llama_3(tmp_path):

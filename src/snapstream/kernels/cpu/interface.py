@@ -24,8 +24,8 @@ _STRUCTURES = {
     # A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
     # between rows and between heads, in elements. No data: the operation has no such part.
     "Part": "void* data; int64_t type, row, heads, size, stride",
-    # Matrices of `rows` times `columns` numbers, one after the other; `step` rows from one to the next. Rows after these
-    # may be in another format: `more` is then another Weight.
+    # Matrices of `rows` times `columns` numbers, one after the other; `step` rows from one to the next. More rows, in
+    # another format, may follow: `more` is then another Weight.
     "Weight": "const void* data; int64_t type, rows, columns, step; const void* more",
     # Numbers in a row; no data: there are none.
     "Vector": "const void* data; int64_t type",
@@ -41,7 +41,7 @@ _STRUCTURES = {
     "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size",
     # Rows of a weight as GGUF stores them, in blocks of `block` columns and `bytes` bytes, to be brought into tiles.
     "Stored": (
-        "const uint8_t* rows_from; const int64_t* order;"  # order: which row comes first, second, ...; no pointer: as is
+        "const uint8_t* rows_from; const int64_t* order;"  # order: which row is first, second, ...; no pointer: as is
         "uint8_t* tiles;"
         "int64_t type, rows, columns, block, bytes, fields;"
         "const int64_t* counts, widths"  # of the fields of a block

@@ -1,4 +1,4 @@
-"""Loads the tensors of a GGUF file directly into their parameters: blocks as they are, or a few rows at a time as numbers."""
+"""Loads the tensors of a GGUF file: blocks as they are, others as numbers, a few rows at a time."""
 
 from __future__ import annotations
 

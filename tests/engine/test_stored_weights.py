@@ -1,0 +1,107 @@
+"""Engines with weights in blocks, beside engines with the very numbers of these blocks."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
+from snapstream.config.engine import QUANTIZED
+from snapstream.kernels import cpu
+from snapstream.kernels.formats import FORMATS
+from snapstream.kernels.quantizing import quantize
+from snapstream.kernels.weight import BlockWeight
+from snapstream.models.families import tensor_places
+from snapstream.models.storage import quantized_formats
+from snapstream.models.weights import load_spec
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import save_tokenizer
+from tests.engine.test_engine import greedy
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no CPU kernels")
+BUDGET = CacheBudget(sink=4, recent=24, top_k=36, window=8)
+# Rows of 256 columns consist of whole blocks of Q4_K, those of 160 do not.
+WIDE = {"hidden_size": 256, "intermediate_size": 160}
+MODELS = {"llama3-gqa": WIDE, "qwen3": WIDE, "deepseek-v3": {"hidden_size": 256, "intermediate_size": 320}}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(path, request.param, **MODELS[request.param])
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(params=QUANTIZED)
+def weights(request):
+    return request.param
+
+
+def widened(checkpoint, weights, target):
+    """A copy of a checkpoint with the numbers that are left of its weights."""
+    shutil.copytree(checkpoint, target)
+    tensors = load_file(target / "model.safetensors")
+    formats = quantized_formats(tensor_places(load_spec(checkpoint)), FORMATS[weights])
+    for name in tensors.keys() & formats.keys():
+        if tensors[name].dim() == 2 and ".gate.weight" not in name and "kv_b_proj" not in name:
+            kind = formats[name]
+            rows = quantize(kind, tensors[name])
+            tensors[name] = BlockWeight(kind.pack(rows), kind, len(rows)).dense(torch.float32)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def make(path, budget=BUDGET, **settings):
+    defaults = {"max_model_len": 512, "slots": 2, "prefill_chunk": 64, "dtype": "float32"}
+    return LLM(str(path), budget=budget, **(defaults | settings))
+
+
+def logprobs_of(llm):
+    """Log-probabilities of the same tokens, read and then decoded."""
+    forced = SamplingParams(max_tokens=40, forced=tuple(prompt(40, 9)), logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    (output,) = llm.generate([prompt(150, 3)], forced)
+    read = [one.logprob for one in output.prompt_logprobs if one is not None]
+    return torch.tensor(read), torch.tensor([one.logprob for one in output.logprobs])
+
+
+def test_as_with_the_numbers_of_the_blocks(checkpoint, weights, tmp_path):
+    # In full caches: in others, a small difference may change what is kept.
+    llm, plain = make(checkpoint, None, weights=weights), make(checkpoint, None)
+    assert llm.engine.plan.weights < 0.6 * plain.engine.plan.weights
+    assert llm.engine.plan.weights == sum(each.nbytes for each in llm.engine.executor.prefill.model.parameters())
+    want = make(widened(checkpoint, weights, tmp_path / "wide"), None)
+    for got, expected, original in zip(*map(logprobs_of, (llm, want, plain)), strict=True):
+        off, lost = (got - expected).abs().mean(), (original - expected).abs().mean()
+        # Random models are sharp: their activations in bfloat16 are off by as much.
+        assert off < 0.5, off
+        assert weights == "q8_0" or off < lost / 2, (off, lost)  # rounding activations costs less than rounding weights
+
+
+def test_answers_do_not_depend_on_company_or_steps(checkpoint, weights):
+    prompts = [prompt(length, length) for length in (150, 9, 70, 200, 33)]
+    alone = make(checkpoint, weights=weights, slots=1, decode_steps=1)
+    want = [alone.generate([each], greedy(20))[0].token_ids for each in prompts]
+    for settings in ({"slots": 5}, {"slots": 3, "decode_steps": 5}, {"speculative": "lookup", "speculative_tokens": 3}):
+        llm = make(checkpoint, weights=weights, **settings)
+        assert [output.token_ids for output in llm.generate(prompts, greedy(20))] == want
+
+
+def test_a_draft_model_in_blocks(checkpoint):
+    settings = {"speculative": "draft-model", "draft_model": str(checkpoint), "speculative_tokens": 3}
+    llm, plain = make(checkpoint, weights="q8_0", **settings), make(checkpoint, weights="q8_0")
+    assert llm.engine.plan.drafter < make(checkpoint, **settings).engine.plan.drafter
+    prompts = [prompt(100, 1), prompt(40, 2)]
+    got, want = (each.generate(prompts, greedy(30)) for each in (llm, plain))
+    assert [output.token_ids for output in got] == [output.token_ids for output in want]
+
+
+def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):
+    with pytest.raises(ConfigurationError, match="weights is 'q4'; allowed: auto, dense, q8_0"):
+        make(checkpoint, weights="q4")
+    with pytest.raises(ConfigurationError, match="only the CPU kernels multiply it.*float16"):
+        make(checkpoint, weights="q8_0", dtype="float16")
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    with pytest.raises(ConfigurationError, match="only the CPU kernels multiply it"):
+        make(checkpoint, weights="q8_0")

@@ -1,0 +1,195 @@
+"""Weights in blocks: the numbers of the gguf package, to the bit, and products as near to float64 as rounding allows."""
+
+import pytest
+import torch
+
+from snapstream.kernels import cpu, products
+from snapstream.kernels import operations as ops
+from snapstream.kernels.cpu import blocks
+from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.formats import FORMATS
+from snapstream.kernels.operations import PlainProgram
+from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.quantizing import quantize
+from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
+from tests.blocks import random_rows, random_weight, rounding_bound
+from tests.kernels.threads import on_threads
+
+KINDS = list(FORMATS.values())
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+has_kernels = pytest.mark.skipif(not cpu.available(), reason="no CPU kernels")
+
+
+def random_generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_numbers_are_those_of_the_gguf_package(kind, rows):
+    gguf = pytest.importorskip("gguf")
+    raw = random_rows(kind, rows, 512, random_generator(rows))
+    want = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType(kind.number))
+    weight = BlockWeight(kind.pack(raw), kind, rows)
+    assert weight.shape == (rows, 512)
+    assert weight.nbytes == -(-rows // 16) * 16 * raw.shape[1]
+    assert torch.equal(weight.dense(torch.float32), torch.from_numpy(want))
+    some = torch.randint(0, rows, (9,))
+    assert torch.equal(weight.rows(some, torch.float32), torch.from_numpy(want)[some])
+
+
+@has_kernels
+@each_kind
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_kernels_pack_and_widen_to_the_bit(kind, rows):
+    raw, order = random_rows(kind, rows, 512, random_generator()), torch.randperm(rows)
+    want = kind.pack(raw[order])
+    tiles = torch.full_like(want, 77)
+    blocks.pack(kind, raw, tiles, order)
+    assert torch.equal(tiles, want)
+    weight = BlockWeight(tiles, kind, rows)
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = torch.zeros(rows, 600, dtype=dtype)[:, :512]
+        blocks.widen(weight, wide)
+        assert torch.equal(wide, weight.dense(dtype))
+
+
+@has_kernels
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "rows", "columns"), [(1, 48, 512), (5, 37, 256), (70, 304, 1024)])
+def test_products_equal_float64(kind, dtype, T, rows, columns):
+    generator = random_generator(T)
+    weight, x = random_weight(kind, rows, columns, generator), torch.randn(T, columns, generator=generator)
+    x[:, :32] *= 100  # parts with scales of their own
+    x[0, 32:64] = 0
+    x, bias = x.to(dtype), torch.randn(rows, generator=generator)
+    got = products.linear(x, weight, bias)
+    dense = weight.dense(torch.float64)
+    want = x.double() @ dense.T + bias.double()
+    rounded = want.abs() * 2**-8 if dtype == torch.bfloat16 else 0
+    bound = rounding_bound(x, dense) + 1e-5 * (x.double().abs() @ dense.abs().T) + rounded
+    assert ((got.double() - want).abs() <= bound).all()
+    # The bound is not loose: errors of many roundings are some part of it.
+    assert T == 1 or ((got.double() - want).abs() > bound / 1000).any()
+
+
+@has_kernels
+@each_kind
+def test_a_row_depends_on_itself_alone(kind):
+    """To the bit: in any company, for any number of threads, in a step as in a prompt."""
+    generator = random_generator()
+    weight, x = random_weight(kind, 600, 1024, generator), torch.randn(67, 1024, generator=generator)
+    want = products.linear(x, weight)
+    for first, last in ((0, 1), (3, 5), (7, 14), (20, 53), (66, 67)):
+        some = x[first:last]
+        assert torch.equal(on_threads(lambda some=some: products.linear(some, weight)), want[first:last])
+        assert torch.equal(on_threads(lambda some=some: cpu.skinny_linear(some, weight)), want[first:last])
+
+
+@has_kernels
+def test_numbers_that_are_not_finite_stay_so():
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.randn(3, 512)
+        x[1, 300] = bad
+        for kind in KINDS:
+            got = products.linear(x, random_weight(kind, 32, 512, random_generator()))
+            assert got[1].isnan().all()
+            assert got[[0, 2]].isfinite().all()
+
+
+def _machine(parts, rows, dtype):
+    valid = torch.ones(rows, dtype=torch.int64)
+    return Machine(allocate_buffers(parts, rows, dtype), Slots.that_see(valid, 1), [], [], dtype)
+
+
+@has_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_with_rows_in_several_formats(seed, dtype):
+    """Embedding, product, gated product and experts of random mixtures, beside the same list in plain torch."""
+    generator = random_generator(seed)
+
+    def pick(count):
+        return int(torch.randint(0, count, (1,), generator=generator))
+
+    def mixture(rows):
+        parts = []
+        for count in rows:
+            kind = [None, *KINDS][pick(len(KINDS) + 1)]
+            if kind is None:
+                parts.append(DenseWeight(torch.randn(count, 256, generator=generator).to(dtype) / 50))
+            else:
+                parts.append(random_weight(kind, count, 256, generator))
+        return joined(parts)
+
+    def experts(rows):
+        parts = []
+        for count in rows:
+            kind = KINDS[pick(len(KINDS))]
+            tiles = [kind.pack(random_rows(kind, count, 256, generator)) for _ in range(4)]
+            parts.append(BlockWeight(torch.stack(tiles), kind, count))
+        return joined(parts)
+
+    B, x = [1, 3, 9, 40][pick(4)], Part("x", 256)
+    inner, made = Part("inner", 96), Part("made", 96)
+    ends = Part("ends", 4, dtype=torch.int64)
+    operations = [
+        ops.Embed(mixture([50]), x),
+        ops.Product(x, Part("y", 80), mixture([32, 16, 32]), torch.randn(80, generator=generator)),
+        ops.GatedProduct(x, inner, mixture([96, 96]), torch.randn(192, generator=generator)),
+        ops.ExpertProduct(x, made, ends, experts([96, 96]), gated=True),
+        ops.ExpertProduct(x, Part("z", 40), ends, experts([40]), gated=False),
+    ]
+    results = []
+    for program in (PlainProgram, CpuProgram):
+        machine = _machine([part for each in operations for part in each.parts()], B, dtype)
+        machine.slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
+        machine.buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
+        program(operations, machine).run()
+        results.append(machine.buffers)
+    plain, fast = results
+    assert torch.equal(plain["x"], fast["x"])
+    for name in ("y", "inner", "made", "z"):
+        want = plain[name].float()
+        torch.testing.assert_close(fast[name].float(), want, rtol=0.03, atol=0.02 * float(want.abs().max()))
+
+
+@has_kernels
+def test_bad_arguments_are_refused():
+    kind = FORMATS["q4_k"]
+    weight = random_weight(kind, 32, 256, random_generator())
+    with pytest.raises(ValueError, match="tiles do not match"):
+        blocks.pack(kind, torch.zeros(17, 144, dtype=torch.uint8), torch.zeros(1, 1, 2304, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="shapes do not match"):
+        blocks.multiply(torch.zeros(2, 512), weight, torch.zeros(2, 32))
+    with pytest.raises(ValueError, match="the target is"):
+        blocks.widen(weight, torch.zeros(32, 512))
+    with pytest.raises(ValueError, match="do not consist of blocks of 256"):
+        kind.stored_shape((32, 288))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_quantized_as_by_the_gguf_package(name):
+    gguf = pytest.importorskip("gguf")
+    kind = FORMATS[name]
+    numbers = torch.randn(40, 512, generator=random_generator()) * torch.rand(40, 1)
+    numbers[0], numbers[1, :64] = 0, 0
+    want = gguf.quants.quantize(numbers.numpy(), gguf.GGMLQuantizationType(kind.number))
+    assert torch.equal(quantize(kind, numbers), torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0, -3.0])
+def test_q4_k_is_nearer_than_one_scale_per_block(shift):
+    numbers = torch.randn(64, 1024, generator=random_generator()) + shift
+    numbers[0] = 0
+
+    def error(name):
+        kind = FORMATS[name]
+        back = BlockWeight(kind.pack(quantize(kind, numbers)), kind, 64).dense(torch.float32)
+        assert (back[0] == 0).all()
+        return float((back - numbers).square().mean().sqrt() / numbers.square().mean().sqrt())
+
+    assert error("q4_k") < 0.9 * error("q4_0")
+    assert error("q4_k") < 0.08
+    assert error("q8_0") < 0.01
