@@ -65,6 +65,15 @@ def _run(o: Operation, m: Machine) -> None:
 
 
 @_run.register
+def _(o: ops.Embed, m: Machine) -> None:
+    dtypes = m.dtype, o.target.of(m.buffers).dtype
+    if cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None:
+        cpu.CpuProgram([o], m).run()
+    else:
+        o.run(m)
+
+
+@_run.register
 def _(o: ops.Norm, m: Machine) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:

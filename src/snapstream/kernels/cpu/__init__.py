@@ -25,13 +25,14 @@ from snapstream.kernels.cpu.prefill import (
     prefill_attention,
     prefill_instructions,
 )
-from snapstream.kernels.cpu.program import MOST_ROTATED, CpuProgram, run_rows
+from snapstream.kernels.cpu.program import MOST_ROTATED, CpuProgram, run_rows, unsupported
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, Slots
 from snapstream.kernels.weight import Weight
 
 __all__ = [
     "BLOCK",
+    "CpuProgram",
     "INSTRUCTIONS",
     "MOST_HEAD_SIZE",
     "MOST_ROTATED",
@@ -53,6 +54,7 @@ __all__ = [
     "rotate",
     "skinny_linear",
     "takes_rows",
+    "unsupported",
 ]
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,8 @@
 namespace snapstream {
 namespace {
 
+constexpr int64_t AHEAD = 4096;  // how far ahead weights are prefetched, in bytes
+
 // Adds products of four columns per lane: `numbers` without sign times four signed ones, the same for all lanes.
 template <bool EIGHT_BITS>
 inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
@@ -43,37 +45,79 @@ inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
 #endif
 }
 
+// A part of a tile, as rows are multiplied by it.
+template <typename F>
+struct PartWeights {
+  vec_u32 numbers[QUADS];
+  vec scales[F::HALVED ? 2 : 1];
+  vec minimum[F::HAS_MINIMUM ? 1 : 0];
+
+  void read(const F& block, int part) {
+    block.read(part, numbers);
+    for (int half = 0; half < (F::HALVED ? 2 : 1); ++half) scales[half] = block.scale(part, half);
+    if constexpr (F::HAS_MINIMUM) minimum[0] = block.minimum(part);
+  }
+};
+
+// Adds a part of a row times a part of a tile. Two sums at once keep the processor busy.
+template <typename F>
+inline void multiply_part(const PartWeights<F>& weights, const Rounded& x, vec& total) {
+  const int8_t* four = x.numbers;
+  vec_i32 low{}, high{};
+  if constexpr (F::OFFSET != 0) {
+    low -= static_cast<int32_t>(F::OFFSET) * x.sums[0], high -= static_cast<int32_t>(F::OFFSET) * x.sums[1];
+  }
+  UNROLL for (int i = 0; i < QUADS / 2; ++i) {
+    low = dot<F::EIGHT_BITS>(low, weights.numbers[i], four + 4 * i);
+    high = dot<F::EIGHT_BITS>(high, weights.numbers[i + QUADS / 2], four + 4 * i + PART / 2);
+  }
+  if constexpr (F::HALVED) {
+    const vec both = __builtin_convertvector(low, vec) * weights.scales[0] + __builtin_convertvector(high, vec) * weights.scales[1];
+    total += both * x.scale;
+  } else {
+    total += __builtin_convertvector(low + high, vec) * (weights.scales[0] * x.scale);
+  }
+  if constexpr (F::HAS_MINIMUM) total -= weights.minimum[0] * x.total;
+}
+
 template <typename F, int M>
-void multiply_group(const char* x, int64_t step, const uint8_t* tile, int64_t columns, float* out, int64_t stride) {
+__attribute__((noinline)) void multiply_group(const char* x, int64_t step, const uint8_t* tile, int64_t columns, float* out, int64_t stride) {
   vec total[M] = {};
   for (int64_t begin = 0; begin < columns; begin += F::BLOCK, tile += LANES * F::BYTES) {
     const F block(tile);
-    for (int64_t ahead = 0; ahead < LANES * F::BYTES; ahead += 64) __builtin_prefetch(tile + 4096 + ahead, 0, 2);
+    for (int64_t ahead = 0; ahead < LANES * F::BYTES; ahead += 64) __builtin_prefetch(tile + AHEAD + ahead, 0, 2);
     for (int part = 0; part < F::BLOCK / PART; ++part) {
-      vec_u32 numbers[QUADS];
-      block.read(part, numbers);
-      const vec scale = block.scale(part, 0);
-      const int64_t at = begin / PART + part;
-      UNROLL for (int m = 0; m < M; ++m) {
-        const Rounded row(const_cast<char*>(x) + m * step, columns);
-        const int8_t* four = row.numbers + at * PART;
-        const int32_t *sums = row.sums + 2 * at, first = F::OFFSET * sums[0], second = F::OFFSET * sums[1];
-        if constexpr (F::HALVED) {
-          vec_i32 low = vec_i32{} - first, high = vec_i32{} - second;
-          UNROLL for (int i = 0; i < QUADS / 2; ++i) low = dot<F::EIGHT_BITS>(low, numbers[i], four + 4 * i);
-          UNROLL for (int i = QUADS / 2; i < QUADS; ++i) high = dot<F::EIGHT_BITS>(high, numbers[i], four + 4 * i);
-          const vec both = __builtin_convertvector(low, vec) * scale + __builtin_convertvector(high, vec) * block.scale(part, 1);
-          total[m] += both * row.scales[at];
-        } else {
-          vec_i32 whole = vec_i32{} - (first + second);
-          UNROLL for (int i = 0; i < QUADS; ++i) whole = dot<F::EIGHT_BITS>(whole, numbers[i], four + 4 * i);
-          total[m] += __builtin_convertvector(whole, vec) * (scale * row.scales[at]);
-          if constexpr (F::HAS_MINIMUM) total[m] -= block.minimum(part) * row.totals[at];
-        }
-      }
+      PartWeights<F> weights;
+      weights.read(block, part);
+      UNROLL for (int m = 0; m < M; ++m)
+        multiply_part(weights, rounded_row(x, step, m)[begin / PART + part], total[m]);
     }
   }
   UNROLL for (int m = 0; m < M; ++m) store(out + m * stride, total[m]);
+}
+
+template <typename F, int M>
+__attribute__((noinline)) void multiply_unpacked(const char* x, int64_t step, const PartWeights<F>* weights, int64_t begin, int64_t end, float* sums) {
+  vec total[M];
+  UNROLL for (int m = 0; m < M; ++m) total[m] = load(sums + m * LANES);
+  for (int64_t at = begin / PART; at < end / PART; ++at, ++weights)
+    UNROLL for (int m = 0; m < M; ++m) multiply_part(*weights, rounded_row(x, step, m)[at], total[m]);
+  UNROLL for (int m = 0; m < M; ++m) store(sums + m * LANES, total[m]);
+}
+
+// Calls function(integral constant M).
+template <typename Function>
+inline void with_rows(int64_t M, const Function& function) {
+  switch (M) {
+    case 1: return function(std::integral_constant<int, 1>());
+    case 2: return function(std::integral_constant<int, 2>());
+    case 3: return function(std::integral_constant<int, 3>());
+    case 4: return function(std::integral_constant<int, 4>());
+    case 5: return function(std::integral_constant<int, 5>());
+    case 6: return function(std::integral_constant<int, 6>());
+    case 7: return function(std::integral_constant<int, 7>());
+    default: return function(std::integral_constant<int, 8>());
+  }
 }
 
 // A part of a tile as numbers, four columns after four: out[column][lane].
@@ -111,16 +155,30 @@ void multiply_blocks(int64_t type, const char* x, int64_t step, int64_t M, const
                      int64_t stride) {
   with_format(type, [&](auto* format) {
     using F = std::remove_pointer_t<decltype(format)>;
-    switch (M) {
-      case 1: return multiply_group<F, 1>(x, step, tiles, columns, out, stride);
-      case 2: return multiply_group<F, 2>(x, step, tiles, columns, out, stride);
-      case 3: return multiply_group<F, 3>(x, step, tiles, columns, out, stride);
-      case 4: return multiply_group<F, 4>(x, step, tiles, columns, out, stride);
-      case 5: return multiply_group<F, 5>(x, step, tiles, columns, out, stride);
-      case 6: return multiply_group<F, 6>(x, step, tiles, columns, out, stride);
-      case 7: return multiply_group<F, 7>(x, step, tiles, columns, out, stride);
-      default: return multiply_group<F, 8>(x, step, tiles, columns, out, stride);
+    with_rows(M, [&](auto count) { multiply_group<F, decltype(count)::value>(x, step, tiles, columns, out, stride); });
+  });
+}
+
+int64_t unpacked_bytes(int64_t columns) { return columns / PART * (QUADS + 2) * sizeof(vec); }
+
+void unpack_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t end, char* to) {
+  with_format(type, [&](auto* format) {
+    using F = std::remove_pointer_t<decltype(format)>;
+    static_assert(sizeof(PartWeights<F>) <= (QUADS + 2) * sizeof(vec));
+    auto* weights = reinterpret_cast<PartWeights<F>*>(to);
+    for (int64_t at = begin; at < end; at += F::BLOCK) {
+      const F block(tiles + at / F::BLOCK * LANES * F::BYTES);
+      for (int part = 0; part < F::BLOCK / PART; ++part) (weights++)->read(block, part);
     }
+  });
+}
+
+void multiply_unpacked(int64_t type, const char* x, int64_t step, int64_t M, const char* weights, int64_t begin, int64_t end,
+                       float* sums) {
+  with_format(type, [&](auto* format) {
+    using F = std::remove_pointer_t<decltype(format)>;
+    const auto* parts = reinterpret_cast<const PartWeights<F>*>(weights);
+    with_rows(M, [&](auto count) { multiply_unpacked<F, decltype(count)::value>(x, step, parts, begin, end, sums); });
   });
 }
 

@@ -5,43 +5,38 @@
 
 namespace snapstream {
 
-// A row of activations as it is multiplied with blocks.
+// A part of a row of activations, as it is multiplied with blocks.
 struct Rounded {
-  explicit Rounded(char* memory, int64_t columns)
-      : numbers(reinterpret_cast<int8_t*>(memory)), scales(reinterpret_cast<float*>(memory + columns)),
-        totals(scales + columns / PART), sums(reinterpret_cast<int32_t*>(totals + columns / PART)) {}
+  int8_t numbers[PART];
+  float scale;
+  float total;      // the scale times the sum of the numbers
+  int32_t sums[2];  // of the numbers of each half
 
-  static int64_t bytes(int64_t columns) { return columns + columns / PART * 16; }
-
-  int8_t* numbers;
-  float* scales;  // of each part
-  float* totals;  // of each part: its scale times the sum of its numbers
-  int32_t* sums;  // of each half of a part: the sum of its numbers
+  static int64_t bytes(int64_t columns) { return columns / PART * sizeof(Rounded); }
 };
 
 // Rounds a row. Parts with numbers that are not finite become NaN.
 template <typename T>
-inline void round_row(const T* from, int64_t columns, const Rounded& to) {
+inline void round_row(const T* from, int64_t columns, Rounded* to) {
   constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, to nearest, ties to even
-  for (int64_t part = 0; part < columns / PART; ++part) {
-    vec x[2], most{};
-    for (int half = 0; half < 2; ++half) {
-      x[half] = load_numbers(from + part * PART + half * LANES);
-      most = larger(most, (vec)((vec_u32)x[half] & 0x7FFFFFFFu));
-    }
-    const float peak = largest(most);
+  for (const T* end = from + columns; from != end; from += PART, ++to) {
+    const vec x[2] = {load_numbers(from), load_numbers(from + LANES)};
+    const float peak = largest(larger((vec)((vec_u32)x[0] & 0x7FFFFFFFu), (vec)((vec_u32)x[1] & 0x7FFFFFFFu)));
     const bool finite = !any(~(x[0] * 0.0f + x[1] * 0.0f == 0.0f));
     const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
-    int32_t sum = 0;
     for (int half = 0; half < 2; ++half) {
       const vec_i32 whole = (vec_i32)(x[half] * inverse + MAGIC) - 0x4B400000;
-      store_bytes(to.numbers + part * PART + half * LANES, whole);
-      const int32_t own = static_cast<int32_t>(snapstream::sum(__builtin_convertvector(whole, vec)));
-      to.sums[2 * part + half] = own, sum += own;
+      store_bytes(to->numbers + half * LANES, whole);
+      to->sums[half] = static_cast<int32_t>(sum(__builtin_convertvector(whole, vec)));
     }
-    to.scales[part] = finite ? peak / 127.0f : std::numeric_limits<float>::quiet_NaN();
-    to.totals[part] = to.scales[part] * static_cast<float>(sum);
+    to->scale = finite ? peak / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    to->total = to->scale * static_cast<float>(to->sums[0] + to->sums[1]);
   }
+}
+
+// The first part of a row, of rows `step` bytes apart.
+inline Rounded* rounded_row(const char* rows, int64_t step, int64_t row) {
+  return reinterpret_cast<Rounded*>(const_cast<char*>(rows) + row * step);
 }
 
 // Most rows that are multiplied while a part of a tile is in registers.
@@ -51,6 +46,13 @@ constexpr int64_t BLOCK_ROWS = 8;
 // bytes apart.
 void multiply_blocks(int64_t type, const char* x, int64_t step, int64_t M, const uint8_t* tiles, int64_t columns, float* out,
                      int64_t stride);
+
+// The same in two steps, for many rows: first brings columns begin .. end of the tiles, multiples of their blocks, into the
+// form in which they are multiplied, then adds their products to sums[m * LANES + lane].
+int64_t unpacked_bytes(int64_t columns);
+void unpack_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t end, char* to);
+void multiply_unpacked(int64_t type, const char* x, int64_t step, int64_t M, const char* weights, int64_t begin, int64_t end,
+                       float* sums);
 
 // Numbers of sixteen rows of a weight: out[row * stride + column].
 template <typename T>

@@ -1,5 +1,6 @@
 // Weights in blocks: brings them into tiles, widens them, and multiplies the many rows of a prompt.
 #include "block_products.h"
+#include "memory.h"
 #include "step.h"
 #include "step_rows.h"
 #include "team.h"
@@ -7,8 +8,9 @@
 namespace snapstream {
 namespace {
 
-constexpr int64_t CACHED = 512 * 1024;  // bytes of rounded rows that fit the second-level cache with some weights
-constexpr int64_t TILES_AT_ONCE = 8;    // tiles in a unit of work
+// A unit of work.
+constexpr int64_t COLUMNS_AT_ONCE = 1024, TILES_AT_ONCE = 8, MANY_ROWS = 256;
+constexpr int64_t SUMS = TILES_AT_ONCE * MANY_ROWS * LANES;
 
 // Tiles of sixteen rows, transposed field by field.
 struct Packing {
@@ -56,47 +58,59 @@ struct Packing {
 template <typename T>
 class Multiplication : public Work {
  public:
-  explicit Multiplication(const BlockProduct& product)
-      : p(product), step(Rounded::bytes(p.weight.columns)), at_once(std::max(CACHED / step / BLOCK_ROWS, int64_t{1}) * BLOCK_ROWS),
-        tiles((p.weight.rows + LANES - 1) / LANES), groups((tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE) {
+  Multiplication(const BlockProduct& product, int64_t threads)
+      : p(product), step(Rounded::bytes(p.weight.columns)), tiles((p.weight.rows + LANES - 1) / LANES),
+        groups((tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE), unpacked(threads * unpacked_bytes(COLUMNS_AT_ONCE)),
+        sums(threads * SUMS) {
     divisor = 4;
   }
 
   int64_t next_phase() override {
     switch (phase++) {
       case 0: return p.count;
-      case 1: return (p.count + at_once - 1) / at_once * groups;
+      case 1: return (p.count + MANY_ROWS - 1) / MANY_ROWS * groups;
       default: return 0;
     }
   }
 
-  void run(int64_t begin, int64_t end, int64_t) override {
+  void run(int64_t begin, int64_t end, int64_t thread) override {
     for (int64_t unit = begin; unit < end; ++unit) {
       if (phase == 1) {
-        round_row(at<T>(p.source, unit), p.weight.columns, Rounded(p.rounded + unit * step, p.weight.columns));
+        round_row(at<T>(p.source, unit), p.weight.columns, rounded_row(p.rounded, step, unit));
       } else {
-        multiply(unit / groups * at_once, unit % groups * TILES_AT_ONCE);
+        multiply(unit / groups * MANY_ROWS, unit % groups * TILES_AT_ONCE, thread);
       }
     }
   }
 
  private:
-  void multiply(int64_t first_row, int64_t first_tile) {
-    const int64_t last_row = std::min(first_row + at_once, p.count), columns = p.weight.columns;
-    for (int64_t tile = first_tile; tile < std::min(first_tile + TILES_AT_ONCE, tiles); ++tile) {
-      const int64_t n = tile * LANES, count = std::min<int64_t>(LANES, p.weight.rows - n);
-      const vec bias = p.bias.data == nullptr ? vec{} : some_of(p.bias, n, count);
-      for (int64_t row = first_row; row < last_row; row += BLOCK_ROWS) {
-        const int64_t M = std::min(BLOCK_ROWS, last_row - row);
-        alignas(64) float sums[BLOCK_ROWS * LANES];
-        multiply_blocks(p.weight.type, p.rounded + row * step, step, M, tile_of(p.weight, 0, n), columns, sums, LANES);
-        for (int64_t m = 0; m < M; ++m) {
-          const vec y = load(sums + m * LANES) + bias;
-          if (p.target.type == FLOAT32) put(at<float>(p.target, row + m) + n, y, count);
-          else put(at<bfloat16>(p.target, row + m) + n, y, count);
-        }
+  // Some columns of rows stay in the second-level cache while all tiles pass, those of a tile in the first-level one.
+  void multiply(int64_t first_row, int64_t first_tile, int64_t thread) {
+    const int64_t last_row = std::min(first_row + MANY_ROWS, p.count), columns = p.weight.columns;
+    const int64_t last_tile = std::min(first_tile + TILES_AT_ONCE, tiles), count = last_row - first_row;
+    char* weights = unpacked.get() + thread * unpacked_bytes(COLUMNS_AT_ONCE);
+    float* own = sums.get() + thread * SUMS;
+    std::fill_n(own, SUMS, 0.0f);
+    for (int64_t begin = 0; begin < columns; begin += COLUMNS_AT_ONCE) {
+      const int64_t end = std::min(begin + COLUMNS_AT_ONCE, columns);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        unpack_blocks(p.weight.type, tile_of(p.weight, 0, tile * LANES), begin, end, weights);
+        float* of_tile = own + (tile - first_tile) * MANY_ROWS * LANES;
+        for (int64_t row = 0; row < count; row += BLOCK_ROWS)
+          multiply_unpacked(p.weight.type, p.rounded + (first_row + row) * step, step, std::min(BLOCK_ROWS, count - row), weights,
+                            begin, end, of_tile + row * LANES);
       }
     }
+    for (int64_t tile = first_tile; tile < last_tile; ++tile)
+      for (int64_t row = 0; row < count; ++row)
+        finish(first_row + row, tile * LANES, own + ((tile - first_tile) * MANY_ROWS + row) * LANES);
+  }
+
+  void finish(int64_t row, int64_t n, const float* total) {
+    const int64_t count = std::min<int64_t>(LANES, p.weight.rows - n);
+    const vec y = load(total) + (p.bias.data == nullptr ? vec{} : some_of(p.bias, n, count));
+    if (p.target.type == FLOAT32) put(at<float>(p.target, row) + n, y, count);
+    else put(at<bfloat16>(p.target, row) + n, y, count);
   }
 
   static vec some_of(const Vector& vector, int64_t n, int64_t count) {
@@ -104,8 +118,9 @@ class Multiplication : public Work {
   }
 
   const BlockProduct& p;
-  int64_t step, at_once, tiles, groups;
-  int64_t phase = 0;
+  int64_t step, tiles, groups, phase = 0;
+  Memory<char> unpacked;  // per thread: some columns of a tile
+  Memory<float> sums;     // per thread: of each tile and row
 };
 
 }  // namespace
@@ -125,11 +140,15 @@ EXPORT int64_t snapstream_pack(const Stored* stored, int64_t threads) {
 
 // Multiplies rows by a weight in blocks.
 EXPORT int64_t snapstream_multiply(const BlockProduct* product, int64_t threads) {
-  return with_type(product->source.type, [&](auto number) {
-    Multiplication<decltype(number)> work(*product);
-    run_team(work, threads);
-    return int64_t{true};
-  });
+  try {
+    return with_type(product->source.type, [&](auto number) {
+      Multiplication<decltype(number)> work(*product, threads);
+      run_team(work, threads);
+      return int64_t{true};
+    });
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }
 
 // Widens the first matrix of a weight in blocks to [rows, columns] of the target's type.

@@ -61,7 +61,7 @@ class ProductOperations {
       if (std::exchange(done, true)) continue;
       if (in_blocks(part->type)) {
         for (int64_t m = 0; m < M; ++m)
-          round_row(at<T>(source, row_at(m), head), size, Rounded(bytes + m * Rounded::bytes(size), size));
+          round_row(at<T>(source, row_at(m), head), size, rounded_row(bytes, Rounded::bytes(size), m));
       } else {
         with_arithmetic<T>(part->type, s.p.instructions, [&](auto a) {
           using A = decltype(a);
