@@ -93,7 +93,8 @@ class SnapStream(Worker):
         from snapstream import LLM
 
         settings = {"max_model_len": length, "slots": batch, "prefill_chunk": CHUNK, "dtype": "bfloat16"}
-        self.llm = LLM(f"{model}/hf", budget=budget, report_plan=lambda _: None, **settings)
+        path = model if model.endswith(".gguf") else f"{model}/hf"
+        self.llm = LLM(path, budget=budget, report_plan=lambda _: None, **settings)
         self.names: list[str] = []
         self.outputs: dict[str, Any] = {}
 
@@ -115,6 +116,13 @@ class SnapStream(Worker):
         self.llm.engine.reset()
         self.names, self.outputs = [], {}
         return True
+
+    def likelihoods(self, prompt: list[int], count: int) -> list[list[Any]]:
+        """The likeliest tokens of a greedy answer: the token taken, then two pairs of token and log-probability."""
+        from snapstream import SamplingParams
+
+        (output,) = self.llm.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True, logprobs=2))
+        return [[one.token_id, *sorted(one.top.items(), key=lambda pair: -pair[1])[:2]] for one in output.logprobs]
 
 
 class OpenVino(Worker):
@@ -271,7 +279,7 @@ class LlamaCpp(Worker):
         assert budget is None
         assert batch == 1
         self.llama = llama_cpp.Llama(
-            f"{model}/model.gguf",
+            model if model.endswith(".gguf") else f"{model}/model.gguf",
             n_ctx=length,
             n_batch=CHUNK,
             n_ubatch=512,
@@ -305,6 +313,93 @@ class LlamaCpp(Worker):
         self.tokens = None
         return True
 
+    def likelihoods(self, prompt: list[int], count: int) -> list[list[Any]]:
+        """As :meth:`SnapStream.likelihoods`."""
+        import llama_cpp
+        import numpy as np
+
+        self.llama.reset()
+        found, tokens = [], prompt
+        for _ in range(count):
+            self.llama.eval(tokens)
+            pointer = llama_cpp.llama_get_logits_ith(self.llama.ctx, -1)
+            logits = np.ctypeslib.as_array(pointer, (self.llama.n_vocab(),)).astype(np.float64)
+            logits -= logits.max() + np.log(np.exp(logits - logits.max()).sum())
+            best = np.argsort(-logits)[:2]
+            found.append([int(best[0]), *((int(token), float(logits[token])) for token in best)])
+            tokens = [int(best[0])]
+        self.llama.reset()
+        return found
+
+
+class LlamaCppTogether(Worker):
+    """llama.cpp with several sequences in a batch, as its server decodes them, by its C interface."""
+
+    def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
+        import llama_cpp
+
+        assert budget is None
+        self.api = api = llama_cpp
+        api.llama_backend_init()
+        self.model = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
+        options = api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = length * batch, CHUNK, 512
+        options.n_seq_max, options.n_threads, options.n_threads_batch = batch, 2, 2
+        options.flash_attn_type = 1  # on: without it, several sequences take twice the memory of a step
+        self.context = api.llama_init_from_model(self.model, options)
+        self.width = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+        self.batch = api.llama_batch_init(CHUNK, 0, 1)
+        self.waiting: list[list[int]] = []
+        self.tokens: list[list[int]] = []
+        self.past: list[int] = []
+
+    def add(self, prompt: list[int], number: int) -> None:
+        self.waiting.append(prompt)
+        self.tokens.append([])
+        self.past.append(0)
+
+    def _run(self, parts: list[tuple[int, int, int, bool]]) -> None:
+        """Run tokens: each with its sequence and position, and whether its logits are wanted."""
+        self.batch.n_tokens = len(parts)
+        for at, (token, sequence, position, wanted) in enumerate(parts):
+            self.batch.token[at], self.batch.pos[at] = token, position
+            self.batch.n_seq_id[at], self.batch.seq_id[at][0] = 1, sequence
+            self.batch.logits[at] = wanted
+        assert self.api.llama_decode(self.context, self.batch) == 0
+
+    def _likeliest(self, row: int) -> int:
+        import numpy as np
+
+        logits = self.api.llama_get_logits_ith(self.context, row)
+        return int(np.ctypeslib.as_array(logits, (self.width,)).argmax())
+
+    def step(self) -> None:
+        for sequence, prompt in enumerate(self.waiting):
+            if self.past[sequence] == 0:  # one prompt at a time
+                for at in range(0, len(prompt), CHUNK):
+                    some = prompt[at : at + CHUNK]
+                    last = len(prompt) - 1
+                    self._run([(token, sequence, at + i, at + i == last) for i, token in enumerate(some)])
+                self.past[sequence] = len(prompt)
+                self.tokens[sequence].append(self._likeliest(len(some) - 1))
+                return
+        everyone = range(len(self.waiting))
+        self._run([(self.tokens[each][-1], each, self.past[each], True) for each in everyone])
+        for each in everyone:
+            self.tokens[each].append(self._likeliest(each))
+            self.past[each] += 1
+
+    def made(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+    def first_tokens(self, count: int) -> list[int]:
+        return self.tokens[0][:count]
+
+    def clear(self) -> bool:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        self.waiting, self.tokens, self.past = [], [], []
+        return True
+
 
 class LlamaCppPlain(LlamaCpp):
     """llama.cpp without flash attention: prefill is slower, but decoding after long prompts is faster."""
@@ -319,6 +414,7 @@ ENGINES = {
     "vllm": Vllm,
     "llama.cpp": LlamaCpp,
     "llama.cpp, plain attention": LlamaCppPlain,
+    "llama.cpp, together": LlamaCppTogether,
 }
 
 

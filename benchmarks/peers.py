@@ -43,6 +43,7 @@ ENVIRONMENTS = {
     "vllm": ".venv-vllm",
     "llama.cpp": ".venv-llamacpp",
     "llama.cpp, plain attention": ".venv-llamacpp",
+    "llama.cpp, together": ".venv-llamacpp",
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
 PROMPTS = (256, 1024, 2048, 4096, CONTEXT, 32768)

@@ -18,29 +18,47 @@ struct Packing {
 
   void operator()(int64_t group) const {
     const int64_t blocks = p.columns / p.block, bytes = p.bytes;
-    for (int64_t at = 0; at < blocks; ++at) {
-      uint8_t* to = p.tiles + (group * blocks + at) * LANES * bytes;
-      int64_t from = 0;
+    const uint8_t* rows[LANES];
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+      const int64_t row = std::min(group * LANES + lane, p.rows - 1);
+      rows[lane] = p.rows_from + (p.order == nullptr ? row : p.order[row]) * blocks * bytes;
+    }
+    uint8_t* tile = p.tiles + group * blocks * LANES * bytes;
+    for (int64_t at = 0; at < blocks; ++at, tile += LANES * bytes) {
+      uint8_t* to = tile;
+      int64_t from = at * bytes;
       for (int64_t field = 0; field < p.fields; ++field) {
-        const int64_t count = p.counts[field], width = p.widths[field];
-        for (int64_t i = 0; i < count; ++i, from += width, to += LANES * width)
-          for (int64_t lane = 0; lane < LANES; ++lane) put(group * LANES + lane, at * bytes + from, width, to + lane * width);
+        const int64_t count = p.counts[field];
+        switch (p.widths[field]) {
+          case 1: to = transpose<uint8_t>(rows, from, count, to); break;
+          case 2: to = transpose<uint16_t>(rows, from, count, to); break;
+          default: to = transpose<uint32_t>(rows, from, count, to);
+        }
+        from += count * p.widths[field];
       }
-      if (p.type == Q8_0) {
-        uint8_t* numbers = to - LANES * 32;
-        for (int64_t i = 0; i < LANES * 32; ++i) numbers[i] ^= 0x80;
-      }
+      if (p.type == Q8_0)
+        for (uint8_t* number = to - LANES * 32; number < to; ++number) *number ^= 0x80;
       if (p.type == Q5_0 || p.type == Q5_1)
         for (int64_t lane = 0; lane < LANES; ++lane) spread(to - LANES * 20 + lane * 4);
     }
+    if (const int64_t used = p.rows - group * LANES; used < LANES) clear(group, used);
   }
 
  private:
-  void put(int64_t row, int64_t offset, int64_t width, uint8_t* to) const {
-    if (row >= p.rows) return std::fill_n(to, width, 0), void();
-    const uint8_t* from = p.rows_from + (p.order == nullptr ? row : p.order[row]) * (p.columns / p.block * p.bytes) + offset;
-    if (width == 4) std::memcpy(to, from, 4);
-    else std::memcpy(to, from, width);
+  template <typename N>
+  static uint8_t* transpose(const uint8_t* const* rows, int64_t from, int64_t count, uint8_t* to) {
+    for (int64_t i = 0; i < count; ++i, from += sizeof(N))
+      for (int64_t lane = 0; lane < LANES; ++lane, to += sizeof(N)) std::memcpy(to, rows[lane] + from, sizeof(N));
+    return to;
+  }
+
+  // The last tiles may have fewer rows.
+  void clear(int64_t group, int64_t used) const {
+    uint8_t* to = p.tiles + group * (p.columns / p.block) * LANES * p.bytes;
+    for (int64_t at = 0; at < p.columns / p.block; ++at)
+      for (int64_t field = 0; field < p.fields; ++field)
+        for (int64_t i = 0; i < p.counts[field]; ++i, to += LANES * p.widths[field])
+          std::fill(to + used * p.widths[field], to + LANES * p.widths[field], p.type == Q8_0 && p.widths[field] == 4 ? 0x80 : 0);
   }
 
   // Bit 4 * i + j, of column 4 * i + j, becomes bit i of byte j.
