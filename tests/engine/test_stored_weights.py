@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
-from snapstream.config.engine import QUANTIZED
+from snapstream.engine import memory, prefill
 from snapstream.kernels import cpu
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.quantizing import quantize
@@ -34,7 +34,7 @@ def checkpoint(request, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=QUANTIZED)
+@pytest.fixture(params=["q8_0", "q4_k", "q5_0"])
 def weights(request):
     return request.param
 
@@ -100,8 +100,29 @@ def test_a_draft_model_in_blocks(checkpoint):
 def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):
     with pytest.raises(ConfigurationError, match="weights is 'q4'; allowed: auto, dense, q8_0"):
         make(checkpoint, weights="q4")
-    with pytest.raises(ConfigurationError, match="only the CPU kernels multiply it.*float16"):
+    with pytest.raises(ConfigurationError, match=r"only the CPU kernels multiply it.*float16"):
         make(checkpoint, weights="q8_0", dtype="float16")
     monkeypatch.setattr(cpu, "available", lambda: False)
     with pytest.raises(ConfigurationError, match="only the CPU kernels multiply it"):
         make(checkpoint, weights="q8_0")
+
+
+def test_long_prompts_with_widened_weights(checkpoint, weights, tmp_path, monkeypatch):
+    """As with the numbers of the blocks, without rounding; on this processor or not, it would be done with tiles."""
+    monkeypatch.setattr(prefill, "pays", lambda device, dtype: True)
+    monkeypatch.setattr(memory, "pays", lambda device, dtype: True)
+    monkeypatch.setattr(prefill, "LONG", 100)
+    llm = make(checkpoint, None, weights=weights)
+    want = make(widened(checkpoint, weights, tmp_path / "wide"), None)
+    assert llm.engine.plan.staging > want.engine.plan.staging
+    read, decoded = logprobs_of(llm)
+    expected, _ = logprobs_of(want)
+    # The output product rounds as ever, and experts stay in blocks.
+    routed = llm.engine.spec.experts is not None
+    assert (read - expected).abs().mean() < (0.5 if routed else 0.05)
+    short = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (got,), (again,) = (
+        each.generate([prompt(60, 5)], short) for each in (llm, make(checkpoint, None, weights=weights))
+    )
+    assert got.prompt_logprobs == again.prompt_logprobs  # short prompts are read as ever
+    assert torch.isfinite(decoded).all()

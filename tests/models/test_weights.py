@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from snapstream.errors import CheckpointError
+from snapstream.models import progress
 from snapstream.models.files import resolve_checkpoint
 from snapstream.models.storage import parameter_bytes
 from snapstream.models.weights import load_model, load_spec
@@ -186,3 +187,15 @@ def test_a_model_of_a_package(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", {}.get)
     with pytest.raises(CheckpointError, match="is not installed"):
         resolve_checkpoint("smollm2")
+
+
+def test_a_slow_load_says_how_far_it_is(monkeypatch, capsys):
+    times = iter(range(0, 1000))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(times)))
+    assert list(progress.with_progress("abcdefgh", 8)) == list("abcdefgh")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "reading weights: 25 %"
+    assert len(said) > 1
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    assert list(progress.with_progress("abc", 3)) == list("abc")
+    assert capsys.readouterr().err == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -108,7 +108,7 @@ def plan(
             fields |= {"slots_in_caches": ours.slots_in(room), "slots_in_caches_full": full.slots_in(room)}
         print(json.dumps(fields))
     else:
-        kind = f"{setup.types.weights} on {setup.device}".removeprefix("torch.")
+        kind = f"{setup.weight_formats} on {setup.device}"
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
         kept = ["weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace", "tokenizing"]
@@ -151,7 +151,8 @@ def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float 
     from snapstream.engine.devices import Devices
     from snapstream.engine.memory import gigabytes
 
-    devices = Devices(setup.spec, setup.types.weights, count, attention)
+    spec = replace(setup.spec, stored_as={})  # only a CPU keeps blocks
+    devices = Devices(spec, setup.types.weights, count, attention)
     plans = []
     for entries in (setup.budget.capacity, setup.max_model_len):
         room = None if cache_memory is None else int(cache_memory * 2**30) // count

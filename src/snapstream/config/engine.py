@@ -11,7 +11,7 @@ from snapstream.errors import ConfigurationError
 
 SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
 """Kinds of drafters."""
-QUANTIZED = ("q8_0", "q4_0", "q4_k")
+QUANTIZED = ("q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0")
 """Formats that weights can be quantized to while loading."""
 MOST_GUESSES = 15
 """Maximum number of draft tokens that one step can verify."""
@@ -37,7 +37,7 @@ class EngineConfig:
         speculative_tokens: Maximum number of draft tokens per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         weights: Format of weights on a CPU: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
-            or ``q8_0``, ``q4_0`` or ``q4_k``, quantized while loading.
+            or a format of :data:`QUANTIZED`, quantized while loading.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are

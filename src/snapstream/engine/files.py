@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from snapstream.cache import CompressedSequence
+from snapstream.config.engine import QUANTIZED
 from snapstream.engine.settings import Setup
 from snapstream.errors import CacheFileError
 from snapstream.models.fingerprint import fingerprint
@@ -25,8 +26,12 @@ class SequenceFiles:
 
     @functools.cached_property
     def model(self) -> str:
-        """Fingerprint of model and tokenizer; see :func:`~snapstream.models.fingerprint.fingerprint`."""
-        return fingerprint(self._checkpoint)
+        """Fingerprint of model and tokenizer, and the format that weights were quantized to while loading.
+
+        See :func:`~snapstream.models.fingerprint.fingerprint`.
+        """
+        weights = self._setup.config.weights
+        return fingerprint(self._checkpoint) + (f"-{weights}" if weights in QUANTIZED else "")
 
     def save(self, sequence: CompressedSequence, path: str | Path, *, note: str = "") -> None:
         """Write a compressed sequence, the ``saved`` of an output, to a file.

@@ -308,7 +308,7 @@ class LLM:
         return (
             f"LLM({engine.model!r}: {engine.spec.architecture}, {engine.config.slots} slots with caches of "
             f"{engine.plan.cache_entries} entries, up to {engine.max_model_len} tokens, "
-            f"{engine.types.weights} on {engine.device})"
+            f"{engine.plan.weight_formats} on {engine.device})"
         )
 
 

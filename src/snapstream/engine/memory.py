@@ -21,6 +21,7 @@ from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
 from snapstream.kernels.cpu.blocks import scratch_bytes
 from snapstream.kernels.parts import buffer_shapes
+from snapstream.kernels.widened import pays, widened_numbers
 from snapstream.models.spec import ModelSpec
 from snapstream.models.storage import empty_model, parameter_bytes
 
@@ -57,6 +58,7 @@ class MemoryPlan:
         padded_len: Tokens of the staging cache: ``max_model_len`` rounded up to whole chunks.
         bytes_per_token: Bytes of keys and values of one token over all layers.
         slot_bytes: Bytes of the caches of one slot, and of what they keep for the sake of saved sequences.
+        weight_formats: Formats of the weights, for people.
         keeps_workspace: Whether the workspace stays allocated. On CUDA, captured graphs and torch's allocator keep it,
             so it is part of the steady state.
     """
@@ -77,6 +79,7 @@ class MemoryPlan:
     padded_len: int
     bytes_per_token: int
     slot_bytes: int
+    weight_formats: str
     keeps_workspace: bool
 
     @property
@@ -121,8 +124,8 @@ class EnginePlan:
         compared = plan.slots < full.slots
         caches = "1 cache" if plan.slot_count == 1 else f"{plan.slot_count} caches"
         return (
-            f"memory: weights {gigabytes(plan.weights)}, {caches} of {plan.cache_entries} entries "
-            f"{gigabytes(plan.slots)}"
+            f"memory: weights {gigabytes(plan.weights)} ({plan.weight_formats}), "
+            f"{caches} of {plan.cache_entries} entries {gigabytes(plan.slots)}"
             + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")
@@ -221,7 +224,8 @@ def _plan(
     entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
-    if setup.device.type == "cpu":  # the library packs a weight before the product
+    if setup.device.type == "cpu" and (fixed.widened or not spec.stored_as):
+        # The library packs a weight before the product.
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
     # Logits or directions of a chunk of keys; then three kinds of votes, copies of them, and their orders.
@@ -238,6 +242,7 @@ def _plan(
         slots=slots * slot_bytes,
         staging=padded * entry_bytes
         + packed
+        + fixed.widened * item
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
@@ -262,6 +267,7 @@ def _plan(
         padded_len=padded,
         bytes_per_token=spec.kv_bytes_per_token(types.cache),
         slot_bytes=slot_bytes,
+        weight_formats=setup.weight_formats,
         keeps_workspace=setup.captured,
     )
 
@@ -313,12 +319,14 @@ class FixedSizes:
         buffers: Buffers between operations, per token; without hidden states and logits.
         temporaries: Most that exists within an operation, per token.
         step: All that a token takes while a step processes it; without logits.
+        widened: Numbers of the weights of one layer that long prompts widen, not bytes.
     """
 
     weights: int
     buffers: int
     temporaries: int
     step: int
+    widened: int
 
 
 def fixed_sizes(setup: Setup) -> FixedSizes:
@@ -330,7 +338,11 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(shape.nbytes for name, shape in shapes.items() if name not in ELSEWHERE)
     temporaries = _temporaries(spec, dtype.itemsize)
-    return FixedSizes(weights, buffers, temporaries, buffers + temporaries + spec.hidden_size * dtype.itemsize)
+    step = buffers + temporaries + spec.hidden_size * dtype.itemsize
+    widened = 0
+    if spec.stored_as and pays(setup.device, dtype):
+        widened = max(widened_numbers(model.operations_of(layer)) for layer in range(spec.cached_layers))
+    return FixedSizes(weights, buffers, temporaries, step, widened)
 
 
 def _temporaries(spec: ModelSpec, item: int) -> int:

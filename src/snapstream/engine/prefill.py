@@ -27,7 +27,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
-from snapstream.cache import reported_layers
+from snapstream.cache import LayerCache, reported_layers
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -38,6 +38,7 @@ from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.stock import program_for_rows
+from snapstream.kernels.widened import LONG, WidenedLayer, pays, widened_numbers
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
 
@@ -58,11 +59,11 @@ class _Layer:
         query: Where ``before`` leaves the queries.
     """
 
-    def __init__(self, operations: Sequence[Operation], angles: Operation) -> None:
+    def __init__(self, operations: Sequence[Operation]) -> None:
         (at,) = (at for at, each in enumerate(operations) if isinstance(each, Attend))
         attend = operations[at]
         assert isinstance(attend, Attend)
-        self.before, self.after, self.query = [angles, *operations[:at]], operations[at:], attend.query
+        self.before, self.after, self.query = operations[:at], operations[at:], attend.query
 
 
 class Prefill:
@@ -113,9 +114,17 @@ class Prefill:
         )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self._layers = [
-            _Layer(with_backend([*model.operations_of(layer, cache=0)], backend), model.rotation_of(layer).operation())
+            _Layer(
+                [model.rotation_of(layer).operation(), *with_backend([*model.operations_of(layer, cache=0)], backend)]
+            )
             for layer in range(spec.cached_layers)
         ]
+        self._widened: WidenedLayer | None = None
+        numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
+        if numbers and pays(device, dtype):
+            logger.info("Weights of prompts of %d tokens and more are widened to %s, a layer at a time.", LONG, dtype)
+            self._widened = WidenedLayer(numbers, dtype)
+        self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
         self._embed = model.embed()
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
         self._output = [*model.output()]
@@ -144,13 +153,10 @@ class Prefill:
         last_layer = reading.layer == spec.layers - 1
         is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
-        used, layer = len(tokens), self._layers[reading.layer]
-        x = self.hidden[start : start + used]
-        begins = start == reading.skipped
-        if begins and reading.past is not None:
-            staging.put(reading.past.layers[reading.layer].converted(staging.dtype))
-        if begins and reading.prefix is not None:
-            staging.put_from_host(reading.prefix.layers[reading.layer], start)
+        used, begins = len(tokens), start == reading.skipped
+        if begins:
+            self._begin_layer(reading, staging)
+        x, layer = self.hidden[start : start + used], self._layer
         first = reading.before + start
         chunk = self.chunk_at(first, used, x, offset=reading.dropped_before, group=group)
         self._packed_until.fill_(0 if begins else first)
@@ -173,7 +179,7 @@ class Prefill:
             self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
         if last_layer and reading.done == len(reading.tokens):
-            reading.logits = self._last_logits(reading, layer, used - 1)
+            reading.logits = self._last_logits(reading, self._layers[reading.layer], used - 1)
         if last_layer and reading.scored is not None:
             self._score(reading, x, start)
         if reading.done == len(reading.tokens):
@@ -182,6 +188,16 @@ class Prefill:
             self._compress(reading)
             reading.layer += 1
             reading.done = reading.skipped
+
+    def _begin_layer(self, reading: Reading, staging: LayerCache) -> None:
+        """Put the entries that exist into the staging cache, and widen weights for a long prompt if that pays."""
+        if reading.past is not None:
+            staging.put(reading.past.layers[reading.layer].converted(staging.dtype))
+        if reading.prefix is not None:
+            staging.put_from_host(reading.prefix.layers[reading.layer], reading.skipped)
+        self._layer = layer = self._layers[reading.layer]
+        if self._widened is not None and len(reading.tokens) >= LONG:
+            self._layer = _Layer(self._widened.widen([*layer.before, *layer.after]))
 
     def _completes(self, reading: Reading) -> bool:
         """Whether all tokens go through the whole last layer."""

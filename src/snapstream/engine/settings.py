@@ -20,6 +20,7 @@ from snapstream.kernels.cpu.checks import TYPES
 from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
+from snapstream.models.storage import formats_in_use
 from snapstream.models.weights import load_spec, with_chosen_formats
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class Setup:
     backend: AttentionBackend
     eager: bool
     drafter: Setup | None = None
+
+    @property
+    def weight_formats(self) -> str:
+        """Formats of the weights, for people."""
+        return ", ".join(formats_in_use(self.spec)) or f"{self.types.weights}".removeprefix("torch.")
 
     @property
     def queries(self) -> int:

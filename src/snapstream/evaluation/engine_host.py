@@ -78,7 +78,7 @@ class EngineHost:
             "host": "engine",
             "model": Path(self.model).name if Path(self.model).exists() else self.model,
             "checkpoint": self.llm.engine.files.model,
-            "dtype": str(self.llm.engine.types.weights).removeprefix("torch."),
+            "dtype": self.llm.engine.plan.weight_formats,
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,
             "chat": self.prompts.chat,

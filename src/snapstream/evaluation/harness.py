@@ -172,7 +172,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         return {
             "kv_budget": budget.as_dict() | {"capacity": budget.capacity},
             "max_model_len": self.llm.engine.max_model_len,
-            "model_dtype": str(self.llm.engine.types.weights),
+            "model_dtype": self.llm.engine.plan.weight_formats,
         }
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:

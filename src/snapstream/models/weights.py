@@ -18,6 +18,7 @@ from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.names import Place, may_be_ignored, scale_of
+from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
 from snapstream.models.storage import empty_model, fill, quantized_formats, target_of, with_formats
@@ -83,7 +84,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
         scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
         model = allocate_model(spec, dtype, device)
         with torch.no_grad():
-            for name, tensors in _each_tensor(files):
+            for name, tensors in with_progress(_each_tensor(files), len(shapes)):
                 place = places.get(name)
                 if place is not None:
                     tensor = tensors.get_tensor(name)

@@ -32,7 +32,6 @@ from snapstream.kernels.weight import Weight
 
 __all__ = [
     "BLOCK",
-    "CpuProgram",
     "INSTRUCTIONS",
     "MOST_HEAD_SIZE",
     "MOST_ROTATED",
@@ -40,6 +39,7 @@ __all__ = [
     "SKINNY_ROWS",
     "SPLIT",
     "STATE",
+    "CpuProgram",
     "attend_window",
     "available",
     "decode_attention",

@@ -18,6 +18,7 @@ from snapstream.models.decoder import DecoderModel
 from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, ROTATES_PAIRS, architecture
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.names import Place
+from snapstream.models.progress import with_progress
 from snapstream.models.storage import fill, rows_at_once, target_of
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -68,7 +69,7 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
     """
     file, frequencies = open_container(path), model.rotation_of(0).frequencies
     in_pairs = architecture(file) in ROTATES_PAIRS
-    for name, place in places.items():
+    for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = stored_name(name), target_of(model, place)
         rotated = in_pairs and (".q_proj." in name or ".k_proj." in name)
         order = _halves(place.shape[0], model.spec.head_dim) if rotated else None
