@@ -22,15 +22,16 @@ SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
-  test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gpu bench-peers bench-policies bench-speculative \
+  test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
 
-# A small real model, SmolLM2-135M-Instruct, and the page to chat with it; stopped with Ctrl-C.
+# A model and the page to chat with it; stopped with Ctrl-C. By default a small real one, SmolLM2-135M-Instruct; MODEL=path/to/model.gguf for another.
+MODEL := smollm2
 chat: $(SMOLLM2_STAMP)
-	$(BIN)/snapstream serve smollm2 --budget 4k --slots 4 --sessions 4 --open
+	$(BIN)/snapstream serve $(MODEL) --budget 4k --slots 4 --sessions 4 --open
 
 # Two processes of one thread each: most tests are small, and wait for Python. `make test-vllm` has those of the plugin.
 test: $(STAMP)
@@ -145,6 +146,11 @@ test-vllm-tp16: $(VLLM_STAMP)
 # The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about two hours on a quiet machine, after ten minutes to build llama.cpp.
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
+
+# GGUF files of a directory beside llama.cpp: speed, memory and answers; then the perplexity of weights as they are stored. Half an hour per file, on a quiet machine.
+bench-gguf: $(STAMP) $(LLAMACPP_STAMP)
+	$(BIN)/python benchmarks/gguf_files.py $(MODELS)/*.gguf
+	$(BIN)/python benchmarks/weights.py $(MODELS)/*.gguf
 
 # The plugin beside stock vLLM, and n-gram speculation; half an hour, on a quiet machine.
 bench-vllm: $(VLLM_STAMP)

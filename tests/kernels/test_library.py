@@ -9,18 +9,22 @@ import pytest
 import torch
 
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.cpu import build, library
+from snapstream.kernels.cpu import blocks, build, library
 from snapstream.kernels.cpu.program import CpuProgram
+from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import PlainProgram
+from snapstream.kernels.weight import BlockWeight
 from snapstream.models.weights import load_model, load_spec
+from tests.blocks import random_rows
 from tests.checkpoints import save_checkpoint
 from tests.kernels.test_program import EXACT, agree, machine
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no kernels, and no C++ compiler")
 LEVELS = {level.name: level for level in build.LEVELS}
 FORBIDDEN = {  # what an older processor does not have
-    "avx2": ("zmm", "vdpbf16ps", "tdpbf16ps"),
-    "avx512": ("vdpbf16ps", "tdpbf16ps"),
+    "avx2": ("zmm", "vpdpbusd", "vdpbf16ps", "tdpbf16ps"),
+    "avx512": ("vpdpbusd", "vdpbf16ps", "tdpbf16ps"),
+    "avx512-vnni": ("vdpbf16ps", "tdpbf16ps"),
     "avx512-bf16": ("tdpbf16ps",),
 }
 
@@ -68,6 +72,37 @@ def test_a_level_gives_right_results(built, level, monkeypatch, tmp_path):
                 torch.testing.assert_close(
                     got.double(), want, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-5
                 )
+
+
+PORTABLE = build.Level("portable", frozenset(), ())
+"""What processors that are not x86 get."""
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "portable"])
+def test_blocks_are_the_same_on_each_level(built, level, monkeypatch, tmp_path):
+    """Sums of products of integers are exact; what is left is the order of the others."""
+    if level != "portable" and LEVELS[level] not in library.supported_levels():
+        pytest.skip("not on this processor")
+    path = build.build(PORTABLE, tmp_path) if level == "portable" else built[level]
+    opened = library.open_library(path)
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(library, "load", lambda: opened)
+    for kind in FORMATS.values():
+        rows, x = random_rows(kind, 37, 512, generator), torch.randn(11, 512, generator=generator)
+        tiles = torch.zeros(kind.stored_shape((37, 512)), dtype=torch.uint8)
+        blocks.pack(kind, rows, tiles)
+        assert torch.equal(tiles, kind.pack(rows))
+        weight, wide = BlockWeight(tiles, kind, 37), torch.zeros(37, 512)
+        blocks.widen(weight, wide)
+        assert torch.equal(wide, weight.dense(torch.float32))
+        out = torch.zeros(11, 37)
+        blocks.multiply(x, weight, out)
+        parts = x.view(11, -1, 32)
+        step = parts.abs().amax(-1, keepdim=True) / 127
+        rounded = ((parts / step).round() * step).flatten(1)
+        want = rounded.double() @ wide.double().T
+        # A number in the middle between two may be rounded either way.
+        assert (out - want).abs().mean() < 1e-4 * want.abs().mean()
 
 
 @pytest.mark.parametrize("level", sorted(FORBIDDEN.keys() & LEVELS.keys()))
