@@ -60,7 +60,7 @@ def bench_experts(model: DecoderModel) -> None:
     print("Time of a layer's first product, one row per token and expert, by the number of different experts.\n")
     print("| experts chosen | reading those experts' weights once / this | torch's product per expert / this |")
     print("|---|---|---|")
-    weight = model.blocks[1].feed_forward.gate_up
+    weight = model.blocks[1].feed_forward.gate_up.parts[0]
     many = weight.repeat(MANY // len(weight), 1, 1)
     x = torch.randn(32, weight.shape[2], dtype=weight.dtype)
     kernels.available()

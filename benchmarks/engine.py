@@ -119,7 +119,7 @@ def set_position(decode: Decode, budget: CacheBudget, context: int) -> None:
 
 def weight_bytes(model: DecoderModel) -> int:
     """Bytes of weights that a decode step reads, without the embedding, of which it reads only a few rows."""
-    return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n != "embedding.weight")
+    return sum(p.numel() * p.element_size() for n, p in model.named_parameters() if not n.startswith("embedding."))
 
 
 def transformers_step(peer: LlamaForCausalLM, batch: int, context: int, steps: int) -> Callable[[], object]:

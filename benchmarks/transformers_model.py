@@ -9,11 +9,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from snapstream.assets import PACKAGED, TASK_MODEL
-from snapstream.models.gguf.configuration import configuration, load_gguf_spec
+from snapstream.models.gguf.configuration import configuration
 from snapstream.models.gguf.container import open_container
 from snapstream.models.gguf.tokenizer import load_gguf_tokenizer
-from snapstream.models.gguf.weights import fill
-from snapstream.models.names import Place
+from snapstream.models.gguf.weights import rows_in_order, stored_name
 
 
 def model_path(name: str, folder: Path) -> Path:
@@ -23,10 +22,12 @@ def model_path(name: str, folder: Path) -> Path:
     file = PACKAGED[name].find()
     config = configuration(open_container(file))
     model = LlamaForCausalLM(config)
-    parameters = dict(model.named_parameters())
-    places = {key: Place(key, tuple(parameter.shape)) for key, parameter in parameters.items()}
+    stored = open_container(file)
     with torch.no_grad():
-        fill(file, load_gguf_spec(file), places, parameters, torch.ones(config.head_dim // 2))
+        for name, parameter in model.named_parameters():
+            order = rows_in_order(stored, name, config.head_dim)
+            rows = torch.from_numpy(stored.rows(stored_name(name), order))
+            parameter.copy_(rows.view(parameter.shape))
     model.save_pretrained(folder)
     load_gguf_tokenizer(file).save_pretrained(folder)
     return folder

@@ -21,11 +21,10 @@ from snapstream import LLM, SamplingParams
 from snapstream.assets import PROSE
 from snapstream.engine import engine, settings
 from snapstream.kernels.formats import FORMATS, Format
-from snapstream.kernels.quantizing import quantize
-from snapstream.kernels.weight import BlockWeight
 from snapstream.models.families import tensor_places
+from snapstream.models.layers import Matrix
 from snapstream.models.spec import ModelSpec
-from snapstream.models.storage import quantized_formats, target_of, with_formats
+from snapstream.models.storage import quantized_formats, with_formats
 
 TOKENS = 2000
 PAGES = {"prose": PROSE.read_text(), "code": (Path(engine.__file__)).read_text()}
@@ -54,15 +53,11 @@ def in_format(path: str, kind: Format) -> tuple[LLM, LLM]:
     with patch.object(settings, "with_chosen_formats", chosen):
         blocks = make(path, "auto")
     wide = make(path, "dense")
-    model = wide.engine.executor.prefill.model
-    places = tensor_places(wide.engine.spec)
-    formats = quantized_formats(places, kind)
-    for name, place in places.items():
-        target, _ = target_of(model, place)
-        if name in formats and target.dim() == 2:
-            own = formats[name]
-            rows = quantize(own, target)
-            target.copy_(BlockWeight(own.pack(rows), own, len(rows)).dense(target.dtype))
+    modules = dict(blocks.engine.executor.prefill.model.named_modules())
+    with torch.no_grad():
+        for name, module in wide.engine.executor.prefill.model.named_modules():
+            if isinstance(module, Matrix):
+                module.parts[0].copy_(modules[name].value.dense(torch.bfloat16))
     return blocks, wide
 
 

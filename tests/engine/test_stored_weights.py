@@ -7,7 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
+from snapstream.config import EngineConfig
 from snapstream.engine import memory, prefill
+from snapstream.engine.memory import plan_engine
+from snapstream.engine.settings import set_up
+from snapstream.errors import CacheFileError
 from snapstream.kernels import cpu
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.quantizing import quantize
@@ -97,6 +101,72 @@ def test_a_draft_model_in_blocks(checkpoint):
     assert [output.token_ids for output in got] == [output.token_ids for output in want]
 
 
+def test_a_draft_model_that_is_in_blocks_already(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from tests.models.gguf.files import write
+
+    for name, kind in (("target", gguf.GGMLQuantizationType.F32), ("draft", gguf.GGMLQuantizationType.Q4_0)):
+        write(tmp_path / f"{name}.gguf", "qwen2", kind)
+    settings = {"speculative": "draft-model", "draft_model": str(tmp_path / "draft.gguf"), "speculative_tokens": 3}
+    llm = make(tmp_path / "target.gguf", None, weights="q8_0", **settings)
+    plain = make(tmp_path / "target.gguf", None, weights="q8_0")
+    got, want = (each.generate([list(range(50))], greedy(20))[0].token_ids for each in (llm, plain))
+    assert got == want
+
+
+def test_weights_whose_tensors_begin_within_a_tile_stay_numbers(tmp_path, caplog):
+    """Keys and values of one head of 8 numbers: values begin at a row that is not a multiple of 16."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8}
+    save_checkpoint(tmp_path, "qwen3", **sizes)
+    save_tokenizer(tmp_path)
+    llm = make(tmp_path, None, weights="q8_0")
+    assert "weights are not kept in blocks" in caplog.text
+    stored = llm.engine.spec.stored_as
+    assert not any("qkv" in name for name in stored)
+    assert any("gate_up" in name for name in stored)
+    for got, want in zip(logprobs_of(llm), logprobs_of(make(tmp_path, None)), strict=True):
+        assert (got - want).abs().mean() < 0.5
+
+
+def test_saved_sequences_belong_to_weights(checkpoint, tmp_path):
+    saved = []
+    for weights in ("q8_0", "auto"):
+        llm = make(checkpoint, weights=weights, sessions=1)
+        llm.engine.add_request(prompt(100, 1), greedy(3), keep=True)
+        while llm.engine.busy:
+            saved += [output.saved for output in llm.engine.step() if output.finished]
+        llm.engine.files.save(saved[-1], tmp_path / weights)
+    assert llm.engine.files.load(tmp_path / "auto").tokens == saved[-1].tokens
+    with pytest.raises(CacheFileError, match="with other --weights"):
+        llm.engine.files.load(tmp_path / "q8_0")
+
+
+def test_weights_that_would_fit_are_suggested(checkpoint):
+    setup = set_up(str(checkpoint), BUDGET, EngineConfig(max_model_len=512, dtype="bfloat16", device="cpu"))
+    full = plan_engine(setup, 2**40).ours.weights
+    assert "in q8_0 they would (weights)" in plan_engine(setup, int(0.8 * full)).advice
+    assert "in q4_k they would (weights)" in plan_engine(setup, int(0.5 * full)).advice
+    assert "vLLM splits a model" in plan_engine(setup, full // 20).advice
+
+
+def test_prefixes_that_were_read_in_another_way_are_not_used(checkpoint, monkeypatch):
+    """Long prompts are read with widened weights, short ones are not: neither may begin behind the other's entries."""
+    monkeypatch.setattr(prefill, "pays", lambda device, dtype: True)
+    monkeypatch.setattr(memory, "pays", lambda device, dtype: True)
+    monkeypatch.setattr(prefill, "LONG", 200)
+    monkeypatch.setattr(memory, "LONG", 200)
+    start = prompt(130, 1)
+    prompts = [start + prompt(length, length) for length in (20, 21, 90, 91, 22, 92)]
+    settings = {"weights": "q8_0", "slots": 1, "prefill_chunk": 32}
+    cached, plain = make(checkpoint, prefix_contexts=4, **settings), make(checkpoint, **settings)
+    for each in prompts:
+        params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True)
+        got, want = (llm.generate([each], params)[0] for llm in (cached, plain))
+        assert got.token_ids == want.token_ids
+        assert [one.logprob for one in got.logprobs] == [one.logprob for one in want.logprobs]
+    assert len(cached.engine.executor.prefixes) == 2
+
+
 def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):
     with pytest.raises(ConfigurationError, match="weights is 'q4'; allowed: auto, dense, q8_0"):
         make(checkpoint, weights="q4")
@@ -112,6 +182,7 @@ def test_long_prompts_with_widened_weights(checkpoint, weights, tmp_path, monkey
     monkeypatch.setattr(prefill, "pays", lambda device, dtype: True)
     monkeypatch.setattr(memory, "pays", lambda device, dtype: True)
     monkeypatch.setattr(prefill, "LONG", 100)
+    monkeypatch.setattr(memory, "LONG", 100)
     llm = make(checkpoint, None, weights=weights)
     want = make(widened(checkpoint, weights, tmp_path / "wide"), None)
     assert llm.engine.plan.staging > want.engine.plan.staging

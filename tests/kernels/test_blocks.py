@@ -157,6 +157,63 @@ def test_steps_with_rows_in_several_formats(seed, dtype):
 
 
 @has_kernels
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_with_many_rows(kind, dtype):
+    """As a prompt has them: each row by the blocks of its expert, and by nothing else."""
+    generator = random_generator()
+    tiles = torch.stack([kind.pack(random_rows(kind, 48, 256, generator)) for _ in range(3)])
+    weight, ends = BlockWeight(tiles, kind, 48), torch.tensor([70, 70, 130])
+    x = torch.randn(130, 256, generator=generator).to(dtype)
+    got = products.grouped_linear(x, weight, ends)
+    want = torch.cat((products.linear(x[:70], weight.matrix(0)), products.linear(x[70:], weight.matrix(2))))
+    assert torch.equal(got, want)
+
+
+@has_kernels
+@each_kind
+def test_wider_targets_get_rounded_sums(kind):
+    """As with numbers: the float32 logits of activations in bfloat16 are rounded to it."""
+    weight = random_weight(kind, 48, 256, random_generator())
+    x, logits = torch.randn(5, 256).bfloat16(), torch.zeros(5, 48)
+    products.linear_into(logits, x, weight)
+    assert torch.equal(logits, products.linear(x, weight).float())
+    assert torch.equal(logits, logits.bfloat16().float())
+
+
+@has_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_one_format_that_are_gates_and_ups(dtype):
+    weight, x = random_weight(FORMATS["q4_k"], 96, 256, random_generator()), torch.randn(70, 256).to(dtype)
+    source, target = Part("x", 256), Part("y", 48)
+    operation = ops.GatedProduct(source, target, weight)
+    machine = _machine(operation.parts(), 70, dtype)
+    machine.buffers["x"].copy_(x)
+    machine.slots.active[5:40] = False
+    CpuProgram([operation], machine).run()
+    gates, ups = products.linear(x.float(), weight).chunk(2, -1)
+    want = (torch.nn.functional.silu(gates) * ups).to(dtype)
+    want[5:40] = 0
+    torch.testing.assert_close(machine.buffers["y"], want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-4)
+
+
+@has_kernels
+def test_what_kernels_cannot_take_apart_is_refused():
+    generator, kind = random_generator(), FORMATS["q8_0"]
+    first, second = (random_weight(kind, rows, 256, generator) for rows in (24, 40))
+    x, y, z = Part("x", 256), Part("y", 64), Part("z", 40)
+    several = joined([DenseWeight(torch.zeros(32, 256)), DenseWeight(torch.zeros(32, 256).bfloat16())])
+    for operation, said in (
+        (ops.Product(x, y, joined([first, second])), "changes its format between multiples of 16"),
+        (ops.Product(x, y, several), "numbers of several types"),
+        (ops.GatedProduct(x, z, random_weight(kind, 80, 256, generator)), "gates of GatedProduct end within a tile"),
+    ):
+        machine = _machine(operation.parts(), 1, torch.float32)
+        with pytest.raises(ValueError, match=said):
+            CpuProgram([operation], machine)
+
+
+@has_kernels
 def test_bad_arguments_are_refused():
     kind = FORMATS["q4_k"]
     weight = random_weight(kind, 32, 256, random_generator())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels import products
 from snapstream.kernels.cpu import blocks, build, library
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.formats import FORMATS
@@ -103,6 +104,11 @@ def test_blocks_are_the_same_on_each_level(built, level, monkeypatch, tmp_path):
         want = rounded.double() @ wide.double().T
         # A number in the middle between two may be rounded either way.
         assert (out - want).abs().mean() < 1e-4 * want.abs().mean()
+        # A step and a prompt are multiplied by two functions, with the same bits.
+        for rows_of in (x, x.bfloat16()):
+            together = products.linear(rows_of, weight)
+            assert torch.equal(kernels.skinny_linear(rows_of, weight), together)
+            assert torch.equal(products.linear(rows_of[3:4], weight), together[3:4])
 
 
 @pytest.mark.parametrize("level", sorted(FORBIDDEN.keys() & LEVELS.keys()))

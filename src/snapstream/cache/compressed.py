@@ -230,7 +230,8 @@ class CompressedSequence:
         described = known
         if described["model"] != model:
             raise CacheFileError(
-                f"{path} was created by another model or tokenizer; process its text with this one instead"
+                f"{path} was created by another model or tokenizer, or with other --weights; process its text with "
+                "these instead"
             )
         if len(described["layouts"]) != len(groups):
             raise CacheFileError(

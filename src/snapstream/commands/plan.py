@@ -30,6 +30,7 @@ from snapstream.commands.options import (
     quiet,
 )
 from snapstream.config import DEFAULT_POLICY, EngineConfig
+from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def plan(
     from snapstream.engine.memory import gigabytes, plan_engine
     from snapstream.engine.settings import set_up
 
-    _check_memory(memory, cache_memory, devices)
+    _check_memory(memory, cache_memory, devices, weights)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     config = EngineConfig(
         max_model_len=length,
@@ -129,10 +130,12 @@ def plan(
     planned.check()
 
 
-def _check_memory(memory: float | None, cache_memory: float | None, devices: int | None) -> None:
+def _check_memory(memory: float | None, cache_memory: float | None, devices: int | None, weights: str) -> None:
     for option, given in (("memory", memory), ("cache-memory", cache_memory)):
         if given is not None and not 0 < given < 2**40:
             raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
+    if devices is not None and weights in QUANTIZED:
+        raise ConfigurationError(f"weights is {weights!r}, which only a CPU multiplies; devices are GPUs")
     if memory is not None and devices is not None:
         raise ConfigurationError("memory is for one device; with devices, give cache-memory, of all together")
 

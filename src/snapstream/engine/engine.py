@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from snapstream.cache import CompressedSequence
@@ -88,14 +87,12 @@ class Engine:
         plan.check()
         checkpoint = resolve_checkpoint(model)  # for a hub id, weights are downloaded only now
         self.files = SequenceFiles(setup, checkpoint)
-        if self.device.type == "cpu":
-            cpu_kernels.available()  # builds them now: the model's matrix products check for them
-        with ThreadPoolExecutor(1) as aside:
-            tokenizer = aside.submit(load_tokenizer, str(checkpoint))
-            loaded = load_model(checkpoint, spec, self.types.weights, self.device)
-            self.tokenizer = tokenizer.result()
+        self.tokenizer = load_tokenizer(str(checkpoint))
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
+        if self.device.type == "cpu":
+            cpu_kernels.available()  # builds them now: the model's matrix products check for them
+        loaded = load_model(checkpoint, spec, self.types.weights, self.device)
         drafter = make_drafter(setup, self.tokenizer)
         self.executor = Executor(setup, loaded, drafter, padded=self.plan.padded_len)
         # Spare memory: holds compressed prompts that were prefilled for several requests until those have a slot.

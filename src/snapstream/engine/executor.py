@@ -141,13 +141,14 @@ class Executor:
         most = len(reading.tokens) - max(1, self.prefill.queries.shape[1])
         if most < prefixes.block:
             return
-        found, known = prefixes.find(reading.tokens, most), 0
+        widened = self.prefill.widens(len(reading.tokens))
+        found, known = prefixes.find(reading.tokens, most, widened=widened), 0
         if found is not None:
             prefix, usable, known = found
             reading.begin_behind(prefix, usable)
         length = prefixes.worth_keeping(reading.tokens, waiting, known)
         if length:
-            reading.keeps = Prefix(list(reading.tokens[:length]))
+            reading.keeps = Prefix(list(reading.tokens[:length]), widened)
 
     def drop(self, request: Request) -> None:
         """Stop prefilling for one request; the prefill continues for the others, if there are any."""

@@ -20,10 +20,13 @@ from snapstream.engine.tokenizing import tokenizing_bytes
 from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
 from snapstream.kernels.cpu.blocks import scratch_bytes
+from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.parts import buffer_shapes
-from snapstream.kernels.widened import pays, widened_numbers
+from snapstream.kernels.widened import LONG, pays, widened_numbers
+from snapstream.models.families import tensor_places
+from snapstream.models.layers import Matrix
 from snapstream.models.spec import ModelSpec
-from snapstream.models.storage import empty_model, parameter_bytes
+from snapstream.models.storage import empty_model, parameter_bytes, quantized_formats, with_formats
 
 SAMPLING_BYTES = 56
 """Bytes per vocabulary token and slot while a token is sampled: sorted logits, their order, and noise."""
@@ -187,10 +190,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
         if fixed.weights > available:
-            smaller = setup.types.weights.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available
-            advice = "the weights alone do not fit; " + (
-                "in bfloat16 they would (dtype)" if smaller else "vLLM splits a model across devices (docs/vllm.md)"
-            )
+            advice = "the weights alone do not fit; " + _smaller_weights(setup, available)
         elif found:
             advice = f"it would fit with {found}"
         else:
@@ -203,6 +203,19 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         slots_that_fit_full=most_slots(length),
         advice=advice,
     )
+
+
+def _smaller_weights(setup: Setup, available: int) -> str:
+    """How weights would fit that do not."""
+    dtype = setup.types.weights
+    if dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available:
+        return "in bfloat16 they would (dtype)"
+    if setup.device.type == "cpu" and not setup.spec.stored_as:
+        for name in ("q8_0", "q4_k"):
+            formats = quantized_formats(tensor_places(setup.spec), FORMATS[name])
+            if parameter_bytes(with_formats(setup.spec, formats), dtype) < available:
+                return f"in {name} they would (weights)"
+    return "vLLM splits a model across devices (docs/vllm.md)"
 
 
 def _plan(
@@ -224,8 +237,8 @@ def _plan(
     entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
-    if setup.device.type == "cpu" and (fixed.widened or not spec.stored_as):
-        # The library packs a weight before the product.
+    widened = fixed.widened if padded >= LONG else 0
+    if setup.device.type == "cpu" and (widened or fixed.has_numbers):  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
     # Logits or directions of a chunk of keys; then three kinds of votes, copies of them, and their orders.
@@ -242,7 +255,7 @@ def _plan(
         slots=slots * slot_bytes,
         staging=padded * entry_bytes
         + packed
-        + fixed.widened * item
+        + widened * item
         + (padded + 1) * spec.hidden_size * item
         + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
@@ -320,6 +333,7 @@ class FixedSizes:
         temporaries: Most that exists within an operation, per token.
         step: All that a token takes while a step processes it; without logits.
         widened: Numbers of the weights of one layer that long prompts widen, not bytes.
+        has_numbers: Whether any weight of a product is not in blocks.
     """
 
     weights: int
@@ -327,6 +341,7 @@ class FixedSizes:
     temporaries: int
     step: int
     widened: int
+    has_numbers: bool
 
 
 def fixed_sizes(setup: Setup) -> FixedSizes:
@@ -342,7 +357,9 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     widened = 0
     if spec.stored_as and pays(setup.device, dtype):
         widened = max(widened_numbers(model.operations_of(layer)) for layer in range(spec.cached_layers))
-    return FixedSizes(weights, buffers, temporaries, step, widened)
+    matrices = (module for name, module in model.named_modules() if isinstance(module, Matrix) and name != "embedding")
+    has_numbers = any(run.format is None for matrix in matrices for run in matrix.stored_as)
+    return FixedSizes(weights, buffers, temporaries, step, widened, has_numbers)
 
 
 def _temporaries(spec: ModelSpec, item: int) -> int:
@@ -367,7 +384,7 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
         gathered, combined = many * max(hidden, 2 * width) * item, many * hidden * (item + 4) + hidden * 4
         feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
     # Blocks multiply a copy of the rows, in 8 bits.
-    columns = max(hidden, spec.intermediate_size, heads * spec.value_size)
+    columns = max(hidden * (1 + spec.reads_ahead), spec.intermediate_size, heads * spec.value_size)
     rounded = scratch_bytes(columns) if spec.stored_as else 0
     return angles + rounded + max(attention, projections, feed_forward, 2 * hidden * item)
 

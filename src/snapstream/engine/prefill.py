@@ -121,8 +121,8 @@ class Prefill:
         ]
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
-        if numbers and pays(device, dtype):
-            logger.info("Weights of prompts of %d tokens and more are widened to %s, a layer at a time.", LONG, dtype)
+        if numbers and padded >= LONG and pays(device, dtype):
+            logger.info("For prompts of %d tokens or more, weights are widened to %s, layer by layer.", LONG, dtype)
             self._widened = WidenedLayer(numbers, dtype)
         self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
         self._embed = model.embed()
@@ -141,6 +141,10 @@ class Prefill:
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
         """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
         return cls(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=setup.chunk)
+
+    def widens(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
+        return self._widened is not None and tokens >= LONG
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:
@@ -196,7 +200,7 @@ class Prefill:
         if reading.prefix is not None:
             staging.put_from_host(reading.prefix.layers[reading.layer], reading.skipped)
         self._layer = layer = self._layers[reading.layer]
-        if self._widened is not None and len(reading.tokens) >= LONG:
+        if self._widened is not None and self.widens(len(reading.tokens)):
             self._layer = _Layer(self._widened.widen([*layer.before, *layer.after]))
 
     def _completes(self, reading: Reading) -> bool:

@@ -24,10 +24,12 @@ class Prefix:
 
     Attributes:
         tokens: Its tokens, a whole number of blocks.
+        widened: Whether it was read with widened weights, so its entries are not those of other prompts to the bit.
         layers: Per finished layer, the full cache of these tokens in host memory, with a batch size of 1.
     """
 
     tokens: list[int]
+    widened: bool = False
     layers: list[LayerCache] = field(default_factory=list)
 
     @property
@@ -57,19 +59,20 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, prompt: Sequence[int], most: int) -> tuple[Prefix, int, int] | None:
+    def find(self, prompt: Sequence[int], most: int, *, widened: bool = False) -> tuple[Prefix, int, int] | None:
         """Find the cached prefix that shares the most tokens with a prompt.
 
         Args:
             prompt: The prompt.
             most: Maximum number of tokens that may be skipped.
+            widened: Whether the prompt is read with widened weights; so must be the prefix.
 
         Returns:
             The prefix, how many tokens can be skipped, and how many it shares with the prompt; ``None`` if no tokens
             can be skipped.
         """
         best, length = None, 0
-        for prefix in self._kept:
+        for prefix in (each for each in self._kept if each.widened == widened):
             common = self._common(prefix.tokens, prompt)
             if common > length:
                 best, length = prefix, common
@@ -104,9 +107,11 @@ class Prefixes:
 
     def keep(self, prefix: Prefix) -> None:
         """Cache a prefix whose layers are all complete; shorter prefixes of it are dropped."""
-        if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in self._kept):
+        alike = [one for one in self._kept if one.widened == prefix.widened]
+        if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in alike):
             return
-        self._kept = [one for one in self._kept if prefix.tokens[: len(one.tokens)] != one.tokens]
+        shorter = {id(one) for one in alike if prefix.tokens[: len(one.tokens)] == one.tokens}
+        self._kept = [one for one in self._kept if id(one) not in shorter]
         self._kept.append(prefix)
         del self._kept[: -self.limit]
 

@@ -21,7 +21,7 @@ from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
 from snapstream.models.storage import formats_in_use
-from snapstream.models.weights import load_spec, with_chosen_formats
+from snapstream.models.weights import is_quantized, load_spec, with_chosen_formats
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +127,9 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:
         raise ConfigurationError(
-            f"weights is {config.weights!r}, but only the CPU kernels multiply it, with float32 or bfloat16; here "
-            f"are {device} and {dtype}; give weights='auto'"
+            f"weights is {config.weights!r}, but only the CPU kernels multiply it, with float32 or bfloat16; here is "
+            f"{dtype} on {device}{'' if device.type != 'cpu' or cpu.available() else ' without kernels'}; give "
+            "weights='auto'"
         )
     return Setup(
         spec=spec,
@@ -159,6 +160,8 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
         prefix_contexts=0,
     )
     own = replace(own, decode_steps=1, max_logprobs=1)
+    if config.weights in QUANTIZED and is_quantized(resolve_config(config.draft_model)):
+        own = replace(own, weights="auto")
     # The pinned places of a draft model are never renewed.
     ring = "elastic" if budget.ring == "resnap" else budget.ring
     return set_up(config.draft_model, replace(budget, ring=ring), own, must_exist=must_exist)

@@ -62,6 +62,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         slots: int | None = None,
         prefill_chunk: int | None = None,
         dtype: str = "auto",
+        weights: str = "auto",
         device: str = "auto",
         compiled: bool = True,
         batch_size: int | str | None = None,
@@ -80,6 +81,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             slots: Sequences decoded concurrently; by default the batch size.
             prefill_chunk: Prompt tokens per prefill launch.
             dtype: As in :class:`EngineConfig`.
+            weights: As in :class:`EngineConfig`.
             device: As in :class:`EngineConfig`.
             compiled: On CUDA, capture decode steps as graphs: faster.
             batch_size: lm-eval's ``--batch_size``; ``auto`` is the engine's default.
@@ -107,7 +109,11 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         }
         given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
         config = EngineConfig(
-            dtype=str(dtype), device=_device(str(device)), enforce_eager=not _flag("compiled", compiled), **given
+            dtype=str(dtype),
+            weights=str(weights),
+            device=_device(str(device)),
+            enforce_eager=not _flag("compiled", compiled),
+            **given,
         )
         self._max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.llm = LLM(

@@ -305,6 +305,8 @@ class ExpertProduct(Operation):
         source, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         start = 0
         for expert, end in enumerate(self.ends.of(m.buffers)[0, 0].tolist()):
+            if start == end:
+                continue
             out = self.weight.matrix(expert).multiply(source[start:end])
             target[start:end] = plain.gate(out) if self.gated else out
             start = end

@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_into(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
     """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy."""
-    if _reads_blocks(x, weight):
+    if _reads_blocks(x, weight) and target.dtype == x.dtype:
         start = 0
         for part in weight.parts:
             end = start + part.shape[0]
@@ -65,7 +65,7 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     Returns:
         ``[M, out]``.
     """
-    if x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
+    if _reads_blocks(x, weight) or x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
     return stock_grouped_linear(x, weight, ends)
 

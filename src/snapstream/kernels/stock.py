@@ -66,7 +66,7 @@ def _run(o: Operation, m: Machine) -> None:
 
 @_run.register
 def _(o: ops.Embed, m: Machine) -> None:
-    dtypes = m.dtype, o.target.of(m.buffers).dtype
+    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
     if cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None:
         cpu.CpuProgram([o], m).run()
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,19 +15,27 @@ from snapstream.kernels.formats import LANES, Format
 
 
 class Weight:
-    """One matrix ``[out, in]``, or several of equal shape, ``[n, out, in]``.
+    """One matrix ``[out, in]``, or several of equal shape, ``[n, out, in]``."""
 
-    Attributes:
-        shape: That shape.
-        format: Name of the format.
-        dtype: The narrowest dtype that holds its numbers exactly.
-        nbytes: Bytes in memory.
-    """
+    @property
+    def shape(self) -> torch.Size:
+        """That shape."""
+        raise NotImplementedError
 
-    shape: torch.Size
-    format: str
-    dtype: torch.dtype
-    nbytes: int
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds its numbers exactly."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        raise NotImplementedError
 
     @property
     def parts(self) -> tuple[DenseWeight | BlockWeight, ...]:
@@ -70,12 +79,25 @@ class DenseWeight(Weight):
 
     stored: Tensor
 
-    def __post_init__(self) -> None:
-        set_ = object.__setattr__
-        set_(self, "shape", self.stored.shape)
-        set_(self, "format", f"{self.stored.dtype}".removeprefix("torch."))
-        set_(self, "dtype", self.stored.dtype)
-        set_(self, "nbytes", self.stored.nbytes)
+    @property
+    @override
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
+    @property
+    @override
+    def format(self) -> str:
+        return f"{self.stored.dtype}".removeprefix("torch.")
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.stored.nbytes
 
     @property
     @override
@@ -110,13 +132,28 @@ class BlockWeight(Weight):
     out: int
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__
-        *several, tiles, blocks, _ = self.stored.shape
-        assert tiles == -(-self.out // LANES), (self.stored.shape, self.out)
-        set_(self, "shape", torch.Size((*several, self.out, blocks * self.kind.columns)))
-        set_(self, "format", self.kind.name)
-        set_(self, "dtype", torch.float32)
-        set_(self, "nbytes", self.stored.nbytes)
+        assert self.stored.shape[-3] == -(-self.out // LANES), (self.stored.shape, self.out)
+
+    @property
+    @override
+    def shape(self) -> torch.Size:
+        *several, _, blocks, _ = self.stored.shape
+        return torch.Size((*several, self.out, blocks * self.kind.columns))
+
+    @property
+    @override
+    def format(self) -> str:
+        return self.kind.name
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.stored.nbytes
 
     @property
     @override
@@ -144,16 +181,26 @@ class JoinedWeight(Weight):
 
     joined: tuple[DenseWeight | BlockWeight, ...]
 
-    def __post_init__(self) -> None:
-        set_, (first, *_) = object.__setattr__, self.joined
-        *several, _, columns = first.shape
-        set_(self, "shape", torch.Size((*several, sum(part.shape[-2] for part in self.joined), columns)))
-        set_(self, "format", " and ".join(dict.fromkeys(part.format for part in self.joined)))
-        dtype = first.dtype
-        for part in self.joined:
-            dtype = torch.promote_types(dtype, part.dtype)
-        set_(self, "dtype", dtype)
-        set_(self, "nbytes", sum(part.nbytes for part in self.joined))
+    @property
+    @override
+    def shape(self) -> torch.Size:
+        *several, _, columns = self.joined[0].shape
+        return torch.Size((*several, sum(part.shape[-2] for part in self.joined), columns))
+
+    @property
+    @override
+    def format(self) -> str:
+        return " and ".join(dict.fromkeys(part.format for part in self.joined))
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.joined))
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.joined)
 
     @property
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -18,6 +19,8 @@ from snapstream.models.families import tensor_places
 from snapstream.models.layers import Matrix
 from snapstream.models.names import Place
 from snapstream.models.spec import ModelSpec, StoredRows
+
+logger = logging.getLogger(__name__)
 
 
 def with_formats(spec: ModelSpec, formats: Mapping[str, Format]) -> ModelSpec:
@@ -39,12 +42,20 @@ def with_formats(spec: ModelSpec, formats: Mapping[str, Format]) -> ModelSpec:
         if place.parameter in matrices and not place.expert:  # all experts have the format of the first
             run = StoredRows(place.shape[0], formats.get(name))
             filled.setdefault(place.parameter, []).append((place.start, run))
-    stored_as = {}
+    stored_as, unfit = {}, []
     for name, runs in filled.items():
         runs.sort(key=lambda each: each[0])
-        if any(run.format for _, run in runs) and all(start % LANES == 0 for start, _ in runs):
+        if not any(run.format for _, run in runs):
+            continue
+        if any(start % LANES for start, _ in runs):
+            unfit.append(name)
+        else:
             each_format = groupby((run for _, run in runs), lambda run: run.format)
             stored_as[name] = tuple(StoredRows(sum(run.count for run in same), kind) for kind, same in each_format)
+    if unfit:
+        logger.warning(
+            "%d weights are not kept in blocks (%s): tensors need multiples of %d rows.", len(unfit), unfit[0], LANES
+        )
     return replace(spec, stored_as=stored_as)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,8 @@ from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
 from snapstream.models.storage import empty_model, fill, quantized_formats, target_of, with_formats
+
+logger = logging.getLogger(__name__)
 
 
 def load_spec(checkpoint: Path) -> ModelSpec:
@@ -107,6 +110,11 @@ def _load_gguf(
     return model
 
 
+def is_quantized(checkpoint: Path) -> bool:
+    """Whether a checkpoint has weights in blocks that products read."""
+    return is_gguf(checkpoint) and bool(gguf.stored_formats(checkpoint, tensor_places(load_spec(checkpoint))))
+
+
 def with_chosen_formats(checkpoint: Path, spec: ModelSpec, weights: str) -> ModelSpec:
     """The same model with weights in the formats that the user wants.
 
@@ -123,6 +131,10 @@ def with_chosen_formats(checkpoint: Path, spec: ModelSpec, weights: str) -> Mode
     places = tensor_places(spec)
     stored = gguf.stored_formats(checkpoint, places) if is_gguf(checkpoint) else {}
     if weights == "auto":
+        widened = gguf.widened_types(checkpoint, places) if is_gguf(checkpoint) else ()
+        if widened:
+            names = ", ".join(sorted(widened))
+            logger.warning("Tensors of %s that are stored as %s are widened when they are loaded.", checkpoint, names)
         return with_formats(spec, stored) if stored else spec
     if stored:
         names = ", ".join(sorted({kind.name for kind in stored.values()}))

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from snapstream.kernels.formats import FORMATS
+from snapstream.kernels.formats import FORMATS, Format
 from snapstream.models.gguf.weights import stored_name
 from tests.blocks import random_rows
 from tests.checkpoints import make_model
@@ -15,6 +15,11 @@ from tests.checkpoints import make_model
 NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # Byte-level tokens of a byte each, then words that merges make.
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
+
+
+# What the gguf package reads but does not write.
+MADE_UP = {GGMLQuantizationType[name.upper()]: FORMATS[name] for name in ("q4_k", "q5_k", "q6_k")}
+MADE_UP[GGMLQuantizationType.IQ4_NL] = Format("iq4_nl", GGMLQuantizationType.IQ4_NL, 32, ((1, 2), (16, 1)))
 
 
 def byte_tokens():
@@ -32,10 +37,7 @@ def stored(tensor, kind):
     data = tensor.float().numpy()
     if data.ndim == 1:  # llama.cpp never quantises these
         return data, GGMLQuantizationType.F32, tensor.float()
-    if kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K):
-        packed = made_up(tensor, FORMATS[kind.name.lower()])
-    else:
-        packed = quantize(data, kind)
+    packed = made_up(tensor, MADE_UP[kind]) if kind in MADE_UP else quantize(data, kind)
     return packed, kind, torch.from_numpy(dequantize(packed, kind))
 
 

@@ -77,6 +77,24 @@ def test_logits_of_transformers_with_weights_as_they_are_stored(tmp_path, family
     assert 0 < (got - near).abs().mean() < 0.15 * want.std()
 
 
+@pytest.mark.skipif(not cpu.available(), reason="no CPU kernels")
+def test_types_that_products_do_not_read_are_widened(tmp_path, caplog):
+    path = tmp_path / "model.gguf"
+    peer = write(path, "qwen2", [Kind.Q8_0, Kind.IQ4_NL])
+    llm = LLM(str(path), max_model_len=512, dtype="float32", slots=1)
+    assert "stored as IQ4_NL are widened" in caplog.text
+    assert llm.engine.plan.weight_formats == "q8_0"
+    tokens = [7 * n * n % 250 for n in range(60)]
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(path, tokens), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+    (output,) = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    got = torch.tensor([one.logprob for one in output.prompt_logprobs[1:]])
+    near = want.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert (got - near).abs().mean() < 0.15 * want.std()
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no CPU kernels")
 def test_weights_that_are_in_blocks_are_not_quantized_again(tmp_path):
     write(tmp_path / "blocks.gguf", "qwen2", MIXED)
     with pytest.raises(

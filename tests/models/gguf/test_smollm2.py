@@ -87,10 +87,13 @@ def test_logits_of_transformers_with_the_same_weights():
     with torch.no_grad():
         logits = peer()(tokens[None]).logits[0]
     want = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    llm = LLM("smollm2", dtype="float32", max_model_len=512, slots=1, report_plan=lambda plan: None)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    made = llm.generate(tokens.tolist(), params)[0].prompt_logprobs
-    torch.testing.assert_close(torch.tensor([one.logprob for one in made[1:]]), want, atol=1e-3, rtol=0)
+    # Kernels that read blocks round the rows that they multiply to 8 bits.
+    for weights, off in (("dense", 1e-3), ("auto", 0.3)):
+        settings = {"dtype": "float32", "max_model_len": 512, "slots": 1, "weights": weights}
+        llm = LLM("smollm2", report_plan=lambda plan: None, **settings)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        made = llm.generate(tokens.tolist(), params)[0].prompt_logprobs
+        torch.testing.assert_close(torch.tensor([one.logprob for one in made[1:]]), want, atol=off, rtol=0)
 
 
 def test_it_answers(llm):

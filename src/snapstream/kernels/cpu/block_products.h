@@ -23,9 +23,10 @@ inline void round_row(const T* from, int64_t columns, Rounded* to) {
     const vec x[2] = {load_numbers(from), load_numbers(from + LANES)};
     const float peak = largest(larger((vec)((vec_u32)x[0] & 0x7FFFFFFFu), (vec)((vec_u32)x[1] & 0x7FFFFFFFu)));
     const bool finite = !any(~(x[0] * 0.0f + x[1] * 0.0f == 0.0f));
-    const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+    const float inverse = finite && peak > 1e-30f ? 127.0f / peak : 0.0f;
     for (int half = 0; half < 2; ++half) {
-      const vec_i32 whole = (vec_i32)(x[half] * inverse + MAGIC) - 0x4B400000;
+      const vec scaled = finite ? x[half] * inverse : vec{};
+      const vec_i32 whole = (vec_i32)(scaled + MAGIC) - 0x4B400000;
       store_bytes(to->numbers + half * LANES, whole);
       to->sums[half] = static_cast<int32_t>(sum(__builtin_convertvector(whole, vec)));
     }

@@ -126,13 +126,9 @@ class Multiplication : public Work {
 
   void finish(int64_t row, int64_t n, const float* total) {
     const int64_t count = std::min<int64_t>(LANES, p.weight.rows - n);
-    const vec y = load(total) + (p.bias.data == nullptr ? vec{} : some_of(p.bias, n, count));
+    const vec y = load(total) + (p.bias.data == nullptr ? vec{} : some(p.bias, n, count));
     if (p.target.type == FLOAT32) put(at<float>(p.target, row) + n, y, count);
     else put(at<bfloat16>(p.target, row) + n, y, count);
-  }
-
-  static vec some_of(const Vector& vector, int64_t n, int64_t count) {
-    return vector.type == FLOAT32 ? some(numbers<float>(vector) + n, count) : some(numbers<bfloat16>(vector) + n, count);
   }
 
   const BlockProduct& p;

@@ -146,6 +146,9 @@ class CpuProgram:
         for field, value in vars(operation).items():
             if isinstance(value, Part) and field not in _OWN_TYPE.get(name, ()):
                 require(value.dtype in (None, dtype), f"{field} of {name} is {value.dtype}; activations are {dtype}")
+        if isinstance(operation, ops.GatedProduct) or (isinstance(operation, ops.ExpertProduct) and operation.gated):
+            in_blocks = any(isinstance(part, BlockWeight) for part in operation.weight.parts)
+            require(not in_blocks or operation.target.size % LANES == 0, f"gates of {name} end within a tile")
         given = {
             field: value if isinstance(value, int | float) else self._operand(value, f"{field} of {name}")
             for field, value in vars(operation).items()
@@ -203,6 +206,12 @@ def structure_of_vector(numbers: Tensor, name: str) -> ctypes.Structure:
 def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
     """The structure of a weight, and those that it refers to, which must live as long."""
     made: list[ctypes.Structure] = []
+    *before, _ = weight.parts
+    require(
+        not any(part.shape[-2] % LANES for part in before), f"{name} changes its format between multiples of {LANES}"
+    )
+    types = {part.dtype for part in weight.parts if not isinstance(part, BlockWeight)}
+    require(len(types) < 2, f"{name} has numbers of several types")
     for part in reversed(weight.parts):
         rows, columns = part.shape[-2:]
         own = part.stored if len(part.shape) == 2 else part.stored[0]

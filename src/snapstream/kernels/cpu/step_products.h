@@ -9,7 +9,7 @@
 namespace snapstream {
 
 constexpr int64_t UNIT = 16;  // weights per unit of work
-static_assert(UNIT == LANES);
+static_assert(UNIT == LANES && ROWS_AT_ONCE == BLOCK_ROWS);
 constexpr int64_t MOST_GATHERED = 32;  // rows by which a weight is multiplied before the next one is read
 
 inline int64_t units_of(int64_t weights) { return (weights + UNIT - 1) / UNIT; }

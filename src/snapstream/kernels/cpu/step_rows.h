@@ -56,8 +56,10 @@ class RowOperations {
 
   void run(const Embed& o, int64_t row) {
     const int64_t token = s.p.token[row / s.p.tokens * s.p.token_row + row % s.p.tokens];
-    if (in_blocks(o.table.type))
-      return widen_row(o.table.type, tile_of(o.table, 0, token / LANES * LANES), token % LANES, o.target.size, at<T>(o.target, row));
+    if (in_blocks(o.table.type)) {
+      const uint8_t* tiles = tile_of(o.table, 0, token / LANES * LANES);
+      return widen_row(o.table.type, tiles, token % LANES, o.target.size, at<T>(o.target, row));
+    }
     with_type(o.table.type, [&](auto n) {
       convert(row_of<decltype(n)>(o.table, 0, token), o.target.size, at<T>(o.target, row));
     });

@@ -12,7 +12,7 @@ from snapstream.models.gguf.configuration import load_gguf_spec
 from snapstream.models.gguf.container import MAGIC
 from snapstream.models.gguf.parts import part_names
 from snapstream.models.gguf.tokenizer import load_gguf_tokenizer
-from snapstream.models.gguf.weights import fill_model, stored_formats, stored_shapes
+from snapstream.models.gguf.weights import fill_model, stored_formats, stored_shapes, widened_types
 
 __all__ = [
     "fill_model",
@@ -22,6 +22,7 @@ __all__ = [
     "part_names",
     "stored_formats",
     "stored_shapes",
+    "widened_types",
 ]
 
 

@@ -56,6 +56,15 @@ def stored_formats(path: Path, places: Mapping[str, Place]) -> dict[str, Format]
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
+def widened_types(path: Path, places: Mapping[str, Place]) -> set[str]:
+    """Names of the types in blocks that become numbers when they are loaded."""
+    from gguf import GGMLQuantizationType as Type
+
+    file, kept = open_container(path), {each.number for each in FORMATS.values()}
+    types = {file.tensors[stored_name(name)].kind for name in places}
+    return {Type(each).name for each in types - kept} - {"F64", "F32", "F16", "BF16"}
+
+
 def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> None:
     """Read all tensors into a model's parameters.
 
@@ -68,15 +77,13 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
         CheckpointError: The quantization of a tensor is not supported, or the file has the wrong number of factors.
     """
     file, frequencies = open_container(path), model.rotation_of(0).frequencies
-    in_pairs = architecture(file) in ROTATES_PAIRS
     for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = stored_name(name), target_of(model, place)
-        rotated = in_pairs and (".q_proj." in name or ".k_proj." in name)
-        order = _halves(place.shape[0], model.spec.head_dim) if rotated else None
+        order = rows_in_order(file, name, model.spec.head_dim)
         if kind is not None and file.tensors[source].kind == kind.number:
-            pack(kind, file.stored_rows(source), target, None if order is None else torch.from_numpy(order))
+            pack(kind, file.stored_rows(source), target, torch.from_numpy(order))
         else:
-            _widen(file, source, (target, kind), numpy.arange(place.shape[0]) if order is None else order)
+            _read_numbers(file, source, (target, kind), order)
     if FREQUENCY_FACTORS in file.tensors:
         factors = file.rows(FREQUENCY_FACTORS, numpy.arange(1))[0]
         if factors.shape != tuple(frequencies.shape):
@@ -84,11 +91,14 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
         frequencies.div_(torch.from_numpy(factors).to(frequencies.device))
 
 
-def _widen(file: Container, source: str, target: tuple[Tensor, Format | None], order: NDArray[numpy.int64]) -> None:
+def _read_numbers(
+    file: Container, source: str, target: tuple[Tensor, Format | None], order: NDArray[numpy.int64]
+) -> None:
     """Read rows of a tensor, in some order, as numbers."""
     shape = file.tensors[source].shape
     if len(shape) == 1:
-        target[0].copy_(torch.from_numpy(file.rows(source, numpy.arange(1))[0][order]))
+        whole = file.rows(source, numpy.arange(1))[0]
+        target[0].copy_(torch.from_numpy(whole[order] if len(order) == len(whole) else whole))
         return
     step = rows_at_once(shape[1])
     for at in range(0, len(order), step):
@@ -100,6 +110,15 @@ def stored_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     layer = _LAYER.match(stem)
     return f"blk.{layer[1]}.{_OF_LAYER[layer[2]]}.{kind}" if layer else f"{_GLOBAL[stem]}.{kind}"
+
+
+def rows_in_order(file: Container, name: str, head_dim: int) -> NDArray[numpy.int64]:
+    """Which row of a tensor comes first, second, ... in this package; of a tensor of one dimension, which number."""
+    shape = file.tensors[stored_name(name)].shape
+    count = shape[0] if len(shape) > 1 or ".bias" in name else 1
+    if architecture(file) in ROTATES_PAIRS and (".q_proj." in name or ".k_proj." in name):
+        return _halves(count, head_dim)
+    return numpy.arange(count)
 
 
 def _halves(count: int, size: int) -> NDArray[numpy.int64]:
