@@ -12,6 +12,7 @@ from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.quantizing import quantize
+from snapstream.kernels.stock import StockProgram
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
 from tests.blocks import random_rows, random_weight, rounding_bound
 from tests.kernels.threads import on_threads
@@ -172,13 +173,22 @@ def test_experts_with_many_rows(kind, dtype):
 
 @has_kernels
 @each_kind
-def test_wider_targets_get_rounded_sums(kind):
-    """As with numbers: the float32 logits of activations in bfloat16 are rounded to it."""
-    weight = random_weight(kind, 48, 256, random_generator())
-    x, logits = torch.randn(5, 256).bfloat16(), torch.zeros(5, 48)
-    products.linear_into(logits, x, weight)
-    assert torch.equal(logits, products.linear(x, weight).float())
-    assert torch.equal(logits, logits.bfloat16().float())
+@pytest.mark.parametrize("rounded", [False, True])
+def test_float32_logits_of_bfloat16_activations(kind, rounded):
+    """In a step and in a prompt."""
+    weight, x = random_weight(kind, 48, 256, random_generator()), torch.randn(5, 256).bfloat16()
+    logits = Part("y", 48, dtype=torch.float32)
+    operation = ops.Product(Part("x", 256), logits, weight, rounded=rounded)
+    results = []
+    for program in (CpuProgram, StockProgram, PlainProgram):
+        machine = _machine(operation.parts(), 5, torch.bfloat16)
+        machine.buffers["x"].copy_(x)
+        program([operation], machine).run()
+        results.append(machine.buffers["y"])
+    step, prompt, plain = results
+    assert torch.equal(step, prompt)
+    assert torch.equal(step, step.bfloat16().float()) == rounded
+    torch.testing.assert_close(step, plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
 
 
 @has_kernels

@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[T, out]``.
     """
-    if _reads_blocks(x, weight):
+    if reads_blocks(x, weight):
         out = x.new_empty(len(x), weight.shape[0])
         linear_into(out, x, weight, bias)
         return out
@@ -33,8 +33,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
-    """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy."""
-    if _reads_blocks(x, weight) and target.dtype == x.dtype:
+    """Write what :func:`linear` computes to ``target`` ``[T, out]``, if possible without a copy.
+
+    A float32 target gets sums with blocks as they are, not rounded to the type of ``x``.
+    """
+    if reads_blocks(x, weight):
         start = 0
         for part in weight.parts:
             end = start + part.shape[0]
@@ -65,12 +68,12 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     Returns:
         ``[M, out]``.
     """
-    if _reads_blocks(x, weight) or x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
+    if reads_blocks(x, weight) or x.shape[0] <= weight.shape[0] * _skinny_rows(x, weight):  # few on average
         return cpu.grouped_linear(x, weight, ends)
     return stock_grouped_linear(x, weight, ends)
 
 
-def _reads_blocks(x: Tensor, weight: Weight) -> bool:
+def reads_blocks(x: Tensor, weight: Weight) -> bool:
     """Whether a weight has blocks that are multiplied as they are stored, however many rows there are."""
     ready = cpu.loaded and x.device.type == "cpu" and x.dtype in TYPES
     return ready and any(isinstance(part, BlockWeight) for part in weight.parts)

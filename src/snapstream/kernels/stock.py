@@ -16,7 +16,7 @@ from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, PromptChunk
-from snapstream.kernels.products import grouped_linear, linear, linear_into, stock_grouped_linear
+from snapstream.kernels.products import grouped_linear, linear, linear_into, reads_blocks, stock_grouped_linear
 
 
 class Program(Protocol):
@@ -94,8 +94,10 @@ def _(o: ops.Rotate, m: Machine) -> None:
 @_run.register
 def _(o: ops.Product, m: Machine) -> None:
     x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
-    if target.dtype != x.dtype and not o.rounded:
+    if target.dtype != x.dtype and not o.rounded and not reads_blocks(x, o.weight):
         o.run(m)
+    elif target.dtype != x.dtype and o.rounded:
+        target.copy_(linear(x, o.weight, o.bias))
     elif o.add:
         target.add_(linear(x, o.weight, o.bias))
     else:

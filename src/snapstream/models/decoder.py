@@ -15,6 +15,7 @@ from torch import nn
 
 from snapstream.kernels.operations import Embed, Operation
 from snapstream.kernels.parts import Part
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models.families import make_block
 from snapstream.models.family import Layer
 from snapstream.models.layers import Linear, Matrix, RMSNorm
@@ -79,9 +80,13 @@ class DecoderModel(nn.Module):
 
     def output(self) -> Iterator[Operation]:
         """Maps hidden states of the last layer, in ``x``, to logits; leaves the normalized states in ``normed``."""
-        normed = Part("normed", self.spec.hidden_size)
+        normed, logits = (
+            Part("normed", self.spec.hidden_size),
+            Part("logits", self.spec.vocab_size, dtype=torch.float32),
+        )
         yield self.norm.operation(self._x, normed)
-        yield self.head.operation(normed, Part("logits", self.spec.vocab_size, dtype=torch.float32), rounded=True)
+        # As transformers rounds them; with weights in blocks there is no such peer, and rounding would make ties.
+        yield self.head.operation(normed, logits, rounded=isinstance(self.head.weight.value, DenseWeight))
 
     def operations_ahead(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.
