@@ -14,14 +14,14 @@ constexpr int64_t SUMS = TILES_AT_ONCE * MANY_ROWS * LANES;
 
 // Tiles of sixteen rows, transposed field by field.
 struct Packing {
-  const Stored& p;
+  explicit Packing(const Stored& stored) : p(stored), zeros(p.columns / p.block * p.bytes) {}
 
   void operator()(int64_t group) const {
     const int64_t blocks = p.columns / p.block, bytes = p.bytes;
     const uint8_t* rows[LANES];
     for (int64_t lane = 0; lane < LANES; ++lane) {
-      const int64_t row = std::min(group * LANES + lane, p.rows - 1);
-      rows[lane] = p.rows_from + (p.order == nullptr ? row : p.order[row]) * blocks * bytes;
+      const int64_t row = group * LANES + lane;
+      rows[lane] = row < p.rows ? p.rows_from + (p.order == nullptr ? row : p.order[row]) * blocks * bytes : zeros.data();
     }
     uint8_t* tile = p.tiles + group * blocks * LANES * bytes;
     for (int64_t at = 0; at < blocks; ++at, tile += LANES * bytes) {
@@ -41,7 +41,6 @@ struct Packing {
       if (p.type == Q5_0 || p.type == Q5_1)
         for (int64_t lane = 0; lane < LANES; ++lane) spread(to - LANES * 20 + lane * 4);
     }
-    if (const int64_t used = p.rows - group * LANES; used < LANES) clear(group, used);
   }
 
  private:
@@ -50,15 +49,6 @@ struct Packing {
     for (int64_t i = 0; i < count; ++i, from += sizeof(N))
       for (int64_t lane = 0; lane < LANES; ++lane, to += sizeof(N)) std::memcpy(to, rows[lane] + from, sizeof(N));
     return to;
-  }
-
-  // The last tiles may have fewer rows.
-  void clear(int64_t group, int64_t used) const {
-    uint8_t* to = p.tiles + group * (p.columns / p.block) * LANES * p.bytes;
-    for (int64_t at = 0; at < p.columns / p.block; ++at)
-      for (int64_t field = 0; field < p.fields; ++field)
-        for (int64_t i = 0; i < p.counts[field]; ++i, to += LANES * p.widths[field])
-          std::fill(to + used * p.widths[field], to + LANES * p.widths[field], p.type == Q8_0 && p.widths[field] == 4 ? 0x80 : 0);
   }
 
   // Bit 4 * i + j, of column 4 * i + j, becomes bit i of byte j.
@@ -70,6 +60,9 @@ struct Packing {
       for (int i = 0; i < QUADS; ++i) four[j] |= (bits >> (4 * i + j) & 1) << i;
     }
   }
+
+  const Stored& p;
+  std::vector<uint8_t> zeros;  // the rows that the last tile lacks
 };
 
 // All rows by one weight: first rounds them, then takes a few of them by a few tiles at once.
@@ -145,7 +138,7 @@ using namespace snapstream;
 // Brings rows as GGUF stores them into tiles.
 EXPORT int64_t snapstream_pack(const Stored* stored, int64_t threads) {
   try {
-    share_out(threads, (stored->rows + LANES - 1) / LANES, [&] { return Packing{*stored}; });
+    share_out(threads, (stored->rows + LANES - 1) / LANES, [&] { return Packing(*stored); });
     return true;
   } catch (const std::bad_alloc&) {
     return false;

@@ -77,7 +77,8 @@ class ProductOperations {
   // Multiplies rows by units begin .. end of a matrix; finish(m, n, count, sums) gets the sums of each unit, from row n of
   // the matrix on.
   template <typename Finish>
-  void multiply_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t begin, int64_t end, const Finish& finish) {
+  void multiply_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t begin, int64_t end,
+                      const Finish& finish) {
     const int64_t rows = all_rows(weight);
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, rows); n += UNIT) {
       const int64_t count = std::min(UNIT, rows - n);
@@ -120,7 +121,8 @@ class ProductOperations {
 
   void run(const GatedProduct& o, int64_t begin, int64_t end, int64_t thread) {
     each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
-      gate_units(x, o.weight, 0, o.target.size, o.bias, begin, end, [&](int64_t m) { return at<T>(o.target, rows[m]); });
+      const auto target = [&](int64_t m) { return at<T>(o.target, rows[m]); };
+      gate_units(x, o.weight, 0, o.target.size, o.bias, begin, end, target);
     });
   }
 
@@ -163,7 +165,9 @@ class ProductOperations {
   // Writes the sums of `count` rows of a matrix from n on, at most UNIT, to a row of the target.
   void finish(const Product& o, int64_t row, int64_t n, int64_t count, const float* sums) {
     const vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
-    if (o.target.type == FLOAT32) return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
+    if (o.target.type == FLOAT32) {
+      return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
+    }
     finish(at<T>(o.target, row) + n, o.add ? snapstream::rounded<T>(y) : y, o.add, count);
   }
 
