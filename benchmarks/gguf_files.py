@@ -4,7 +4,7 @@ Each engine runs in a separate process and environment (`make bench-gguf` create
 several rounds. Prints Markdown: ratios to llama.cpp with their spread; `--json FILE` saves the raw numbers.
 
     python benchmarks/gguf_files.py FILE.gguf ...                  # everything; half an hour to an hour per file
-    python benchmarks/gguf_files.py FILE.gguf --only read decode   # or: start, answers
+    python benchmarks/gguf_files.py FILE.gguf --only read decode   # or: start, floor, answers
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from limits import MemoryReader
 from peers import Engine, beside
 from ratios import show
+from snapstream import LLM, SamplingParams
 from snapstream.assets import PROSE
 from snapstream.engine.settings import load_tokenizer
 from snapstream.outputs import write_text
 
 BUDGET, TOGETHER, ROOM = 2048, 4, 600
 LENGTHS = (128, 512, 2048, 8192)
-SECTIONS = ("start", "read", "decode", "answers")
+SECTIONS = ("start", "read", "decode", "floor", "answers")
 QUESTIONS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "What is the difference between a process and a thread?",
@@ -113,6 +115,35 @@ def decode(path: str, rounds: int) -> dict[str, Any]:
         for engine in engines:
             engine.close()
     return results
+
+
+def floor(path: str, rounds: int) -> dict[str, Any]:
+    """Decoding after 512 tokens beside reading as many bytes: weights without the embedding, and valid entries."""
+    llm = LLM(path, max_model_len=1024, slots=1, dtype="bfloat16", report_plan=lambda _: None)
+    model = llm.engine.executor.prefill.model
+    skipped = {} if llm.engine.spec.tied_embeddings else {id(part) for part in model.embedding.parts}
+    weights = sum(part.nbytes for part in model.parameters() if id(part) not in skipped)
+    size = weights + (512 + 128) * llm.engine.plan.bytes_per_token
+    reader = MemoryReader(size)
+    llm.engine.add_request(prose(path, 512), SamplingParams(max_tokens=400, ignore_eos=True))
+    while not (outputs := llm.engine.step()) or outputs[0].token_count < 8:
+        pass
+    found = []
+    for _ in range(rounds):
+        begin, before = time.perf_counter(), outputs[0].token_count
+        for _ in range(10):
+            outputs = llm.engine.step()
+        middle = time.perf_counter()
+        tokens = outputs[0].token_count - before
+        reader(size, tokens)
+        found.append((tokens / (middle - begin), tokens / (time.perf_counter() - middle)))
+    shares = [ours / bound for ours, bound in found]
+    print(
+        f"\n### The bandwidth bound\n\nA token needs {size / 2**20:.0f} MiB ({llm.engine.plan.weight_formats}). ",
+        end="",
+    )
+    print(f"Tokens per second: {show([one[0] for one in found], 1)}, {show(shares)} of the bound.", flush=True)
+    return {"found": found}
 
 
 def answers(path: str, rounds: int, count: int = 64) -> dict[str, Any]:
