@@ -44,10 +44,6 @@ class Format:
         """Bytes of a block."""
         return sum(count * width for count, width in self.fields)
 
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many columns."""
-        return columns // self.columns * self.nbytes
-
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the tiles of a matrix ``[out, in]``, or of several: ``[..., ceil(out / 16), in / columns, bytes]``.
 

@@ -38,15 +38,12 @@ def linear_into(target: Tensor, x: Tensor, weight: Weight, bias: Tensor | None =
     A float32 target gets sums with blocks as they are, not rounded to the type of ``x``.
     """
     if reads_blocks(x, weight):
-        start = 0
-        for part in weight.parts:
-            end = start + part.shape[0]
-            own, added = target[:, start:end], None if bias is None else bias[start:end]
+        for part, rows in weight.runs():
+            own, added = target[:, rows], None if bias is None else bias[rows]
             if isinstance(part, BlockWeight):
                 blocks.multiply(x, part, own, added)
             else:
                 own.copy_(linear(x, part, added))
-            start = end
         return
     skinny = x.shape[0] <= _skinny_rows(x, weight)
     if isinstance(weight, DenseWeight) and bias is None and target.dtype == x.dtype == weight.dtype and not skinny:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,6 @@ class Weight:
         raise NotImplementedError
 
     @property
-    def format(self) -> str:
-        """Name of the format."""
-        raise NotImplementedError
-
-    @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that holds its numbers exactly."""
         raise NotImplementedError
@@ -35,12 +30,19 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        raise NotImplementedError
+        return sum(part.stored.nbytes for part in self.parts)
 
     @property
     def parts(self) -> tuple[DenseWeight | BlockWeight, ...]:
         """The weights that its rows consist of, one after another, each in one format."""
         raise NotImplementedError
+
+    def runs(self) -> Iterator[tuple[DenseWeight | BlockWeight, slice]]:
+        """Its parts, each with its rows in the whole."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.shape[-2])
+            start += part.shape[-2]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """All numbers; a view if they are stored in this dtype."""
@@ -86,18 +88,8 @@ class DenseWeight(Weight):
 
     @property
     @override
-    def format(self) -> str:
-        return f"{self.stored.dtype}".removeprefix("torch.")
-
-    @property
-    @override
     def dtype(self) -> torch.dtype:
         return self.stored.dtype
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.stored.nbytes
 
     @property
     @override
@@ -142,18 +134,8 @@ class BlockWeight(Weight):
 
     @property
     @override
-    def format(self) -> str:
-        return self.kind.name
-
-    @property
-    @override
     def dtype(self) -> torch.dtype:
         return torch.float32
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.stored.nbytes
 
     @property
     @override
@@ -189,18 +171,8 @@ class JoinedWeight(Weight):
 
     @property
     @override
-    def format(self) -> str:
-        return " and ".join(dict.fromkeys(part.format for part in self.joined))
-
-    @property
-    @override
     def dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, (part.dtype for part in self.joined))
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.joined)
 
     @property
     @override

@@ -69,11 +69,8 @@ class WidenedLayer:
 
 
 def _widen(weight: Weight, target: Tensor) -> None:
-    start = 0
-    for part in weight.parts:
-        rows = target[start : start + part.shape[0]]
+    for part, rows in weight.runs():
         if isinstance(part, BlockWeight):
-            blocks.widen(part, rows)
+            blocks.widen(part, target[rows])
         else:
-            rows.copy_(part.dense(rows.dtype))
-        start += part.shape[0]
+            target[rows] = part.dense(target.dtype)

@@ -101,7 +101,7 @@ class Multiplication : public Work {
     const int64_t last_tile = std::min(first_tile + TILES_AT_ONCE, tiles), count = last_row - first_row;
     char* weights = unpacked.get() + thread * unpacked_bytes(COLUMNS_AT_ONCE);
     float* own = sums.get() + thread * SUMS;
-    std::fill_n(own, SUMS, 0.0f);
+    for (int64_t tile = 0; tile < last_tile - first_tile; ++tile) std::fill_n(own + tile * MANY_ROWS * LANES, count * LANES, 0.0f);
     for (int64_t begin = 0; begin < columns; begin += COLUMNS_AT_ONCE) {
       const int64_t end = std::min(begin + COLUMNS_AT_ONCE, columns);
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {

@@ -217,7 +217,7 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
         own = part.stored if len(part.shape) == 2 else part.stored[0]
         require(own.is_contiguous(), f"{name} is not contiguous")
         if isinstance(part, BlockWeight):
-            kind, step = interface.TYPES.index(part.format), own.shape[0] * LANES
+            kind, step = interface.TYPES.index(part.kind.name), own.shape[0] * LANES
         else:
             kind, step = _number(part.dtype), part.stored.stride(0) // columns if len(part.shape) == 3 else rows
         more = ctypes.addressof(made[0]) if made else None
