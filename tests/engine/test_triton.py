@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from snapstream import CacheBudget
+from snapstream.engine import memory, prefill
 from snapstream.engine.settings import choose_device
 from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint, save_next_token
@@ -13,6 +14,7 @@ from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make
 from tests.engine.test_next_token import watched
 from tests.engine.test_speculation import drafting
+from tests.engine.test_stored_weights import MODELS, widened
 
 pytest.importorskip("triton")
 DEVICE = choose_device("auto").type
@@ -67,6 +69,28 @@ def test_tokens_of_the_cpu(tmp_path, family):
             saved, tokens = last.saved, [*tokens, *last.token_ids]
         answers.append(tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", ["q8_0", pytest.param("q4_k", marks=pytest.mark.slow)])
+def test_weights_in_blocks(tmp_path, family, weights, monkeypatch):
+    """The tokens that the CPU gets with the very numbers of these blocks; prompts with and without widened weights."""
+    if DEVICE == "cuda" and "deepseek" in family:
+        pytest.skip("torch multiplies experts in bfloat16 only")
+    for module in (memory, prefill):
+        monkeypatch.setattr(module, "least_tokens", lambda device, dtype: 40)
+    source = tmp_path / "model"
+    save_checkpoint(source, family, **MODELS.get(family, {}))
+    save_tokenizer(source)
+    settings = {"dtype": "float32", "max_model_len": 200}
+    prompts, params = [prompt(n, seed=n) for n in (1, 20, 80)], greedy(6, prompt_logprobs=0)
+    cpu = make(widened(source, weights, tmp_path / "wide"), device="cpu", attention="auto", **settings)
+    llm = make(source, device=DEVICE, attention="triton", weights=weights, **settings)
+    assert llm.engine.plan.weights < 0.6 * cpu.engine.plan.weights
+    for got, want in zip(llm.generate(prompts, params), cpu.generate(prompts, params), strict=True):
+        assert got.token_ids == want.token_ids
+        for mine, theirs in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

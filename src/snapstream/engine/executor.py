@@ -25,7 +25,7 @@ from snapstream.engine.evicted import FURTHEST
 from snapstream.engine.graphs import graph_pool
 from snapstream.engine.output import TokenLogprobs
 from snapstream.engine.pace import StepCost
-from snapstream.engine.prefill import Prefill
+from snapstream.engine.prefill import SCORED_ROWS, Prefill
 from snapstream.engine.prefixes import Prefix, Prefixes
 from snapstream.engine.reading import Reading, Target, kept_shares
 from snapstream.engine.renewal import Placement, newest
@@ -75,9 +75,10 @@ class Executor:
 
     def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
         """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
-        # A chunk of a single token may need other kernels.
-        for length in (min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY), 1):
-            reading = Reading(self.spec, [0] * length)
+        # Short prompts may be read by other kernels, and so may a chunk of a single token.
+        longest = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
+        for length in (longest, min(longest, SCORED_ROWS), 1):
+            reading = Reading(self.spec, [0] * length, scored=0)
             for each in _smaller(budget, length // 2, queries):
                 reading.add(each, self._caches(reading.layouts(each)), telemetry=True)
             while not reading.finished:

@@ -19,10 +19,11 @@ from snapstream.engine.settings import Setup
 from snapstream.engine.tokenizing import tokenizing_bytes
 from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
-from snapstream.kernels.cpu.blocks import scratch_bytes
 from snapstream.kernels.formats import FORMATS
+from snapstream.kernels.operations import ExpertProduct, GatedProduct, Product
 from snapstream.kernels.parts import buffer_shapes
-from snapstream.kernels.widened import LONG, pays, widened_numbers
+from snapstream.kernels.products import scratch_bytes
+from snapstream.kernels.widened import least_tokens, widened_numbers
 from snapstream.models.families import tensor_places
 from snapstream.models.layers import Matrix
 from snapstream.models.spec import ModelSpec
@@ -237,7 +238,8 @@ def _plan(
     entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
-    widened = fixed.widened if padded >= LONG else 0
+    long = least_tokens(setup.device, types.activations)
+    widened = fixed.widened if long is not None and padded >= long else 0
     if setup.device.type == "cpu" and (widened or fixed.has_numbers):  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
@@ -352,10 +354,12 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     shapes = buffer_shapes((part for each in operations for part in each.parts()), dtype)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(shape.nbytes for name, shape in shapes.items() if name not in ELSEWHERE)
-    temporaries = _temporaries(spec, dtype.itemsize)
+    products = (each for each in operations if isinstance(each, Product | GatedProduct | ExpertProduct))
+    scratch = max(scratch_bytes(each.weight, setup.device) for each in products)
+    temporaries = _temporaries(spec, dtype.itemsize) + scratch
     step = buffers + temporaries + spec.hidden_size * dtype.itemsize
     widened = 0
-    if spec.stored_as and pays(setup.device, dtype):
+    if spec.stored_as and least_tokens(setup.device, dtype) is not None:
         widened = max(widened_numbers(model.operations_of(layer)) for layer in range(spec.cached_layers))
     matrices = (module for name, module in model.named_modules() if isinstance(module, Matrix) and name != "embedding")
     has_numbers = any(run.format is None for matrix in matrices for run in matrix.stored_as)
@@ -383,10 +387,7 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
         choosing = spec.experts.count * 4 * 4
         gathered, combined = many * max(hidden, 2 * width) * item, many * hidden * (item + 4) + hidden * 4
         feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
-    # Blocks multiply a copy of the rows, in 8 bits.
-    columns = max(hidden * (1 + spec.reads_ahead), spec.intermediate_size, heads * spec.value_size)
-    rounded = scratch_bytes(columns) if spec.stored_as else 0
-    return angles + rounded + max(attention, projections, feed_forward, 2 * hidden * item)
+    return angles + max(attention, projections, feed_forward, 2 * hidden * item)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

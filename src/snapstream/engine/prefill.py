@@ -38,7 +38,7 @@ from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.stock import program_for_rows
-from snapstream.kernels.widened import LONG, WidenedLayer, pays, widened_numbers
+from snapstream.kernels.widened import WidenedLayer, least_tokens, widened_numbers
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
 
@@ -121,9 +121,10 @@ class Prefill:
         ]
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
-        if numbers and padded >= LONG and pays(device, dtype):
-            logger.info("For prompts of %d tokens or more, weights are widened to %s, layer by layer.", LONG, dtype)
-            self._widened = WidenedLayer(numbers, dtype)
+        self._long = least_tokens(device, dtype)
+        if numbers and self._long is not None and padded >= self._long:
+            logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", self._long, dtype)
+            self._widened = WidenedLayer(numbers, dtype, device)
         self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
         self._embed = model.embed()
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
@@ -144,7 +145,7 @@ class Prefill:
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
-        return self._widened is not None and tokens >= LONG
+        return self._widened is not None and self._long is not None and tokens >= self._long
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:

@@ -15,8 +15,7 @@ from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
 from snapstream.errors import CheckpointError, ConfigurationError, first_line
-from snapstream.kernels import cpu
-from snapstream.kernels.cpu.checks import TYPES
+from snapstream.kernels.products import keeps_blocks
 from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
@@ -123,12 +122,12 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
     spec = spec.with_windows_below(max_model_len)
-    if device.type == "cpu" and dtype in TYPES and cpu.available():  # who multiplies blocks as they are stored
+    if keeps_blocks(device, dtype):
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:
         raise ConfigurationError(
-            f"weights is {config.weights!r}, but only the CPU kernels multiply it, with float32 or bfloat16; here is "
-            f"{dtype} on {device}{'' if device.type != 'cpu' or cpu.available() else ' without kernels'}; give "
+            f"weights is {config.weights!r}, but no kernel here multiplies it with {dtype} on {device}: on a CPU there "
+            "must be CPU kernels, and float32 or bfloat16; on a GPU triton, and float32, bfloat16 or float16; give "
             "weights='auto'"
         )
     return Setup(

@@ -81,7 +81,7 @@ class Format:
             return field ^ 0x80
         if self.name in ("q5_0", "q5_1") and (count, width) == (1, 4):
             bits = torch.unflatten(_bits(field).flatten(-2), -1, (8, 4))  # [..., 16, column / 4, column % 4]
-            return (bits << torch.arange(8)[:, None]).sum(-2).to(torch.uint8)
+            return (bits << torch.arange(8, device=bits.device)[:, None]).sum(-2).to(torch.uint8)
         return field
 
     def widen(self, tiles: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Format:
 
 def _bits(values: Tensor) -> Tensor:
     """The bits of bytes, lowest first: ``[...]`` to ``[..., 8]``."""
-    return (values[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return (values[..., None] >> torch.arange(8, dtype=torch.uint8, device=values.device)) & 1
 
 
 def _halves(field: Tensor) -> Tensor:
@@ -139,7 +139,8 @@ def _nested(fields: list[Tensor], *, five: bool) -> Tensor:
 def _six(fields: list[Tensor]) -> Tensor:
     low, high = torch.unflatten(fields[0], -3, (2, 1, 2, 8)), torch.unflatten(fields[1], -3, (2, 1, 8))
     low = torch.cat((low & 15, low >> 4), -5).flatten(-5, -4)  # [..., 2, 4 parts, 8 quads, 16, 4]
-    numbers = low | (((high >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None, None, None]) & 3) << 4)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=high.device)[:, None, None, None]
+    numbers = low | (((high >> shifts) & 3) << 4)
     whole = _columns(numbers.flatten(-5, -4)) - 32  # [..., 8 parts, 16, 32]
     scales = (
         torch.unflatten(fields[2].view(torch.int8)[..., 0].float(), -2, (8, 2)) * _halves(fields[3])[..., None, :, :]

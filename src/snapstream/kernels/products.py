@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapstream.kernels import cpu
+from snapstream.kernels import cpu, triton
 from snapstream.kernels.cpu import blocks
 from snapstream.kernels.cpu.checks import TYPES
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight
@@ -70,10 +70,34 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     return stock_grouped_linear(x, weight, ends)
 
 
+def keeps_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels on a device multiply rows of this dtype by weights in blocks as they are stored."""
+    if device.type == "cpu":
+        return cpu.available() and dtype in TYPES
+    return device.type == "cuda" and triton.missing(device) is None and dtype in triton.DTYPES
+
+
+def scratch_bytes(weight: Weight, device: torch.device) -> int:
+    """Bytes per row that a product with blocks needs: for a copy in 8 bits, or on a GPU for sums of some columns."""
+    if not weight.has_blocks:
+        return 0
+    return blocks.scratch_bytes(weight.shape[-1]) if device.type == "cpu" else triton.split_bytes(weight, device)
+
+
+def widen(weight: BlockWeight, target: Tensor) -> None:
+    """Write the numbers of a matrix to a tensor ``[out, in]`` with contiguous rows."""
+    if target.device.type == "cpu":
+        blocks.widen(weight, target)
+    else:
+        from snapstream.kernels.triton import blocks as triton_blocks
+
+        triton_blocks.widen(weight, target)
+
+
 def reads_blocks(x: Tensor, weight: Weight) -> bool:
     """Whether a weight has blocks that are multiplied as they are stored, however many rows there are."""
     ready = cpu.loaded and x.device.type == "cpu" and x.dtype in TYPES
-    return ready and any(isinstance(part, BlockWeight) for part in weight.parts)
+    return ready and weight.has_blocks
 
 
 def _skinny_rows(x: Tensor, weight: Weight) -> int:

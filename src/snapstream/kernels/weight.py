@@ -37,6 +37,11 @@ class Weight:
         """The weights that its rows consist of, one after another, each in one format."""
         raise NotImplementedError
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any of its rows are in blocks."""
+        return any(isinstance(part, BlockWeight) for part in self.parts)
+
     def runs(self) -> Iterator[tuple[DenseWeight | BlockWeight, slice]]:
         """Its parts, each with its rows in the whole."""
         start = 0
@@ -150,7 +155,7 @@ class BlockWeight(Weight):
     @override
     def rows(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         tiles = self.kind.widen(self.stored[numbers // LANES])  # [T, blocks, 16, columns]
-        return tiles[torch.arange(len(numbers)), :, numbers % LANES].flatten(1).to(dtype)
+        return tiles[torch.arange(len(numbers), device=numbers.device), :, numbers % LANES].flatten(1).to(dtype)
 
     @override
     def matrix(self, number: int) -> BlockWeight:

@@ -1,7 +1,8 @@
 """Weights in blocks as numbers, of one layer at a time: for long prompts, where products of numbers are faster.
 
-With tile registers, products of bfloat16 are several times as fast as those that read blocks. A prompt passes through
-one layer before the next, so a layer's weights are widened once per prompt, into memory for one layer.
+On a GPU, and on a CPU with tile registers, products of bfloat16 are several times as fast as those that read blocks. A
+prompt passes through one layer before the next, so a layer's weights are widened once per prompt, into memory for one
+layer.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
-from snapstream.kernels.cpu import blocks
 from snapstream.kernels.operations import Operation
+from snapstream.kernels.products import widen
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight
 
-LONG = 1024
-"""Tokens of a prompt from which on it pays to widen weights."""
+LONG = {"cpu": 1024, "cuda": 256}
+"""Tokens of a prompt from which on it pays to widen weights, by type of device."""
 
 
-def pays(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of numbers of this dtype are much faster than those that read blocks."""
-    return device.type == "cpu" and cpu.available() and cpu.prefill_instructions(dtype) == "tiles"
+def least_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Tokens of a prompt from which on it pays to widen weights to this dtype; ``None`` if it never does."""
+    if device.type == "cpu" and not (cpu.available() and cpu.prefill_instructions(dtype) == "tiles"):
+        return None
+    return LONG.get(device.type)
 
 
 def widened_numbers(operations: Iterable[Operation]) -> int:
@@ -36,9 +39,7 @@ def widened_numbers(operations: Iterable[Operation]) -> int:
 
 def _has_blocks(operation: Operation) -> TypeGuard[ops.Product | ops.GatedProduct]:
     """Whether an operation is a product with blocks; of experts, few are used by each row."""
-    if not isinstance(operation, ops.Product | ops.GatedProduct):
-        return False
-    return any(isinstance(part, BlockWeight) for part in operation.weight.parts)
+    return isinstance(operation, ops.Product | ops.GatedProduct) and operation.weight.has_blocks
 
 
 class WidenedLayer:
@@ -47,10 +48,11 @@ class WidenedLayer:
     Args:
         numbers: The most that any layer has, see :func:`widened_numbers`.
         dtype: Their dtype.
+        device: Where the weights are.
     """
 
-    def __init__(self, numbers: int, dtype: torch.dtype) -> None:
-        self._memory = torch.zeros(numbers, dtype=dtype)
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.zeros(numbers, dtype=dtype, device=device)
 
     def widen(self, operations: Sequence[Operation]) -> list[Operation]:
         """The operations of a layer with numbers for blocks, until the next call."""
@@ -71,6 +73,6 @@ class WidenedLayer:
 def _widen(weight: Weight, target: Tensor) -> None:
     for part, rows in weight.runs():
         if isinstance(part, BlockWeight):
-            blocks.widen(part, target[rows])
+            widen(part, target[rows])
         else:
             target[rows] = part.dense(target.dtype)

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from snapstream.kernels import cpu
 from snapstream.kernels.cpu.blocks import pack
 from snapstream.kernels.formats import FORMATS, LANES, Format
 from snapstream.kernels.quantizing import quantize
@@ -115,7 +116,18 @@ def fill(target: Tensor, kind: Format | None, numbers: Tensor, at: int = 0) -> N
     for first in range(0, len(numbers), step):
         rows = quantize(kind, numbers[first : first + step])
         tile = (at + first) // LANES
-        pack(kind, rows, target[tile : tile + -(-len(rows) // LANES)])
+        fill_tiles(target[tile : tile + -(-len(rows) // LANES)], kind, rows)
+
+
+def fill_tiles(tiles: Tensor, kind: Format, rows: Tensor, order: Tensor | None = None) -> None:
+    """Bring rows into tiles on any device; see :func:`snapstream.kernels.cpu.blocks.pack`."""
+    on_host = tiles if tiles.device.type == "cpu" else torch.empty(tiles.shape, dtype=tiles.dtype)
+    if cpu.available():
+        pack(kind, rows, on_host, order)
+    else:
+        on_host = kind.pack(rows if order is None else rows[order])
+    if on_host is not tiles:
+        tiles.copy_(on_host)
 
 
 def rows_at_once(columns: int) -> int:

@@ -3,8 +3,8 @@
 What the interpreter cannot show is seen here: that the compiler takes a kernel, how much of a processor's memory it
 asks for, and when it would be compiled again. For processes of their own, as it cannot be undone::
 
-    python -m tests.kernels.triton.compile_only 90 bfloat16:128 float32:64
-    python -m tests.kernels.triton.compile_only engine DIRECTORY SPECULATIVE
+    python -m tests.kernels.triton.compile_only 90 bfloat16:128 float32:64 bfloat16:blocks
+    python -m tests.kernels.triton.compile_only engine DIRECTORY SPECULATIVE WEIGHTS
     python -m tests.kernels.triton.compile_only memory DIRECTORY LENGTH SLOTS
 """
 
@@ -115,15 +115,35 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
             store.store_grouped(qkv, qkv, angles, angles, into, each, (wide[0, :size], wide[0, :size], 1e-5))
 
 
+def compile_products(dtype: torch.dtype) -> None:
+    """Every kernel that reads weights in blocks, of few columns and of columns that are split."""
+    from snapstream.kernels.formats import FORMATS
+    from snapstream.kernels.triton import blocks
+    from snapstream.kernels.weight import BlockWeight
+
+    for kind in FORMATS.values():
+        for rows, columns, tokens in ((256, 1536, 1), (40_000, 256, 100)):
+            weight = BlockWeight(torch.zeros(kind.stored_shape((rows, columns)), dtype=torch.uint8), kind, rows)
+            blocks.widen(weight, torch.zeros(rows, columns, dtype=dtype))
+            blocks.widen(weight, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, dtype=torch.int64))
+            x, out = torch.zeros(tokens, columns, dtype=dtype), torch.zeros(tokens, rows, dtype=dtype)
+            blocks.multiply(x, weight, out, out[0])
+            blocks.multiply(x, weight, out.float(), add=True, like=x)
+        experts = BlockWeight(torch.zeros(kind.stored_shape((4, 256, 256)), dtype=torch.uint8), kind, 256)
+        rows_of = torch.zeros(100, 256, dtype=dtype)
+        blocks.multiply(rows_of, experts, rows_of, ends=torch.zeros(4, dtype=torch.int64))
+
+
 def make_engine(directory: str, **settings):
     """An engine on these kernels, of which nothing is computed; like one on CUDA but for the capture."""
     from snapstream import LLM
-    from snapstream.engine import engine
+    from snapstream.engine import engine, memory, prefill
     from snapstream.engine.settings import set_up
     from snapstream.kernels import sampling
     from snapstream.kernels import triton as kernels
 
     kernels.missing = lambda device: None
+    memory.least_tokens = prefill.least_tokens = lambda device, dtype: 100
     sampling.shapes_may_vary = lambda device: False
     kernels.interpret()
     empty = torch.empty
@@ -137,7 +157,7 @@ def make_engine(directory: str, **settings):
     return LLM(directory, attention="triton", device="cpu", **settings)
 
 
-def run_engine(directory: str, speculative: str) -> tuple[int, int]:
+def run_engine(directory: str, speculative: str, weights: str) -> tuple[int, int]:
     """All kinds of requests.
 
     Returns:
@@ -147,7 +167,7 @@ def run_engine(directory: str, speculative: str) -> tuple[int, int]:
     from tests.checkpoints import prompt
 
     settings = {"max_model_len": 200, "slots": 3, "prefill_chunk": 64, "decode_steps": 3, "sessions": 1}
-    settings |= {"speculative": speculative}
+    settings |= {"speculative": speculative, "weights": weights}
     llm = make_engine(directory, budget=CacheBudget(4, 16, 28, window=8), **settings)
     ready = len(compiled)
     rng = random.Random(0)
@@ -197,7 +217,10 @@ if __name__ == "__main__":
         for each in rest:
             kind, numbers, *stored = each.split(":")
             before = set(compiled)
-            compile_kernels(getattr(torch, kind), int(numbers), getattr(torch, *stored or [kind]))
+            if numbers == "blocks":
+                compile_products(getattr(torch, kind))
+            else:
+                compile_kernels(getattr(torch, kind), int(numbers), getattr(torch, *stored or [kind]))
             for key in set(compiled) - before:
                 compiled[key]["case"] = each
         result = list(compiled.values())

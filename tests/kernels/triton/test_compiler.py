@@ -14,7 +14,7 @@ from tests.conftest import save_tokenizer
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 KERNELS = {"_attend", "_merge", "_normalize", "_reduce", "_pool", "_sum_directions", "_differ", "_select", "_gather"}
-KERNELS |= {"_commit", "_norm", "_gate", "_rotate"}
+KERNELS |= {"_commit", "_norm", "_gate", "_rotate", "_multiply", "_add_splits", "_widen"}
 
 
 def compile_only(*arguments):
@@ -33,14 +33,14 @@ def check_kernels(capability, *cases):
 
 
 def test_kernels_compile_for_an_h100():
-    check_kernels(90, "bfloat16:128", "bfloat16:576", "float32:64:bfloat16", "bfloat16:576:float32")
+    check_kernels(90, "bfloat16:128", "bfloat16:576", "float32:64:bfloat16", "bfloat16:576:float32", "bfloat16:blocks")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_kernels_compile_for_servers(capability, dtype):
-    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256, 576)))
+    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256, 576, "blocks")))
 
 
 @pytest.mark.slow
@@ -48,18 +48,23 @@ def test_kernels_compile_for_servers(capability, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_kernels_compile_for_desktops(capability, dtype):
     """Whose processors have less memory of their own, so that latents do not fit."""
-    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256)))
+    check_kernels(capability, *(f"{dtype}:{size}" for size in (64, 96, 128, 192, 256, "blocks")))
 
 
 @pytest.mark.parametrize(
-    ("family", "speculative"),
-    [("qwen3", "lookup"), ("qwen3-windows", "lookup"), pytest.param("deepseek-v3", "mtp", marks=pytest.mark.slow)],
+    ("family", "speculative", "weights"),
+    [
+        ("qwen3", "lookup", "q4_0"),
+        ("qwen3-windows", "lookup", "auto"),
+        pytest.param("deepseek-v3", "mtp", "auto", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "off", "q8_0", marks=pytest.mark.slow),
+    ],
 )
-def test_no_kernel_is_compiled_after_warm_up(tmp_path, family, speculative):
+def test_no_kernel_is_compiled_after_warm_up(tmp_path, family, speculative, weights):
     """Whatever the lengths, budgets, policies and turns; a recompilation would stall everybody for a second."""
     config = save_checkpoint(tmp_path, family).config
     save_tokenizer(tmp_path)
     if speculative == "mtp":
         save_next_token(tmp_path, config)
-    ready, at_the_end = compile_only("engine", tmp_path, speculative)
+    ready, at_the_end = compile_only("engine", tmp_path, speculative, weights)
     assert 10 < ready == at_the_end

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from snapstream.kernels.weight import BlockWeight, Weight
+
 OLDEST = (8, 0)
 """Minimum compute capability, which products of bfloat16 require."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +39,10 @@ PROGRAMS_PER_PROCESSOR = 8
 """Target for decoding if slots are long enough: two or three run concurrently, and the last wave is rarely full."""
 MOST_SPLITS = 32
 """Maximum number of parts into which decoding splits the entries of a slot."""
+BLOCK_ROWS = 64
+"""Rows of a weight in blocks per program."""
+MOST_COLUMN_SPLITS, LEAST_COLUMNS = 16, 256
+"""Maximum number of parts into which the columns of a weight in blocks are split, and minimum columns of a part."""
 
 interpreting = False
 """Whether kernels run on CPU tensors in the interpreter; :func:`interpret` sets it."""
@@ -107,6 +113,24 @@ def takes(x: Tensor) -> bool:
 def current_device(device: torch.device) -> AbstractContextManager[object]:
     """A context for launches on a device, because Triton launches on the thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def column_splits(rows: int, columns: int, device: torch.device) -> int:
+    """Into how many parts the columns of a weight in blocks are split, so that there are two programs per processor.
+
+    It does not depend on the rows that are multiplied.
+    """
+    wanted = -(-2 * processors(device) // -(-rows // BLOCK_ROWS))
+    return max(1, min(wanted, MOST_COLUMN_SPLITS, columns // LEAST_COLUMNS))
+
+
+def split_bytes(weight: Weight, device: torch.device) -> int:
+    """Bytes of the sums of a product with such parts, per row of ``x``."""
+    if len(weight.shape) > 2:  # experts: not split
+        return 0
+    rows = (part.shape[0] for part in weight.parts if isinstance(part, BlockWeight))
+    splits = ((each, column_splits(each, weight.shape[1], device)) for each in rows)
+    return max((each * count * 4 for each, count in splits if count > 1), default=0)
 
 
 @functools.cache

@@ -17,8 +17,9 @@ from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import stock_grouped_linear
-from snapstream.kernels.triton import rows, store
+from snapstream.kernels.triton import blocks, rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
+from snapstream.kernels.weight import BlockWeight, Weight
 
 Call = Callable[[], object]
 
@@ -182,8 +183,20 @@ def _(o: ops.Rotate, m: Machine) -> Call:
 
 
 @_call_of.register
+def _(o: ops.Embed, m: Machine) -> Call:
+    table = o.table
+    if not isinstance(table, BlockWeight):
+        return functools.partial(o.run, m)
+    target = o.target.of(m.buffers)[:, 0]
+    return lambda: blocks.widen(table, target, m.slots.token.flatten())
+
+
+@_call_of.register
 def _(o: ops.Product, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+    if o.weight.has_blocks:
+        like = x if o.rounded else None
+        return functools.partial(_multiply, x, o.weight, y, o.bias, add=o.add, like=like)
     if not x.dtype == y.dtype == o.weight.dtype:
         return functools.partial(o.run, m)
     weight, bias = o.weight.dense(x.dtype).t(), o.bias
@@ -198,7 +211,12 @@ def _(o: ops.GatedProduct, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
 
     def gated_product() -> None:
-        rows.gate(o.weight.multiply(x, o.bias), y)
+        if o.weight.has_blocks:
+            both = x.new_empty(len(x), o.weight.shape[0])
+            _multiply(x, o.weight, both, o.bias)
+        else:
+            both = o.weight.multiply(x, o.bias)
+        rows.gate(both, y)
 
     return gated_product
 
@@ -209,13 +227,39 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
     ends = o.ends.of(m.buffers)[0, 0]
 
     def expert_product() -> None:
-        out = stock_grouped_linear(x, o.weight, ends)
+        if o.weight.has_blocks:
+            out = x.new_empty(len(x), o.weight.shape[1])
+            _multiply(x, o.weight, out, ends=ends)
+        else:
+            out = stock_grouped_linear(x, o.weight, ends)
         if o.gated:
             rows.gate(out, y)
         else:
             y.copy_(out)
 
     return expert_product
+
+
+def _multiply(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add: bool = False,
+    ends: Tensor | None = None,
+    like: Tensor | None = None,
+) -> None:
+    """:func:`snapstream.kernels.triton.blocks.multiply` with rows in several formats, some of them perhaps numbers."""
+    for part, of_part in weight.runs():
+        own, added = out[:, of_part], None if bias is None else bias[of_part]
+        if isinstance(part, BlockWeight):
+            blocks.multiply(x, part, own, added, add=add, ends=ends, like=like)
+        elif ends is not None:
+            own.copy_(stock_grouped_linear(x, part, ends))
+        else:
+            y = part.multiply(x if like is not None else x.to(out.dtype), added)
+            own.copy_(own + y if add else y)
 
 
 @_call_of.register

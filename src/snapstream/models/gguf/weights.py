@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from snapstream.errors import CheckpointError
-from snapstream.kernels.cpu.blocks import pack
 from snapstream.kernels.formats import FORMATS, Format
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, ROTATES_PAIRS, architecture
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.names import Place
 from snapstream.models.progress import with_progress
-from snapstream.models.storage import fill, rows_at_once, target_of
+from snapstream.models.storage import fill, fill_tiles, rows_at_once, target_of
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
@@ -81,7 +80,7 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
         source, (target, kind) = stored_name(name), target_of(model, place)
         order = rows_in_order(file, name, model.spec.head_dim)
         if kind is not None and file.tensors[source].kind == kind.number:
-            pack(kind, file.stored_rows(source), target, torch.from_numpy(order))
+            fill_tiles(target, kind, file.stored_rows(source), torch.from_numpy(order))
         else:
             _read_numbers(file, source, (target, kind), order)
     if FREQUENCY_FACTORS in file.tensors:
