@@ -197,7 +197,7 @@ bench-speculative: $(STAMP)
 
 # On a GPU, with weights of the shape of Llama-3.1-8B made in place: docs/gpu.md. Parts: ONLY=decode,table5
 bench-gpu: $(STAMP)
-	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --json gpu.json $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=src $(BIN)/python -m benchmarks.gpu --json gpu.json $(if $(ONLY),--only $(ONLY)) $(if $(WEIGHTS),--weights $(WEIGHTS))
 
 # Trains the shipped models anew; about an hour on one core for the first, 80 minutes for the second.
 train: $(STAMP)

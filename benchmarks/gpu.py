@@ -5,6 +5,7 @@ shape of Llama-3.1-8B are generated on the device. From a bare checkout::
 
     PYTHONPATH=src python -m benchmarks.gpu --json gpu.json                     # all parts
     PYTHONPATH=src python -m benchmarks.gpu --only decode,table5 --json gpu.json
+    PYTHONPATH=src python -m benchmarks.gpu --weights q4_k --only decode,table5 --json q4.json  # blocks as stored
     PYTHONPATH=src python -m benchmarks.gpu --show gpu.json                     # as Markdown, for docs/gpu.md
     PYTHONPATH=src python -m benchmarks.gpu --device cpu --tiny                 # a dry run of all parts without a GPU
 
@@ -24,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from snapstream.config.engine import QUANTIZED
 from snapstream.outputs import write_text
 
 PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "position", "speculation", "memory")
@@ -49,11 +51,11 @@ def main() -> int:
     if device.type == "cpu" and not arguments.tiny:
         print("Without a GPU the full size would take days; give --tiny, too.")
         return 2
-    bench = Bench(device, DRY if arguments.tiny else FULL)
+    bench = Bench(device, DRY if arguments.tiny else FULL, arguments.weights)
     found: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())
-    machine = _machine(device) | {"tiny": arguments.tiny}
+    machine = _machine(device) | {"tiny": arguments.tiny, "weights": arguments.weights}
     if found.get("machine", machine) != machine:
         print(f"{arguments.json} is from {found['machine']}, not from {machine}; give another file.")
         return 2
@@ -205,6 +207,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="File to write to; results of other parts in it are kept.")
     parser.add_argument("--show", type=Path, metavar="FILE", help="Print such a file as Markdown; measure nothing.")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--weights", default="bfloat16", choices=("bfloat16", *QUANTIZED), help="Format of the weights."
+    )
     parser.add_argument("--tiny", action="store_true", help="A tiny model and short prompts, as a smoke test.")
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")

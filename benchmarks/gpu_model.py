@@ -16,8 +16,11 @@ import torch
 from snapstream.attention import choose_backend
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.engine.settings import Setup, Types
+from snapstream.kernels.formats import FORMATS
 from snapstream.models.decoder import DecoderModel
+from snapstream.models.families import tensor_places
 from snapstream.models.spec import ModelSpec
+from snapstream.models.storage import quantized_formats, with_formats
 from snapstream.models.weights import allocate_model, load_spec
 
 LLAMA_8B = {
@@ -107,21 +110,25 @@ DRY = Scale(
 )
 
 
-def spec_of(config: dict[str, Any], layers: int | None = None) -> ModelSpec:
-    """The spec of the model, optionally with fewer layers."""
+def spec_of(config: dict[str, Any], layers: int | None = None, weights: str = "bfloat16") -> ModelSpec:
+    """The spec of the model, optionally with fewer layers, or with weights in blocks."""
     config = config | ({} if layers is None else {"num_hidden_layers": layers})
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return load_spec(Path(directory))
+        spec = load_spec(Path(directory))
+    kind = FORMATS.get(weights)
+    return spec if kind is None else with_formats(spec, quantized_formats(tensor_places(spec), kind))
 
 
 def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
-    """Create random weights in bfloat16, directly on the device."""
+    """Create random weights in bfloat16 or blocks, directly on the device."""
     model = allocate_model(spec, torch.bfloat16, device)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
+        elif parameter.dtype == torch.uint8:
+            parameter.random_(0, 32, generator=generator)  # scales, of two of these bytes each, are below 0.01
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
     return model

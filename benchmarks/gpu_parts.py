@@ -34,10 +34,10 @@ GUESSES = (1, 3, 7)
 class Bench:
     """All parts, on one device, with their shared state."""
 
-    def __init__(self, device: torch.device, scale: Scale) -> None:
+    def __init__(self, device: torch.device, scale: Scale, weights: str) -> None:
         self.device, self.scale = device, scale
         self.clock = Clock(device, scale.repeats)
-        self.spec = spec_of(scale.config)
+        self.spec = spec_of(scale.config, weights=weights)
         self._model: DecoderModel | None = None
         self._bandwidth: float | None = None
 

@@ -29,9 +29,10 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
-def test_some_parts_run_dry(tmp_path):
+@pytest.mark.parametrize("weights", ["bfloat16", "q8_0"])
+def test_some_parts_run_dry(tmp_path, weights):
     path = tmp_path / "gpu.json"
-    done = run("--device", "cpu", "--tiny", "--only", "bandwidth,memory", "--json", path)
+    done = run("--device", "cpu", "--tiny", "--only", "bandwidth,memory", "--json", path, "--weights", weights)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(path.read_text())) == {"bandwidth", "memory", "machine"}
 
