@@ -25,6 +25,7 @@ from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, s
 from snapstream.engine.tokenizing import PromptTokenizer
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.kernels import cpu as cpu_kernels
+from snapstream.kernels.cpu.pages import return_free_memory
 from snapstream.models import load_model, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Engine:
         self._changing = False
         self._broken_by = ""
         self._process = os.getpid()
+        return_free_memory()  # a tokenizer is built from lists that are larger than itself
 
     def add_request(
         self,

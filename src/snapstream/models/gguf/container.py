@@ -10,6 +10,8 @@ import functools
 import math
 import mmap
 import struct
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,37 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class StoredStrings:
+    """Where a list of strings is stored: a vocabulary has hundreds of thousands, which only the tokenizer needs.
+
+    Attributes:
+        file: The file.
+        offset: Offset of the first string in the file.
+        count: How many there are.
+    """
+
+    file: Path
+    offset: int
+    count: int
+
+    def read(self) -> list[str]:
+        """The strings.
+
+        Raises:
+            CheckpointError: The file is damaged, or was changed.
+        """
+        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            cursor = _Cursor(self.file, memory, self.offset)
+            return [cursor.decoded(each) for each in cursor.pieces(self.count)]
+
+
+@dataclass(frozen=True)
 class Container:
     """The header of a file, or of all files of a split model.
 
     Attributes:
         path: The file, or the first file.
-        metadata: Numbers, strings, and lists of these, by key.
+        metadata: Numbers, strings, lists of numbers, and where lists of strings are stored, by key.
         tensors: Tensors by name.
     """
 
@@ -99,6 +126,17 @@ class Container:
         if name not in self.metadata:
             raise CheckpointError(f"{self.path} has no metadata {name}; it is damaged, or not a language model")
         return self.metadata[name]
+
+    def strings(self, name: str) -> list[str]:
+        """The list of strings of a metadata key that must exist.
+
+        Raises:
+            CheckpointError: It does not exist, or is something else.
+        """
+        stored = self.require(name)
+        if not isinstance(stored, StoredStrings):
+            raise CheckpointError(f"{self.path} is damaged: {name} is {type(stored).__name__}, not a list of strings")
+        return stored.read()
 
 
 def open_container(path: Path) -> Container:
@@ -222,8 +260,8 @@ def _placed(
 class _Cursor:
     """Reads a header, never past the end of the file."""
 
-    def __init__(self, path: Path, memory: mmap.mmap) -> None:
-        self.path, self._memory, self.at = path, memory, 0
+    def __init__(self, path: Path, memory: mmap.mmap, at: int = 0) -> None:
+        self.path, self._memory, self.at = path, memory, at
 
     def damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is damaged: {how}")
@@ -244,11 +282,24 @@ class _Cursor:
         return count
 
     def string(self) -> str:
-        length = self.number("Q")
+        return self.decoded(self.take(self.number("Q")))
+
+    def decoded(self, string: bytes) -> str:
         try:
-            return self.take(length).decode()
+            return string.decode()
         except UnicodeDecodeError:
             raise self.damaged("a string is not UTF-8") from None
+
+    def pieces(self, count: int) -> Iterator[bytes]:
+        """The bytes of a list of strings, one after another."""
+        memory, at, end, length_at = self._memory, self.at, len(self._memory), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(memory, at)[0] if start <= end else end + 1
+            if at > end:
+                raise self.damaged("it ends in the middle of its header")
+            yield memory[start:at]
+        self.at = at
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -257,7 +308,9 @@ class _Cursor:
             return self.number(self._code(kind))
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING:
-            return [self.string() for _ in range(self.count(count, 8))]
+            stored = StoredStrings(self.path, self.at, self.count(count, 8))
+            deque(self.pieces(count), maxlen=0)  # goes past them
+            return stored
         code = self._code(kind)  # no model has nested lists
         size = struct.calcsize(f"<{code}")
         return numpy.frombuffer(self.take(self.count(count, size) * size), f"<{code}").tolist()

@@ -39,7 +39,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     file = open_container(path)
-    tokens: Sequence[str] = file.require("tokenizer.ggml.tokens")
+    tokens = file.strings("tokenizer.ggml.tokens")
     stated: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     model = file.require("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
@@ -60,11 +60,21 @@ def load_gguf_tokenizer(path: Path) -> Any:
     if begins and named["bos_token"] is not None:
         _begin_with(made, named["bos_token"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=_Uncopied(made),
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in named.items() if token is not None},
     )
+
+
+class _Uncopied:
+    """Hands a tokenizer over: transformers would copy it, which takes as long as building it."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self._made
 
 
 _BEGIN = ("llama-bpe", "llama3")
@@ -83,7 +93,8 @@ def _byte_level(file: Container, tokens: Sequence[str]) -> Any:
         raise CheckpointError(
             f"{file.path}: the pre-tokenizer {name!r} is not supported; supported: {', '.join(SPLITS)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges")]
+    pairs = (merge.partition(" ") for merge in file.strings("tokenizer.ggml.merges"))
+    merges = [(first, second) for first, _, second in pairs]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
         # With ignore_merges, a word in the vocabulary is a token even if merges cannot produce it.
