@@ -92,8 +92,11 @@ class SnapStream(Worker):
     def __init__(self, model: str, length: int, batch: int, budget: int | None) -> None:
         from snapstream import LLM
 
-        settings = {"max_model_len": length, "slots": batch, "prefill_chunk": CHUNK, "dtype": "bfloat16"}
-        path = model if model.endswith(".gguf") else f"{model}/hf"
+        settings = {"max_model_len": length, "slots": batch, "dtype": "bfloat16"}
+        if model.endswith(".gguf"):  # beside llama.cpp, in chunks of 512, as it has, too
+            path = model
+        else:
+            path, settings = f"{model}/hf", settings | {"prefill_chunk": CHUNK}
         self.llm = LLM(path, budget=budget, report_plan=lambda _: None, **settings)
         self.names: list[str] = []
         self.outputs: dict[str, Any] = {}
