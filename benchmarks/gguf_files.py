@@ -22,10 +22,12 @@ from ratios import show
 from snapstream import LLM, SamplingParams
 from snapstream.assets import PROSE
 from snapstream.engine.settings import load_tokenizer
+from snapstream.models.weights import load_spec
 from snapstream.outputs import write_text
 
 BUDGET, TOGETHER, ROOM = 2048, 4, 600
-LENGTHS = (128, 512, 2048, 8192)
+LENGTHS = (128, 512, 2048)
+LONGEST = 8192
 SECTIONS = ("start", "read", "decode", "floor", "answers")
 QUESTIONS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -49,6 +51,11 @@ def prose(path: str, length: int, skip: int = 0) -> list[int]:
     return tokens[skip : skip + length]
 
 
+def longest(path: str) -> int:
+    """Tokens of the longest prompt: 8,192, or what the model has positions for."""
+    return min(LONGEST, (load_spec(Path(path)).max_position - ROOM) // 1024 * 1024)
+
+
 def start(path: str, rounds: int) -> dict[str, Any]:
     """Seconds from the start of the process until the engine is ready, and its memory then; one slot."""
     print("\n### Start, with one slot of 2,048\n\n| | seconds | process, MiB |\n|---|---|---|")
@@ -67,10 +74,10 @@ def start(path: str, rounds: int) -> dict[str, Any]:
 def read(path: str, rounds: int) -> dict[str, Any]:
     """Seconds to the first token of one prompt."""
     print("\n### Reading: tokens per second\n\n| tokens | llama.cpp | SnapStream | ratio |\n|---|---|---|---|")
-    length = LENGTHS[-1] + ROOM
+    length = longest(path) + ROOM
     ours, theirs = Engine("snapstream", path, length, 1, BUDGET), Engine("llama.cpp", path, length, 1)
     results = {}
-    for tokens in LENGTHS:
+    for tokens in (*LENGTHS, longest(path)):
         times: dict[str, list[float]] = {"ours": [], "theirs": []}
         for round_number in range(1 + (rounds if tokens < 4096 else min(rounds, 2))):
             for name, engine in (("theirs", theirs), ("ours", ours)):
@@ -94,7 +101,8 @@ def decode(path: str, rounds: int) -> dict[str, Any]:
     print("\n### Decoding: tokens per second of all sequences\n")
     print("| after | sequences | cache | llama.cpp | SnapStream | ratio |\n|---|---|---|---|---|---|")
     results: dict[str, Any] = {}
-    for context, batch, budgets in ((512, 1, (None,)), (8192, 1, (None, BUDGET)), (8192, TOGETHER, (BUDGET,))):
+    long = longest(path)
+    for context, batch, budgets in ((512, 1, (None,)), (long, 1, (None, BUDGET)), (long, TOGETHER, (BUDGET,))):
         length = context + ROOM
         # Which of its two ways to attend decodes faster depends on the context.
         names = ("llama.cpp", "llama.cpp, plain attention") if batch == 1 else ("llama.cpp, together",)
