@@ -22,7 +22,7 @@ SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
-  test-gpu test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
+  test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
 
 demo: $(STAMP)
@@ -146,6 +146,10 @@ test-vllm-tp16: $(VLLM_STAMP)
 # The engine beside OpenVINO GenAI, transformers, stock vLLM and llama.cpp; about two hours on a quiet machine, after ten minutes to build llama.cpp.
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
+
+# Files of random models of every family that llama.cpp has, in llama.cpp itself: logits and tokens.
+test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/models/gguf/test_llama_cpp.py
 
 # GGUF files of a directory beside llama.cpp: speed, memory and answers; then the perplexity of weights as they are stored. Half an hour per file, on a quiet machine.
 bench-gguf: $(STAMP) $(LLAMACPP_STAMP)

@@ -12,7 +12,7 @@ from snapstream.assets import PACKAGED, TASK_MODEL
 from snapstream.models.gguf.configuration import configuration
 from snapstream.models.gguf.container import open_container
 from snapstream.models.gguf.tokenizer import load_gguf_tokenizer
-from snapstream.models.gguf.weights import rows_in_order, stored_name
+from snapstream.models.gguf.weights import rows_in_order, sources_of
 
 
 def model_path(name: str, folder: Path) -> Path:
@@ -24,9 +24,11 @@ def model_path(name: str, folder: Path) -> Path:
     model = LlamaForCausalLM(config)
     stored = open_container(file)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            order = rows_in_order(stored, name, config.head_dim)
-            rows = torch.from_numpy(stored.rows(stored_name(name), order))
+        parameters = dict(model.named_parameters())
+        for name, source in sources_of(stored, parameters).items():
+            parameter = parameters[name]
+            order = rows_in_order(stored, name, source, parameter.shape, config.head_dim)
+            rows = torch.from_numpy(stored.rows(source.name, order))
             parameter.copy_(rows.view(parameter.shape))
     model.save_pretrained(folder)
     load_gguf_tokenizer(file).save_pretrained(folder)

@@ -5,21 +5,8 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 SMALL = {
@@ -43,12 +30,12 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 512,
 }
 GROUPED = {
-    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
-    "llama3-gqa": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3-gqa": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
 }
 YARN = {
     "rope_type": "yarn",
@@ -85,34 +72,29 @@ V2_LITE = DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "n_shared_ex
 LATENT = {
     # Latents of the size that vLLM's CPU kernel knows.
     "deepseek-v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config,
+        "DeepseekV3",
         V3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32},
     ),
     "deepseek-v3-yarn": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config,
+        "DeepseekV3",
         V3 | {"rope_parameters": YARN, "attention_bias": True, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     ),
-    "deepseek-v3-halves": (DeepseekV3ForCausalLM, DeepseekV3Config, V3 | {"rope_interleave": False, "n_group": 1}),
+    "deepseek-v3-halves": ("DeepseekV3", V3 | {"rope_interleave": False, "n_group": 1}),
     "deepseek-v2": (
-        DeepseekV2ForCausalLM,
-        DeepseekV2Config,
+        "DeepseekV2",
         DEEPSEEK | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rope_parameters": YARN},
     ),
-    "deepseek-v2-lite": (DeepseekV2ForCausalLM, DeepseekV2Config, V2_LITE),
+    "deepseek-v2-lite": ("DeepseekV2", V2_LITE),
 }
 # Layers with a window, beside layers without; in Qwen3 here they rotate by other angles, too.
 WINDOWED = {
-    "mistral-windows": (MistralForCausalLM, MistralConfig, {"sliding_window": 20, "head_dim": 32}),
+    "mistral-windows": ("Mistral", {"sliding_window": 20, "head_dim": 32}),
     "qwen2-windows": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        "Qwen2",
         {"use_sliding_window": True, "sliding_window": 13, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "qwen3-windows": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
+        "Qwen3",
         {
             "head_dim": 32,
             "num_hidden_layers": 3,
@@ -122,15 +104,101 @@ WINDOWED = {
         },
     ),
 }
-FAMILIES = GROUPED | LATENT | WINDOWED
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * number for number in range(12)],
+    "long_factor": [1.5 + 0.4 * number for number in range(12)],
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+# Like Llama, but for norms, factors, or what is rotated.
+NEAR = {
+    "phi3": (
+        "Phi3",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": LONG_ROPE, "pad_token_id": 0},
+    ),
+    "granite": ("Granite", MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granite-dense": (
+        "GraniteMoeHybrid",
+        MULTIPLIERS
+        | {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {"head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 32, "rope_parameters": HALF, "attention_bias": True, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": HALF, "attention_bias": True, "pad_token_id": 0}),
+}
+# Experts in some or all layers.
+EXPERTS = {
+    "mixtral": (
+        "Mixtral",
+        {"head_dim": 32, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "rope_parameters": HALF,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+}
+FAMILIES = GROUPED | LATENT | WINDOWED | NEAR | EXPERTS
 OTHER_THETA = 70.0
 """Base of the rotation of Qwen3's layers with a window."""
 
 
 def make_model(family: str, seed: int = 0, **changes):
-    model_class, config_class, settings = FAMILIES[family]
+    name, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**(SMALL | settings | changes))).eval()
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, kind)(**(SMALL | settings | changes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms start at 0 and 1, where a mistake would not show

@@ -12,7 +12,7 @@ from snapstream.cache import LayerGroup
 from snapstream.errors import CacheFileError
 from snapstream.kernels import triton as kernels
 from snapstream.models import families, llama
-from snapstream.models.family import Family
+from snapstream.models.families.family import Family
 from snapstream.models.weights import load_spec
 from tests.checkpoints import WINDOWED, prompt, save_checkpoint
 from tests.conftest import save_tokenizer

@@ -268,7 +268,7 @@ def test_bfloat16_agrees(tmp_path):
 def test_a_token_takes_one_latent(tmp_path, family):
     save_checkpoint(tmp_path, family)
     spec = load_spec(tmp_path)
-    settings = LATENT[family][2]
+    settings = LATENT[family][1]
     latent = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     assert spec.kv_bytes_per_token(torch.float32) == 2 * latent * 4
     assert (spec.kv_heads, spec.head_dim) == (1, latent)

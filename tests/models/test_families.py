@@ -9,7 +9,7 @@ from torch import nn
 from snapstream import CacheBudget, CheckpointError
 from snapstream.kernels.parts import Part
 from snapstream.models import families, llama
-from snapstream.models.family import Family
+from snapstream.models.families.family import Family
 from snapstream.models.layers import FeedForward, RMSNorm
 from snapstream.models.names import gated_places, norm_places
 from tests.checkpoints import prompt, save_checkpoint

@@ -228,7 +228,7 @@ def _plan(
     slots = config.slots if slots is None else slots
     entries = setup.budget.capacity if entries is None else entries
     length = setup.max_model_len if length is None else length
-    spec = spec.with_windows_below(length)
+    spec = spec.for_sequences_of(length)
     chunk, sizes = setup.chunk, spec.sizes(types.cache)
     slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)

@@ -121,7 +121,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
-    spec = spec.with_windows_below(max_model_len)
+    spec = spec.for_sequences_of(max_model_len)
     if keeps_blocks(device, dtype):
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.sampling import SamplingState, sample
 from snapstream.kernels.weight import Weight
 
@@ -46,15 +47,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Embed(Operation):
-    """Embeddings of the tokens, from a table ``[vocab, hidden]``."""
+    """Embeddings of the tokens, from a table ``[vocab, hidden]``, times a factor."""
 
     table: Weight
     target: Part
+    factor: float = 1.0
 
     @override
     def run(self, m: Machine) -> None:
         target = self.target.of(m.buffers)[:, 0]
-        target.copy_(self.table.rows(m.slots.token.flatten(), target.dtype))
+        target.copy_(self.table.rows(m.slots.token.flatten(), target.dtype) * self.factor)
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,25 @@ class Angles(Operation):
 
 @dataclass(frozen=True)
 class Norm(Operation):
-    """Root-mean-square norm of each head."""
+    """Root-mean-square norm of each head; with ``add``, it is added to the target. For ``wide``, see ``plain.norm``."""
 
     source: Part
     target: Part
     weight: Tensor
     epsilon: float
+    add: bool = False
+    wide: bool = False
 
     @override
     def run(self, m: Machine) -> None:
-        self.target.of(m.buffers).copy_(plain.norm(self.source.of(m.buffers), self.weight, self.epsilon))
+        target = self.target.of(m.buffers)
+        y = plain.norm(self.source.of(m.buffers), self.weight, self.epsilon, wide=self.wide)
+        target.copy_(target + y if self.add else y)
 
 
 @dataclass(frozen=True)
 class Product(Operation):
-    """``x @ weight.T + bias`` with a weight ``[out, in]``.
+    """``(x @ weight.T + bias) * factor`` with a weight ``[out, in]``.
 
     With ``add``, the result is added to the target. A float32 target gets the float32 sums, or with ``rounded`` the
     sums rounded to the type of activations.
@@ -100,39 +106,42 @@ class Product(Operation):
     bias: Tensor | None = None
     add: bool = False
     rounded: bool = False
+    factor: float = 1.0
 
     @override
     def run(self, m: Machine) -> None:
         x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
-        y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias)
+        y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias) * self.factor
         target.copy_(target + y if self.add else y)
 
 
 @dataclass(frozen=True)
 class GatedProduct(Operation):
-    """SwiGLU: ``silu(x @ gate.T) * (x @ up.T)``; gate and up are the halves of a weight ``[2 * inner, in]``."""
+    """``activation(x @ gate.T) * (x @ up.T)``; gate and up are the halves of a weight ``[2 * inner, in]``."""
 
     source: Part
     target: Part
     weight: Weight
     bias: Tensor | None = None
+    activation: Activation = Activation.SILU
 
     @override
     def run(self, m: Machine) -> None:
         both = self.weight.multiply(self.source.of(m.buffers)[:, 0], self.bias)
-        self.target.of(m.buffers)[:, 0] = plain.gate(both)
+        self.target.of(m.buffers)[:, 0] = plain.gate(both, self.activation)
 
 
 @dataclass(frozen=True)
 class Gate(Operation):
-    """What follows the product of a :class:`GatedProduct`: halves of rows become ``silu(first) * second``."""
+    """What follows the product of a :class:`GatedProduct`: halves of rows become ``activation(first) * second``."""
 
     source: Part
     target: Part
+    activation: Activation = Activation.SILU
 
     @override
     def run(self, m: Machine) -> None:
-        self.target.of(m.buffers).copy_(plain.gate(self.source.of(m.buffers)))
+        self.target.of(m.buffers).copy_(plain.gate(self.source.of(m.buffers), self.activation))
 
 
 @dataclass(frozen=True)
@@ -299,6 +308,7 @@ class ExpertProduct(Operation):
     ends: Part
     weight: Weight
     gated: bool
+    activation: Activation = Activation.SILU
 
     @override
     def run(self, m: Machine) -> None:
@@ -308,7 +318,7 @@ class ExpertProduct(Operation):
             if start == end:
                 continue
             out = self.weight.matrix(expert).multiply(source[start:end])
-            target[start:end] = plain.gate(out) if self.gated else out
+            target[start:end] = plain.gate(out, self.activation) if self.gated else out
             start = end
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import enum
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32; rounded before it is multiplied by the weight.
+class Activation(enum.IntEnum):
+    """What a gate applies to its first half; ``GELU`` is the approximation by a hyperbolic tangent."""
+
+    SILU = 0
+    GELU = 1
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float, *, wide: bool = False) -> Tensor:
+    """Root-mean-square norm over the last axis, in float32.
 
     Args:
         x: ``[T, ..., D]``; float64 is not converted.
         weight: ``[D]``.
         epsilon: Added to the mean of squares.
+        wide: Whether it is multiplied by the weight before it is rounded, instead of after.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+    numbers = x if x.dtype == torch.float64 else x.float()
+    normed = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + epsilon)
+    return (weight * normed).to(x.dtype) if wide else weight * normed.to(x.dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
@@ -39,10 +49,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
     return x * cosine + torch.cat((-second, first), -1) * sine
 
 
-def gate(x: Tensor) -> Tensor:
-    """SwiGLU of ``[T, 2 * I]``: ``silu`` of the first half times the second, ``[T, I]``."""
+def gate(x: Tensor, activation: Activation = Activation.SILU) -> Tensor:
+    """SwiGLU or GeGLU of ``[T, 2 * I]``: the activation of the first half times the second, ``[T, I]``."""
     first, second = x.chunk(2, -1)
-    return F.silu(first).mul_(second)
+    return (F.silu(first) if activation == Activation.SILU else F.gelu(first, approximate="tanh")).mul_(second)
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:

@@ -16,6 +16,7 @@ from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, PromptChunk
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.products import grouped_linear, linear, linear_into, reads_blocks, stock_grouped_linear
 
 
@@ -77,7 +78,7 @@ def _(o: ops.Embed, m: Machine) -> None:
 def _(o: ops.Norm, m: Machine) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:
-        cpu.norm(x, target, o.weight, o.epsilon)
+        cpu.norm(x, target, o.weight, o.epsilon, add=o.add, wide=o.wide)
     else:
         o.run(m)
 
@@ -97,16 +98,18 @@ def _(o: ops.Product, m: Machine) -> None:
     if target.dtype != x.dtype and not o.rounded and not reads_blocks(x, o.weight):
         o.run(m)
     elif target.dtype != x.dtype and o.rounded:
-        target.copy_(linear(x, o.weight, o.bias))
+        target.copy_(linear(x, o.weight, o.bias) * o.factor)
     elif o.add:
-        target.add_(linear(x, o.weight, o.bias))
+        target.add_(linear(x, o.weight, o.bias), alpha=o.factor)
     else:
         linear_into(target, x, o.weight, o.bias)
+        if o.factor != 1.0:
+            target.mul_(o.factor)
 
 
 @_run.register
 def _(o: ops.GatedProduct, m: Machine) -> None:
-    _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers))
+    _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers), o.activation)
 
 
 @_run.register
@@ -121,14 +124,14 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
     else:
         out = stock_grouped_linear(x, o.weight, ends)
     if o.gated:
-        _gate(out, target)
+        _gate(out, target, o.activation)
     else:
         target[:, 0] = out
 
 
-def _gate(x: Tensor, target: Tensor) -> None:
-    """SwiGLU of ``[T, 2 * I]`` into ``[T, 1, I]``."""
+def _gate(x: Tensor, target: Tensor, activation: Activation) -> None:
+    """Gates of ``[T, 2 * I]`` into ``[T, 1, I]``."""
     if cpu.takes_rows(x):
-        cpu.gate(x[:, None], target)
+        cpu.gate(x[:, None], target, activation)
     else:
-        target[:, 0] = plain.gate(x)
+        target[:, 0] = plain.gate(x, activation)

@@ -1,16 +1,17 @@
-"""One decoder layer: attention and feed-forward, each after a norm and with a residual connection."""
+"""One decoder layer: attention and feed-forward, each with norms around it and a residual connection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from torch import nn
 
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
-from snapstream.models.experts import MixtureOfExperts, expert_places
-from snapstream.models.layers import FeedForward, RMSNorm
+from snapstream.models.experts import ExpertNames, MixtureOfExperts, expert_places
+from snapstream.models.layers import FeedForward, Result, RMSNorm
 from snapstream.models.names import Place, gated_places, norm_places
 from snapstream.models.spec import ModelSpec
 
@@ -18,8 +19,8 @@ from snapstream.models.spec import ModelSpec
 class Attention(Protocol):
     """Attention with its projections: a module that describes what it computes."""
 
-    def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
-        """Attention as operations; the result is added to ``target``."""
+    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+        """Attention as operations."""
 
 
 class Block(nn.Module):
@@ -27,22 +28,77 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, attention: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
+        self.factor = spec.residual_factor
+
+        def norm(needed: bool) -> RMSNorm | None:
+            return RMSNorm(spec.hidden_size, spec.norm_epsilon, wide=spec.wide_norms) if needed else None
+
+        self.attention_norm, self.attention_result_norm = norm(spec.norms_before), norm(spec.norms_after)
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
+        self.feed_forward_norm, self.feed_forward_result_norm = norm(spec.norms_before), norm(spec.norms_after)
         self.feed_forward: nn.Module
-        if spec.experts is not None and layer >= spec.experts.first_layer:
-            self.feed_forward = MixtureOfExperts(spec.hidden_size, spec.experts)
+        if spec.experts is not None and layer not in spec.experts.dense_layers:
+            self.feed_forward = MixtureOfExperts(spec.hidden_size, spec.experts, spec.activation)
         else:
-            self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+            self.feed_forward = FeedForward(
+                spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, activation=spec.activation
+            )
 
     def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
         """The layer as operations; its results are added to ``x``."""
-        normed = Part("normed", x.size)
-        yield self.attention_norm.operation(x, normed)
-        yield from cast(Attention, self.attention).operations(layer, normed, x, angles)
-        yield self.feed_forward_norm.operation(x, normed)
-        yield from cast(FeedForward | MixtureOfExperts, self.feed_forward).operations(normed, x)
+        attention = cast(Attention, self.attention)
+        feed_forward = cast(FeedForward | MixtureOfExperts, self.feed_forward)
+        yield from self._branch(
+            x,
+            lambda source, result: attention.operations(layer, source, result, angles),
+            self.attention_norm,
+            self.attention_result_norm,
+        )
+        yield from self._branch(x, feed_forward.operations, self.feed_forward_norm, self.feed_forward_result_norm)
+
+    def _branch(
+        self,
+        x: Part,
+        inner: Callable[[Part, Result], Iterator[Operation]],
+        before: RMSNorm | None,
+        after: RMSNorm | None,
+    ) -> Iterator[Operation]:
+        source, result = x, Result(x, add=True, factor=self.factor)
+        if before is not None:
+            source = Part("normed", x.size)
+            yield before.operation(x, source)
+        if after is not None:
+            result = Result(Part("branch", x.size))
+        yield from inner(source, result)
+        if after is not None:
+            yield after.operation(result.target, x, add=True)
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """What the tensors of a layer are called in checkpoints.
+
+    Attributes:
+        attention_norm: The norm before attention.
+        attention_result_norm: The norm after it.
+        feed_forward_norm: The norm before the feed-forward block.
+        feed_forward_result_norm: The norm after it.
+        feed_forward: The feed-forward block, or the mixture of experts.
+        joined_qkv: Whether queries, keys and values are one tensor.
+        gate_up: The tensor of gates and ups, if they are one.
+        down: The product after them.
+        experts: Names within a mixture of experts.
+    """
+
+    attention_norm: str = "input_layernorm"
+    attention_result_norm: str = ""
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward_result_norm: str = ""
+    feed_forward: str = "mlp"
+    joined_qkv: bool = False
+    gate_up: str = ""
+    down: str = "down_proj"
+    experts: ExpertNames = field(default_factory=ExpertNames)
 
 
 def block_places(
@@ -50,14 +106,19 @@ def block_places(
     target: str,
     spec: ModelSpec,
     layer: int,
-    attention: Callable[[str, str, ModelSpec], dict[str, Place]],
+    attention: dict[str, Place],
+    names: BlockNames = BlockNames(),
 ) -> dict[str, Place]:
     """Where the tensors of a layer go; ``attention`` says it for attention's."""
-    places = norm_places(
-        source, target, spec, input_layernorm="attention_norm", post_attention_layernorm="feed_forward_norm"
-    )
-    places |= attention(f"{source}.self_attn", f"{target}.attention", spec)
-    source, target = f"{source}.mlp", f"{target}.feed_forward"
-    if spec.experts is not None and layer >= spec.experts.first_layer:
-        return places | expert_places(source, target, spec.hidden_size, spec.experts)
-    return places | gated_places(source, target, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+    norms: dict[str, str] = {}
+    if spec.norms_before:
+        norms |= {names.attention_norm: "attention_norm", names.feed_forward_norm: "feed_forward_norm"}
+    if spec.norms_after:
+        norms |= {names.attention_result_norm: "attention_result_norm"}
+        norms |= {names.feed_forward_result_norm: "feed_forward_result_norm"}
+    places = norm_places(source, target, spec, **norms) | attention
+    hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    source, target = f"{source}.{names.feed_forward}", f"{target}.feed_forward"
+    if spec.experts is not None and layer not in spec.experts.dense_layers:
+        return places | expert_places(source, target, hidden, spec.experts, names.experts)
+    return places | gated_places(source, target, hidden, inner, bias=bias, joined=names.gate_up, down=names.down)

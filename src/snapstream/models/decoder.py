@@ -17,8 +17,8 @@ from snapstream.kernels.operations import Embed, Operation
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.families import make_block
-from snapstream.models.family import Layer
-from snapstream.models.layers import Linear, Matrix, RMSNorm
+from snapstream.models.families.family import Layer
+from snapstream.models.layers import Linear, Matrix, Result, RMSNorm
 from snapstream.models.next_token import NextTokenModule
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec
@@ -32,13 +32,13 @@ class DecoderModel(nn.Module):
         self.spec = spec
         self.embedding = Matrix(spec.vocab_size, spec.hidden_size)
         self.blocks = nn.ModuleList(make_block(spec, layer) for layer in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon, wide=spec.wide_norms)
         self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied_embeddings:
             self.head.weight = self.embedding
         self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
         names = dict.fromkeys(group.rotation for group in spec.groups)
-        self.rotations = nn.ModuleList(Rotation(spec.source, name) for name in names)
+        self.rotations = nn.ModuleList(Rotation(spec.source, name, spec.longest) for name in names)
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +60,7 @@ class DecoderModel(nn.Module):
 
     def embed(self) -> Operation:
         """Maps tokens to hidden states, in the buffer ``x``."""
-        return Embed(self.embedding.value, self._x)
+        return Embed(self.embedding.value, self._x, self.spec.embedding_factor)
 
     def rotation_of(self, layer: int) -> Rotation:
         """The rotation of a layer."""
@@ -86,7 +86,8 @@ class DecoderModel(nn.Module):
         )
         yield self.norm.operation(self._x, normed)
         # As transformers rounds them; with weights in blocks there is no such peer, and rounding would make ties.
-        yield self.head.operation(normed, logits, rounded=isinstance(self.head.weight.value, DenseWeight))
+        rounded = isinstance(self.head.weight.value, DenseWeight)
+        yield self.head.operation(normed, Result(logits, factor=self.spec.logit_factor), rounded=rounded)
 
     def operations_ahead(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.

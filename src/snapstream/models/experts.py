@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
 from snapstream.kernels.parts import Part
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import DenseWeight
-from snapstream.models.layers import FeedForward, Matrix
+from snapstream.models.layers import FeedForward, Matrix, Result
 from snapstream.models.names import Place, gated_places
 from snapstream.models.spec import ExpertShape
 
@@ -37,17 +39,22 @@ class MixtureOfExperts(nn.Module):
     are always ``T * chosen`` rows, so no shape depends on the selection.
     """
 
-    def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
+    def __init__(self, hidden_size: int, shape: ExpertShape, activation: Activation = Activation.SILU) -> None:
         super().__init__()
+        self.activation = activation
         self.chosen = shape.chosen
         self.router = Router(hidden_size, shape)
         self.gate_up = Matrix(shape.count, 2 * shape.inner, hidden_size)
         self.down = Matrix(shape.count, hidden_size, shape.inner)
-        self.shared = FeedForward(hidden_size, shape.shared * shape.inner) if shape.shared else None
+        self.shared: FeedForward | None = None
+        if shape.shared:
+            self.shared = FeedForward(hidden_size, shape.shared * shape.inner, activation=activation)
 
-    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The mixture as operations; the result is added to ``target``."""
-        shape, wide = self.router.shape, torch.float32
+    def operations(self, source: Part, result: Result) -> Iterator[Operation]:
+        """The mixture as operations; the result must be one that is added, with a factor of 1."""
+        assert result.add, result
+        assert result.factor == 1.0, result
+        shape, wide, target = self.router.shape, torch.float32, result.target
         logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
         weights = Part("expert_weights", self.chosen, dtype=wide)
         experts = Part("experts", self.chosen, dtype=torch.int64)
@@ -67,14 +74,23 @@ class MixtureOfExperts(nn.Module):
             scale=shape.scale,
         )
         yield Sort(source, rows, experts, ends, shape.count)
-        yield ExpertProduct(rows, inner, ends, self.gate_up.value, gated=True)
+        yield ExpertProduct(rows, inner, ends, self.gate_up.value, gated=True, activation=self.activation)
         yield ExpertProduct(inner, made, ends, self.down.value, gated=False)
         if self.shared is not None:
-            yield from self.shared.operations(source, target)
+            yield from self.shared.operations(source, result)
         yield Combine(made, weights, experts, target)
 
 
-def expert_places(source: str, target: str, hidden: int, shape: ExpertShape) -> dict[str, Place]:
+@dataclass(frozen=True)
+class ExpertNames:
+    """What the tensors of an expert are called in checkpoints: gates, ups, and the product after them."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def expert_places(source: str, target: str, hidden: int, shape: ExpertShape, names: ExpertNames) -> dict[str, Place]:
     """Where the tensors of a mixture go."""
     places = {f"{source}.gate.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
     if shape.corrected:
@@ -82,9 +98,9 @@ def expert_places(source: str, target: str, hidden: int, shape: ExpertShape) -> 
     for expert in range(shape.count):
         theirs = f"{source}.experts.{expert}"
         inner = (shape.inner, hidden)
-        places[f"{theirs}.gate_proj.weight"] = Place(f"{target}.gate_up", inner, 0, expert)
-        places[f"{theirs}.up_proj.weight"] = Place(f"{target}.gate_up", inner, shape.inner, expert)
-        places[f"{theirs}.down_proj.weight"] = Place(f"{target}.down", (hidden, shape.inner), 0, expert)
+        places[f"{theirs}.{names.gate}.weight"] = Place(f"{target}.gate_up", inner, 0, expert)
+        places[f"{theirs}.{names.up}.weight"] = Place(f"{target}.gate_up", inner, shape.inner, expert)
+        places[f"{theirs}.{names.down}.weight"] = Place(f"{target}.down", (hidden, shape.inner), 0, expert)
     if shape.shared:
         places |= gated_places(f"{source}.shared_experts", f"{target}.shared", hidden, shape.shared * shape.inner)
     return places

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from snapstream.kernels.operations import GatedProduct, Norm, Operation, Product
 from snapstream.kernels.parts import Part
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight, joined
 from snapstream.models.spec import StoredRows
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where the result of a part of a layer goes: to ``target``, or, times a factor, in addition to what is there."""
+
+    target: Part
+    add: bool = False
+    factor: float = 1.0
 
 
 class Matrix(nn.Module):
@@ -64,34 +75,43 @@ class Linear(nn.Module):
         self.weight = Matrix(out_features, in_features)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
-    def operation(self, source: Part, target: Part, *, add: bool = False, rounded: bool = False) -> Operation:
+    def operation(self, source: Part, result: Result | Part, *, rounded: bool = False) -> Operation:
         """The layer as an operation."""
-        return Product(source, target, self.weight.value, self.bias, add=add, rounded=rounded)
+        to = Result(result) if isinstance(result, Part) else result
+        return Product(source, to.target, self.weight.value, self.bias, add=to.add, rounded=rounded, factor=to.factor)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
+    """Root-mean-square norm over the last axis, computed in float32; for ``wide``, see ``plain.norm``."""
 
-    def __init__(self, size: int, epsilon: float) -> None:
+    def __init__(self, size: int, epsilon: float, *, wide: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
+        self.epsilon, self.wide = epsilon, wide
 
-    def operation(self, source: Part, target: Part) -> Operation:
+    def operation(self, source: Part, target: Part, *, add: bool = False) -> Operation:
         """The norm as an operation."""
-        return Norm(source, target, self.weight, self.epsilon)
+        return Norm(source, target, self.weight, self.epsilon, add=add, wide=self.wide)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU with the gate and up projections in one matrix product."""
+    """SwiGLU or GeGLU with the gate and up projections in one matrix product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation = Activation.SILU,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def operations(self, source: Part, target: Part) -> Iterator[Operation]:
-        """The layer as operations; the result is added to ``target``."""
+    def operations(self, source: Part, result: Result) -> Iterator[Operation]:
+        """The layer as operations."""
         inner = Part("inner", self.down.in_features)
-        yield GatedProduct(source, inner, self.gate_up.weight.value, self.gate_up.bias)
-        yield self.down.operation(inner, target, add=True)
+        yield GatedProduct(source, inner, self.gate_up.weight.value, self.gate_up.bias, self.activation)
+        yield self.down.operation(inner, result)

@@ -12,12 +12,16 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """The destination of a tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part."""
+    """The destination of a tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part.
+
+    With an ``offset``, a number that is added to all of the tensor's, except in GGUF, whose files contain the sums.
+    """
 
     parameter: str
     shape: tuple[int, ...]
     start: int = 0
     expert: int | None = None
+    offset: float = 0.0
 
 
 def scale_of(name: str) -> str:
@@ -32,15 +36,20 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
     if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
         return True
     layer = _LAYER.match(name)  # multi-token prediction: layers after the last
-    return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers
+    return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers + spec.ignored_layers
 
 
 def norm_places(source: str, target: str, spec: ModelSpec, **names: str) -> dict[str, Place]:
     """Where the weights of norms go: of each name in the checkpoint to the module of the given name."""
     return {
-        f"{source}.{theirs}.weight": Place(f"{target}.{ours}.weight", (spec.hidden_size,))
+        f"{source}.{theirs}.weight": norm_place(f"{target}.{ours}", spec.hidden_size, spec)
         for theirs, ours in names.items()
     }
+
+
+def norm_place(target: str, size: int, spec: ModelSpec) -> Place:
+    """Where the weight of a norm goes."""
+    return Place(f"{target}.weight", (size,), offset=spec.norm_offset)
 
 
 def linear_places(
@@ -53,9 +62,23 @@ def linear_places(
     return places
 
 
-def gated_places(source: str, target: str, hidden: int, inner: int, *, bias: bool = False) -> dict[str, Place]:
-    """Where the tensors of a :class:`~snapstream.models.layers.FeedForward` go."""
-    places = linear_places(f"{source}.gate_proj", f"{target}.gate_up", inner, hidden, bias)
-    places |= linear_places(f"{source}.up_proj", f"{target}.gate_up", inner, hidden, bias, inner)
-    places |= linear_places(f"{source}.down_proj", f"{target}.down", hidden, inner, bias)
-    return places
+def gated_places(
+    source: str, target: str, hidden: int, inner: int, *, bias: bool = False, joined: str = "", down: str = "down_proj"
+) -> dict[str, Place]:
+    """Where the tensors of a :class:`~snapstream.models.layers.FeedForward` go.
+
+    Args:
+        source: Beginning of their names.
+        target: Name of its module.
+        hidden: Columns of gates and ups.
+        inner: Rows of each.
+        bias: Whether products have biases.
+        joined: Name of the tensor of gates and ups, if they are one.
+        down: Name of the product after them.
+    """
+    if joined:
+        places = linear_places(f"{source}.{joined}", f"{target}.gate_up", 2 * inner, hidden, bias)
+    else:
+        places = linear_places(f"{source}.gate_proj", f"{target}.gate_up", inner, hidden, bias)
+        places |= linear_places(f"{source}.up_proj", f"{target}.gate_up", inner, hidden, bias, inner)
+    return places | linear_places(f"{source}.{down}", f"{target}.down", hidden, inner, bias)

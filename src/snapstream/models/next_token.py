@@ -15,7 +15,7 @@ from torch import nn
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
 from snapstream.models.families import make_block
-from snapstream.models.family import Layer
+from snapstream.models.families.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
 from snapstream.models.spec import ModelSpec
 

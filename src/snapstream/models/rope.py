@@ -12,7 +12,7 @@ from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Angles
 from snapstream.kernels.parts import Part
 
-_SUPPORTED = ("default", "linear", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
 
 
 class Rotation(nn.Module):
@@ -26,21 +26,22 @@ class Rotation(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, config: Any, name: str | None) -> None:
+    def __init__(self, config: Any, name: str | None, longest: int | None) -> None:
         """Read the parameters.
 
         Args:
             config: The ``transformers`` configuration.
             name: See above.
+            longest: Maximum length of a sequence; ``None`` for what the model was trained for.
         """
         super().__init__()
-        self.name, self._config = name, config
-        frequencies, self.scaling = rope_frequencies(config, name)
+        self.name, self._config, self._longest = name, config, longest
+        frequencies, self.scaling = rope_frequencies(config, name, longest)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def compute(self, device: torch.device) -> None:
         """Set the frequencies, which are not loaded."""
-        self.frequencies = rope_frequencies(self._config, self.name)[0].to(device)
+        self.frequencies = rope_frequencies(self._config, self.name, self._longest)[0].to(device)
 
     def operation(self) -> Angles:
         """The rotary angles of the tokens' positions."""
@@ -65,12 +66,16 @@ def rope_sets(config: Any) -> dict[str | None, Mapping[str, Any]]:
     return sets
 
 
-def rope_frequencies(config: Any, name: str | None = None) -> tuple[Tensor, float]:
+def rope_frequencies(config: Any, name: str | None = None, longest: int | None = None) -> tuple[Tensor, float]:
     """The inverse frequencies ``[D / 2]`` (float32) and the factor on sine and cosine.
+
+    LongRoPE has one set of frequencies for short sequences and one for long ones. Entries of a cache keep their
+    rotation, so the longest sequence decides for all, as in vLLM.
 
     Args:
         config: The ``transformers`` configuration.
         name: Name of a set of parameters, see :func:`rope_sets`.
+        longest: Maximum length of a sequence; ``None`` for what the model was trained for.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -78,10 +83,14 @@ def rope_frequencies(config: Any, name: str | None = None) -> tuple[Tensor, floa
     kind = parameters.get("rope_type", "default")
     with torch.device("cpu"):
         if kind != "default":
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, **({} if name is None else {"layer_type": name}))
+            options: dict[str, Any] = {} if name is None else {"layer_type": name}
+            if kind == "longrope":
+                options["seq_len"] = longest or longest_sequence(config)
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, **options)
             return frequencies.float(), float(scaling)
         # In transformers, this case exists only in model files, which take 40 MB to import.
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = int(size * (parameters.get("partial_rotary_factor") or 1.0))
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from snapstream.cache import CacheSizes, EntryShape, LayerGroup
 from snapstream.kernels.formats import Format
+from snapstream.kernels.plain import Activation
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ExpertShape:
         chosen: Number of routed experts per token.
         inner: Width inside each expert.
         shared: Number of experts that process every token.
-        first_layer: First layer with experts; the layers before it are dense.
+        dense_layers: Layers without experts.
         groups: Number of groups of experts.
         chosen_groups: Number of groups that a token's experts come from.
         corrected: Whether routing works as in V3: a sigmoid per expert, a learned correction in the selection, and
@@ -57,7 +58,7 @@ class ExpertShape:
     chosen: int
     inner: int
     shared: int
-    first_layer: int
+    dense_layers: frozenset[int]
     groups: int
     chosen_groups: int
     corrected: bool
@@ -99,13 +100,26 @@ class ModelSpec:
         qkv_bias: Bias on the query, key and value projections (Qwen2).
         output_bias: Bias on attention's output projection.
         mlp_bias: Bias in the feed-forward block.
-        qk_norm: RMS norm on each query and key head (Qwen3).
+        qk_norm: RMS norm of queries and keys: of each ``"head"`` (Qwen3), of ``"all"`` heads together (OLMo), or none.
+        norms_before: Whether attention and feed-forward read normalized states.
+        norms_after: Whether their results are normalized before they are added to the residual stream.
+        wide_norms: Whether norms round once, after the product with their weight, which is float32.
+        norm_offset: What a norm's weight in a checkpoint lacks: 1 if weights are stored as their distance from it.
+        rotated: Elements of a head that are rotated; ``None`` for all of them.
+        rotates_pairs: Whether neighboring elements are rotated together, instead of elements of the two halves.
+        unrotated_layers: Layers whose queries and keys are not rotated.
+        activation: Activation of the feed-forward blocks.
+        embedding_factor: Factor on embeddings.
+        residual_factor: Factor on what is added to the residual stream.
+        logit_factor: Factor on logits.
         dtype: Dtype that the checkpoint was saved in.
         eos_token_ids: Tokens that end a sequence.
         source: The ``transformers`` configuration, for RoPE parameters.
+        longest: Maximum length of a sequence; LongRoPE has other frequencies for long ones.
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
         extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
+        ignored_layers: Number of such layers, after these, that are not used.
         reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
         stored_as: Formats of the rows of weights, by the name of the module that holds them; of others, all rows are
             tensors of numbers.
@@ -130,13 +144,26 @@ class ModelSpec:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     source: Any
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    norms_before: bool = True
+    norms_after: bool = False
+    wide_norms: bool = False
+    norm_offset: float = 0.0
+    rotated: int | None = None
+    rotates_pairs: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    activation: Activation = Activation.SILU
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
     extra_layers: int = 0
+    ignored_layers: int = 0
     reads_ahead: bool = False
     weight_block: tuple[int, int] = (128, 128)
     groups: tuple[LayerGroup, ...] = ()
+    longest: int | None = None
     stored_as: Mapping[str, tuple[StoredRows, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,13 +179,13 @@ class ModelSpec:
         longer = replace(first, layers=(*first.layers, self.layers))
         return replace(self, reads_ahead=True, groups=(longer, *others))
 
-    def with_windows_below(self, longest: int) -> ModelSpec:
+    def for_sequences_of(self, longest: int) -> ModelSpec:
         """The same model for sequences of at most ``longest`` tokens: no window needs to be longer."""
         cut = (
             group if group.window is None else replace(group, window=min(group.window, longest))
             for group in self.groups
         )
-        return replace(self, groups=tuple(cut))
+        return replace(self, groups=tuple(cut), longest=longest)
 
     @property
     def has_budget(self) -> bool:

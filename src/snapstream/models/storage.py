@@ -17,7 +17,7 @@ from snapstream.kernels.quantizing import quantize
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.experts import Router
 from snapstream.models.families import tensor_places
-from snapstream.models.layers import Matrix
+from snapstream.models.layers import Matrix, RMSNorm
 from snapstream.models.names import Place
 from snapstream.models.spec import ModelSpec, StoredRows
 
@@ -72,6 +72,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         # The selection of experts depends on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = nn.Parameter(module.correction.float())
+        if isinstance(module, RMSNorm) and module.wide:
+            module.weight = nn.Parameter(module.weight.float())
     return model
 
 

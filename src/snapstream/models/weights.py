@@ -93,6 +93,8 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     tensor = tensors.get_tensor(name)
                     if name in quantised:
                         tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
+                    if place.offset:
+                        tensor = tensor.float() + place.offset
                     fill(*target_of(model, place), tensor)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error

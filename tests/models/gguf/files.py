@@ -4,15 +4,32 @@ import itertools
 
 import numpy
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 
 from snapstream.kernels.formats import FORMATS, Format
-from snapstream.models.gguf.weights import stored_name
 from tests.blocks import random_rows
 from tests.checkpoints import make_model
 
-NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+NAMES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+}
+"""Architectures in files, by ``model_type``."""
+IN_PAIRS = ("llama", "granite", "smollm3")
+"""Architectures whose converter reorders rows of queries and keys."""
 # Byte-level tokens of a byte each, then words that merges make.
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
 
@@ -37,6 +54,8 @@ def stored(tensor, kind):
     data = tensor.float().numpy()
     if data.ndim == 1:  # llama.cpp never quantises these
         return data, GGMLQuantizationType.F32, tensor.float()
+    if data.shape[-1] < 256:  # the router of a random model
+        kind = GGMLQuantizationType.F32
     packed = made_up(tensor, MADE_UP[kind]) if kind in MADE_UP else quantize(data, kind)
     return packed, kind, torch.from_numpy(dequantize(packed, kind))
 
@@ -44,7 +63,7 @@ def stored(tensor, kind):
 def made_up(tensor, kind):
     """Random blocks about as large as a tensor, in a format that the gguf package only reads."""
     generator = torch.Generator().manual_seed(len(tensor))
-    rows = random_rows(kind, *tensor.shape, generator)
+    rows = random_rows(kind, tensor[..., 0].numel(), tensor.shape[-1], generator)
     numbers = torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType(kind.number)))
     middle = float(numbers.mean())
     assert abs(middle) < float(numbers.std())
@@ -55,12 +74,65 @@ def made_up(tensor, kind):
                 factor = rows[:, block : block + 2].contiguous().view(torch.float16).float()
                 rows[:, block : block + 2] = (factor * tensor.std() / numbers.std()).half().view(torch.uint8)
         at += count * width
-    return rows.numpy()
+    return rows.numpy().reshape(*tensor.shape[:-1], -1)
 
 
 def in_pairs(tensor, heads):
     """llama.cpp's order of rows that are rotated: neighbours turn together."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def describe(writer, name, config, head):
+    """What an architecture has besides sizes."""
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    rotated = int(head * (rope.get("partial_rotary_factor") or 1.0))
+    writer.add_rope_dimension_count(rotated)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        factor = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        log = numpy.log(factor) / numpy.log(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(float(numpy.sqrt(1 + log)))
+        for kind in ("long", "short"):
+            factors = numpy.array(rope[f"{kind}_factor"], dtype=numpy.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    if name == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    count = next((value for key in EXPERT_COUNTS if (value := getattr(config, key, None))), None)
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if name == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+
+
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+def split_experts(tensors):
+    """A state with gates and ups of experts as tensors of their own, all views of the state's."""
+    made = {}
+    for key, tensor in tensors.items():
+        stem, joined, _ = key.partition("experts.gate_up_proj")
+        if joined:
+            gates, ups = tensor.chunk(2, 1)
+            made |= {f"{stem}experts.gate_proj.weight": gates, f"{stem}experts.up_proj.weight": ups}
+        else:
+            made[key + ".weight" if key.endswith("experts.down_proj") else key] = tensor
+    return made
 
 
 def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=True, named=(), unmarked=(), **changes):
@@ -85,7 +157,7 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    describe(writer, name, config, head)
     if tokens:
         every = byte_tokens()
         last = [*named, *unmarked, "<|end|>", "<|turn|>"]
@@ -100,15 +172,20 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
         writer.add_eos_token_id(len(every) - 2)
         writer.add_eot_token_id(len(every) - 1)
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
-    kept, kinds = model.state_dict(), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
+    kept, kinds = split_experts(model.state_dict()), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
+    numbers = {arch: number for number, arch in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(numbers[name], config.num_hidden_layers)
     with torch.no_grad():
         for key, tensor in kept.items():
             if key == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            rotated = name == "llama" and (".q_proj." in key or ".k_proj." in key)
+            rotated = name in IN_PAIRS and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor, next(kinds))
-            writer.add_tensor(stored_name(key), numpy.ascontiguousarray(packed), raw_dtype=as_kind)
+            offset = 1.0 if name == "gemma3" and "norm" in key else 0.0
+            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, next(kinds))
+            stem, _, ending = key.replace("correction_bias", "correction.bias").rpartition(".")
+            writer.add_tensor(f"{names.get_name(stem)}.{ending}", numpy.ascontiguousarray(packed), raw_dtype=as_kind)
+            back = back - offset
             if rotated:  # and back to halves
                 back = back.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
             tensor.copy_(back)

@@ -50,6 +50,32 @@ def test_logits_of_transformers(tmp_path, family, kind):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
+OTHERS = ["phi3", "granite", "smollm3", "olmo2", "glm4", "gemma3", "mixtral", "qwen3-moe", "olmoe", "glm4-moe"]
+# What llama.cpp takes for granted.
+GRANTED = {
+    "granite": {"attention_bias": False, "mlp_bias": False},
+    "olmo2": {"attention_bias": False},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "gemma3": {"query_pre_attn_scalar": 32},
+}
+
+
+@pytest.mark.parametrize("weights", ["dense", "auto"])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_K])
+@pytest.mark.parametrize("family", OTHERS)
+def test_logits_of_other_families(tmp_path, family, kind, weights):
+    """As transformers has them with the numbers that come back out of the file, in blocks and widened."""
+    experts = {"moe_intermediate_size": 256} if family in ("qwen3-moe", "glm4-moe") else {}
+    peer = write(tmp_path / "model.gguf", family, kind, **GRANTED.get(family, {}) | experts)
+    rng = random.Random(0)
+    tokens = [rng.randrange(250) for _ in range(80)]
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    got = logits_of(tmp_path / "model.gguf", tokens, weights=weights)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
 STORED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 MIXED = [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0, Kind.F16, Kind.Q5_0]
 

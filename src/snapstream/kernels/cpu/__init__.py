@@ -28,6 +28,7 @@ from snapstream.kernels.cpu.prefill import (
 from snapstream.kernels.cpu.program import MOST_ROTATED, CpuProgram, run_rows, unsupported
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, Slots
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import Weight
 
 __all__ = [
@@ -110,21 +111,25 @@ def takes_rows(x: Tensor) -> bool:
     return ready and x.dtype in TYPES and x.stride(-1) == 1 and x.shape[0] > 0
 
 
-def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
-    """Root-mean-square norm of each head, in float32; rounded before it is multiplied by the weight.
+def norm(
+    source: Tensor, target: Tensor, weight: Tensor, epsilon: float, *, add: bool = False, wide: bool = False
+) -> None:
+    """Root-mean-square norm of each head, in float32; see :class:`~snapstream.kernels.operations.Norm`.
 
     Args:
         source: ``[T, heads, D]``, ``D`` a multiple of 32; the elements of a head must be contiguous.
         target: As ``source``; may be the same memory.
         weight: ``[D]``.
         epsilon: Added to the mean of squares.
+        add: Whether the result is added to the target.
+        wide: Whether it is multiplied by the weight before it is rounded, instead of after.
 
     Raises:
         ValueError: The weight does not match the rows.
         MemoryError: There is not enough memory for temporaries.
     """
     require(weight.shape == source.shape[-1:], "weight does not match")
-    run_rows("Norm", source, target, weight=weight, epsilon=epsilon)
+    run_rows("Norm", source, target, weight=weight, epsilon=epsilon, add=add, wide=wide)
 
 
 def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> None:
@@ -139,9 +144,9 @@ def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> No
     run_rows("Rotate", source, target, angles=angles, pairs=pairs)
 
 
-def gate(source: Tensor, target: Tensor) -> None:
-    """SwiGLU of ``[T, 1, 2 * I]``, ``silu`` of the first half times the second, into ``[T, 1, I]``."""
-    run_rows("Gate", source, target)
+def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU) -> None:
+    """The activation of the first half of ``[T, 1, 2 * I]`` times the second, into ``[T, 1, I]``."""
+    run_rows("Gate", source, target, activation=activation)
 
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:

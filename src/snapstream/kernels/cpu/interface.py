@@ -19,6 +19,8 @@ TYPES = ("float32", "bfloat16", "int64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
 """Types of numbers in memory, by their number; from ``q4_0`` on, formats of weights in blocks."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
 """How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
+ACTIVATIONS = ("silu", "gelu")
+"""Activations of gated products, by their number in :class:`snapstream.kernels.plain.Activation`."""
 
 _STRUCTURES = {
     # A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
@@ -110,6 +112,7 @@ _OF_ANNOTATION = {
     "Tensor": "Vector",
     "Tensor | None": "Vector",
     "int": "int64_t",
+    "Activation": "int64_t",
     "bool": "int64_t",
     "float": "double",
 }
@@ -175,7 +178,7 @@ def header() -> str:
     lines = ["// Written by snapstream/kernels/cpu/interface.py.", "#pragma once", "#include <cstddef>"]
     lines += ["#include <cstdint>", '#define EXPORT extern "C" __attribute__((visibility("default")))']
     lines += ["namespace snapstream {", "struct Operation;"]
-    for name, listed in (("Type", TYPES), ("Instructions", INSTRUCTIONS)):
+    for name, listed in (("Type", TYPES), ("Instructions", INSTRUCTIONS), ("Activation", ACTIVATIONS)):
         lines.append(f"enum {name} : int64_t {{ {', '.join(each.upper() for each in listed)} }};")
     for name, fields in (FIELDS | OPERATIONS).items():
         lines += _declaration(name, fields)

@@ -118,7 +118,7 @@ class ExpertOperations {
         const Gathered x = products.gather(o.weight, o.source, 0, M, thread, [&](int64_t m) { return row + m; });
         const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
         if (o.gated) {
-          products.gate_units(x, o.weight, expert, o.target.size, Vector{}, tile, until, target);
+          products.gate_units(x, o.weight, expert, o.target.size, Vector{}, o.activation, tile, until, target);
         } else {
           products.multiply_units(x, o.weight, expert, tile, until,
                                   [&](int64_t m, int64_t n, int64_t count, const float* sums) {

@@ -93,8 +93,8 @@ class ProductOperations {
 
   // The first `inner` rows of a matrix are gates, the others ups.
   template <typename Target>
-  void gate_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t inner, const Vector& bias, int64_t begin,
-                  int64_t end, const Target& target) {
+  void gate_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t inner, const Vector& bias,
+                  int64_t activation, int64_t begin, int64_t end, const Target& target) {
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, inner); n += UNIT) {
       const int64_t count = std::min(UNIT, inner - n);
       for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
@@ -105,7 +105,7 @@ class ProductOperations {
         for (int64_t m = 0; m < M; ++m) {
           vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
           if (bias.data != nullptr) a += some(bias, n, count), b += some(bias, inner + n, count);
-          put(target(first + m) + n, silu(a) * b, count);
+          put(target(first + m) + n, activated(a, activation) * b, count);
         }
       }
     }
@@ -122,7 +122,7 @@ class ProductOperations {
   void run(const GatedProduct& o, int64_t begin, int64_t end, int64_t thread) {
     each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
       const auto target = [&](int64_t m) { return at<T>(o.target, rows[m]); };
-      gate_units(x, o.weight, 0, o.target.size, o.bias, begin, end, target);
+      gate_units(x, o.weight, 0, o.target.size, o.bias, o.activation, begin, end, target);
     });
   }
 
@@ -164,7 +164,9 @@ class ProductOperations {
 
   // Writes the sums of `count` rows of a matrix from n on, at most UNIT, to a row of the target.
   void finish(const Product& o, int64_t row, int64_t n, int64_t count, const float* sums) {
-    const vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
+    vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
+    if (o.rounded) y = snapstream::rounded<T>(y);
+    y *= static_cast<float>(o.factor);
     if (o.target.type == FLOAT32) {
       return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
     }

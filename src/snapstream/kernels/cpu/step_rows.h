@@ -8,10 +8,11 @@
 
 namespace snapstream {
 
-// x / (1 + exp(-x)), computed from exp(-|x|) alone.
-inline vec silu(vec x) {
-  const vec e = exp_nonpositive(select(x > 0.0f, -x, x));
-  return select(x > 0.0f, x, x * e) / (1.0f + e);
+// x / (1 + exp(-z)), computed from exp(-|z|) alone: with z = x it is SiLU, and with another z GELU's approximation.
+inline vec activated(vec x, int64_t activation) {
+  const vec z = activation == GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+  const vec e = exp_nonpositive(select(z > 0.0f, -z, z));
+  return select(z > 0.0f, x, x * e) / (1.0f + e);
 }
 
 // Loads the first `count` elements of a vector, which may be all that memory holds of it.
@@ -58,11 +59,15 @@ class RowOperations {
     const int64_t token = s.p.token[row / s.p.tokens * s.p.token_row + row % s.p.tokens];
     if (in_blocks(o.table.type)) {
       const uint8_t* tiles = tile_of(o.table, 0, token / LANES * LANES);
-      return widen_row(o.table.type, tiles, token % LANES, o.target.size, at<T>(o.target, row));
+      widen_row(o.table.type, tiles, token % LANES, o.target.size, at<T>(o.target, row));
+    } else {
+      with_type(o.table.type, [&](auto n) {
+        convert(row_of<decltype(n)>(o.table, 0, token), o.target.size, at<T>(o.target, row));
+      });
     }
-    with_type(o.table.type, [&](auto n) {
-      convert(row_of<decltype(n)>(o.table, 0, token), o.target.size, at<T>(o.target, row));
-    });
+    if (o.factor == 1.0) return;
+    T* to = at<T>(o.target, row);
+    for (int64_t i = 0; i < o.target.size; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(o.factor));
   }
 
   // Cosines, then sines, rounded to the type of activations.
@@ -97,9 +102,15 @@ class RowOperations {
           vec low, high, weight_low, weight_high;
           load_pair(from + i, low, high);
           load_pair_as<T>(weight + i, weight_low, weight_high);
-          store_pair(to + i, low * factor, high * factor);  // rounded before the product with the weight, as in training
-          load_pair(to + i, low, high);
-          store_pair(to + i, low * weight_low, high * weight_high);
+          low *= factor, high *= factor;
+          if (!o.wide) low = rounded<T>(low), high = rounded<T>(high);
+          low *= weight_low, high *= weight_high;
+          if (o.add) {
+            vec own_low, own_high;
+            load_pair(to + i, own_low, own_high);
+            low = own_low + rounded<T>(low), high = own_high + rounded<T>(high);
+          }
+          store_pair(to + i, low, high);
         }
       }
     });
@@ -126,7 +137,7 @@ class RowOperations {
     T* to = at<T>(o.target, row);
     for (int64_t i = 0; i < o.target.size; i += LANES) {
       const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
-      put(to + i, silu(some(gates + i, count)) * some(ups + i, count), count);
+      put(to + i, activated(some(gates + i, count), o.activation) * some(ups + i, count), count);
     }
   }
 

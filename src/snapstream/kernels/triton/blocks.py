@@ -110,12 +110,14 @@ def _part(
 
 
 @triton.jit
-def _store_sums(out, place, mask, sums, bias, row, is_row, like, HAS_BIAS: tl.constexpr, ADD: tl.constexpr):
-    """Store float32 sums ``[tokens, rows]`` with their bias, rounded to the type of ``like`` if that is narrower."""
+def _store_sums(out, place, mask, sums, bias, row, is_row, like, factor, HAS_BIAS: tl.constexpr, ADD: tl.constexpr):
+    """Store float32 sums ``[tokens, rows]``: with their bias, rounded to the type of ``like``, times a factor."""
     if HAS_BIAS:
         sums += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
     if like is not None:
-        sums = rounded(sums, like).to(tl.float32)
+        sums = rounded(rounded(sums, like).to(tl.float32) * factor, like).to(tl.float32)
+    else:
+        sums *= factor
     if ADD:
         sums += tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + place, rounded(sums, out), mask=mask)
@@ -130,6 +132,7 @@ def _multiply(
     partial,
     ends,
     like,
+    factor,
     x_row,
     out_row,
     tokens,
@@ -187,12 +190,12 @@ def _multiply(
             tl.store(partial + place, sums, mask=mask)
         else:
             place = token.to(tl.int64)[:, None] * out_row + row[None, :]
-            _store_sums(out, place, mask, sums, bias, row, is_row, like, HAS_BIAS, ADD)
+            _store_sums(out, place, mask, sums, bias, row, is_row, like, factor, HAS_BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_splits(
-    partial, bias, out, like, out_row, tokens, count, splits, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    partial, bias, out, like, factor, out_row, tokens, count, splits, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """The sums of one row of ``x``."""
@@ -202,7 +205,7 @@ def _add_splits(
     for split in range(splits):
         sums += tl.load(partial + (split * tokens + token) * count + row, mask=is_row, other=0.0)
     place = token * out_row + row[None, :]
-    _store_sums(out, place, is_row[None, :], sums[None, :], bias, row, is_row, like, HAS_BIAS, ADD)
+    _store_sums(out, place, is_row[None, :], sums[None, :], bias, row, is_row, like, factor, HAS_BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["count", "total"])
@@ -266,8 +269,9 @@ def multiply(
     add: bool = False,
     ends: Tensor | None = None,
     like: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
-    """Compute ``x @ weight.T + bias``; of each row of ``x``, alone.
+    """Compute ``(x @ weight.T + bias) * factor``; of each row of ``x``, alone.
 
     Args:
         x: ``[T, in]``; the elements of a row must be contiguous, as in ``out``.
@@ -277,6 +281,7 @@ def multiply(
         add: Whether the result is added to ``out``.
         ends: Where the rows of each expert end, int64 ``[E]``; rows past the last end stay as they are.
         like: A tensor to whose type sums are rounded before they are written; ``None``: they are not.
+        factor: What the result is multiplied by, before it is added.
     """
     described, tokens, columns = _described(weight.kind), len(x), weight.shape[-1]
     parts, per_block = columns // described["COLUMNS"], described["PER_BLOCK"]
@@ -295,6 +300,7 @@ def multiply(
         partial,
         ends,
         like,
+        factor,
         x.stride(0),
         out.stride(0),
         tokens,
@@ -316,6 +322,7 @@ def multiply(
             bias,
             out,
             like,
+            factor,
             out.stride(0),
             tokens,
             weight.out,

@@ -74,6 +74,8 @@ class TritonProgram:
         first = operations[0]
         if type(first) is ops.Attend:
             return 1, self._attend(first)
+        if type(first) is ops.Store and first.value is not None:
+            return 1, self._store(first)
         return 1, _call_of(first, self.machine)
 
     def _attend(self, o: ops.Attend) -> Call:
@@ -90,6 +92,17 @@ class TritonProgram:
             scratch=self._scratch,
             group=m.group_of(o.layer),
         )
+
+    def _store(self, o: ops.Store) -> Call:
+        """A write of keys and values that are not rotated, or of which a part is."""
+        assert o.value is not None
+        N, D, buffer = o.key.heads, o.key.size, o.key.buffer
+        end = o.key.offset + N * D
+        if (o.key, o.value) != (Part(buffer, D, N, o.key.offset), Part(buffer, D, N, end)):
+            return functools.partial(o.run, self.machine)
+        source = Part(buffer, 2 * N * D, offset=o.key.offset).of(self.machine.buffers)[:, 0]
+        into, places = self._places(o.layer)
+        return functools.partial(store.store_grouped, source, source, None, None, into, places)
 
     def _grouped_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``[norm of queries, norm of keys,] rotation of both, store``."""
@@ -111,21 +124,23 @@ class TritonProgram:
         )
         query = Part(name, D, H)
         are_normed = [
-            isinstance(norm, ops.Norm) and norm.source == norm.target == part
+            isinstance(norm, ops.Norm) and norm.source == norm.target == part and not norm.add
             for norm, part in zip(norms, (query, key), strict=False)
         ]
         if rotated.target != both or rotated.pairs or not laid_out or not all(are_normed):
             return None
         source = Part(name, (H + 2 * N) * D).of(m.buffers)[:, 0]
-        weights = None
+        weights, wide = None, False
         if norms:
             first, second = norms
             assert isinstance(first, ops.Norm)
             assert isinstance(second, ops.Norm)
-            weights = (first.weight, second.weight, first.epsilon)
+            weights, wide = (first.weight, second.weight, first.epsilon), first.wide
         cosine, sine = _angles(rotated.angles, m)
         into, places = self._places(stored.layer)
-        return len(norms) + 2, lambda: store.store_grouped(source, source, cosine, sine, into, places, weights)
+        return len(norms) + 2, functools.partial(
+            store.store_grouped, source, source, cosine, sine, into, places, weights, wide=wide
+        )
 
     def _latent_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``norm of the compressed part, rotation of the rest, store``."""
@@ -140,7 +155,8 @@ class TritonProgram:
             Part(entry.buffer, rank),
             Part(entry.buffer, entry.size - rank, offset=rank),
         )
-        if not laid_out or norm.source != norm.target or rotated.source != rotated.target:
+        in_place = norm.source == norm.target and rotated.source == rotated.target
+        if not laid_out or not in_place or norm.wide or norm.add:
             return None
         source = entry.of(m.buffers)[:, 0]
         cosine, sine = _angles(rotated.angles, m)
@@ -173,7 +189,8 @@ def _call_of(operation: Operation, m: Machine) -> Call:
 
 @_call_of.register
 def _(o: ops.Norm, m: Machine) -> Call:
-    return functools.partial(rows.norm, o.source.of(m.buffers), o.target.of(m.buffers), o.weight, o.epsilon)
+    source, target = o.source.of(m.buffers), o.target.of(m.buffers)
+    return functools.partial(rows.norm, source, target, o.weight, o.epsilon, add=o.add, wide=o.wide)
 
 
 @_call_of.register
@@ -188,7 +205,13 @@ def _(o: ops.Embed, m: Machine) -> Call:
     if not isinstance(table, BlockWeight):
         return functools.partial(o.run, m)
     target = o.target.of(m.buffers)[:, 0]
-    return lambda: blocks.widen(table, target, m.slots.token.flatten())
+
+    def embed() -> None:
+        blocks.widen(table, target, m.slots.token.flatten())
+        if o.factor != 1.0:
+            target.mul_(o.factor)
+
+    return embed
 
 
 @_call_of.register
@@ -196,14 +219,18 @@ def _(o: ops.Product, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     if o.weight.has_blocks:
         like = x if o.rounded else None
-        return functools.partial(_multiply, x, o.weight, y, o.bias, add=o.add, like=like)
-    if not x.dtype == y.dtype == o.weight.dtype:
+        return functools.partial(_multiply, x, o.weight, y, o.bias, add=o.add, like=like, factor=o.factor)
+    if not x.dtype == y.dtype == o.weight.dtype or (o.factor != 1.0 and not o.add):
         return functools.partial(o.run, m)
-    weight, bias = o.weight.dense(x.dtype).t(), o.bias
+    weight, bias, factor = o.weight.dense(x.dtype).t(), o.bias, o.factor
     if bias is None:
         # The product itself reads and writes the tensor that it adds to.
-        return (lambda: torch.addmm(y, x, weight, out=y)) if o.add else (lambda: torch.mm(x, weight, out=y))
-    return (lambda: y.add_(torch.addmm(bias, x, weight))) if o.add else (lambda: torch.addmm(bias, x, weight, out=y))
+        if o.add:
+            return lambda: torch.addmm(y, x, weight, alpha=factor, out=y)
+        return lambda: torch.mm(x, weight, out=y)
+    if o.add:
+        return lambda: y.add_(torch.addmm(bias, x, weight), alpha=factor)
+    return lambda: torch.addmm(bias, x, weight, out=y)
 
 
 @_call_of.register
@@ -216,7 +243,7 @@ def _(o: ops.GatedProduct, m: Machine) -> Call:
             _multiply(x, o.weight, both, o.bias)
         else:
             both = o.weight.multiply(x, o.bias)
-        rows.gate(both, y)
+        rows.gate(both, y, o.activation)
 
     return gated_product
 
@@ -233,7 +260,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
         else:
             out = stock_grouped_linear(x, o.weight, ends)
         if o.gated:
-            rows.gate(out, y)
+            rows.gate(out, y, o.activation)
         else:
             y.copy_(out)
 
@@ -249,16 +276,17 @@ def _multiply(
     add: bool = False,
     ends: Tensor | None = None,
     like: Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
     """:func:`snapstream.kernels.triton.blocks.multiply` with rows in several formats, some of them perhaps numbers."""
     for part, of_part in weight.runs():
         own, added = out[:, of_part], None if bias is None else bias[of_part]
         if isinstance(part, BlockWeight):
-            blocks.multiply(x, part, own, added, add=add, ends=ends, like=like)
+            blocks.multiply(x, part, own, added, add=add, ends=ends, like=like, factor=factor)
         elif ends is not None:
             own.copy_(stock_grouped_linear(x, part, ends))
         else:
-            y = part.multiply(x if like is not None else x.to(out.dtype), added)
+            y = part.multiply(x if like is not None else x.to(out.dtype), added) * factor
             own.copy_(own + y if add else y)
 
 

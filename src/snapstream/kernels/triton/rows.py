@@ -7,19 +7,23 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
+from snapstream.kernels.plain import Activation
 from snapstream.kernels.triton.tiles import rounded
 
 
 @triton.jit
-def normed(x, weight, epsilon, size, like):
+def normed(x, weight, epsilon, size, like, WIDE: tl.constexpr = False):
     """Norm float32 rows ``[rows, columns]``, 0 beyond ``size``, with the rounding of the model."""
-    return scaled(x, 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon), weight, like)
+    return scaled(x, 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / size + epsilon), weight, like, WIDE)
 
 
 @triton.jit
-def scaled(x, scale, weight, like):
-    """Multiply rows by their scales and a weight, and round before and after the weight."""
-    return rounded(weight * rounded(x * scale[:, None], like).to(tl.float32), like).to(tl.float32)
+def scaled(x, scale, weight, like, WIDE: tl.constexpr = False):
+    """Multiply rows by their scales and a weight, and round after the weight and, unless ``WIDE``, before it."""
+    y = x * scale[:, None]
+    if not WIDE:
+        y = rounded(y, like).to(tl.float32)
+    return rounded(weight * y, like).to(tl.float32)
 
 
 @triton.jit
@@ -52,14 +56,18 @@ def _norm(
     target_head,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, PADDED)
     mask = column < SIZE
     x = tl.load(source + row * source_row + head * source_head + column, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    result = normed(x[None, :], w[None, :], epsilon, SIZE, target)
+    result = normed(x[None, :], w[None, :], epsilon, SIZE, target, WIDE)
     place = target + row * target_row + head * target_head + column
+    if ADD:
+        result += tl.load(place, mask=mask, other=0.0).to(tl.float32)[None, :]
     tl.store(place[None, :], rounded(result, target), mask=mask[None, :])
 
 
@@ -90,17 +98,22 @@ def _rotate(
 
 
 @triton.jit
-def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < INNER
     x = tl.load(source + row * source_row + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + row * source_row + INNER + column, mask=mask, other=0.0).to(tl.float32)
-    gated = rounded(x / (1.0 + tl.exp(-x)), target).to(tl.float32) * up
+    z = x
+    if GELU:  # the approximation by a hyperbolic tangent
+        z = x * (1.5957691216 + 0.0713548163 * x * x)
+    gated = rounded(x / (1.0 + tl.exp(-z)), target).to(tl.float32) * up
     tl.store(target + row * target_row + column, rounded(gated, target), mask=mask)
 
 
-def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None:
+def norm(
+    source: Tensor, target: Tensor, weight: Tensor, epsilon: float, *, add: bool = False, wide: bool = False
+) -> None:
     """Triton kernel for :func:`snapstream.kernels.plain.norm`.
 
     Args:
@@ -108,6 +121,8 @@ def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None
         target: As ``source``; may be the same memory.
         weight: ``[D]``.
         epsilon: Added to the mean of squares.
+        add: Whether the result is added to the target.
+        wide: See there.
     """
     rows, heads, size = source.shape
     padded = next_power_of_2(size)
@@ -120,6 +135,8 @@ def norm(source: Tensor, target: Tensor, weight: Tensor, epsilon: float) -> None
         *target.stride()[:2],
         SIZE=size,
         PADDED=padded,
+        ADD=add,
+        WIDE=wide,
         num_warps=min(16, max(1, padded // 512)),
     )
 
@@ -151,15 +168,23 @@ def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pair
     )
 
 
-def gate(source: Tensor, target: Tensor) -> None:
+def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU) -> None:
     """Triton kernel for :func:`snapstream.kernels.plain.gate`.
 
     Args:
         source: ``[T, 2 * I]``; the elements of a row must be contiguous.
         target: ``[T, I]``.
+        activation: Of the first half.
     """
     rows, inner = target.shape
     block = min(1024, next_power_of_2(inner))
     _gate[(rows, -(-inner // block))](
-        source, target, source.stride(0), target.stride(0), INNER=inner, BLOCK=block, num_warps=4
+        source,
+        target,
+        source.stride(0),
+        target.stride(0),
+        INNER=inner,
+        BLOCK=block,
+        GELU=activation == Activation.GELU,
+        num_warps=4,
     )

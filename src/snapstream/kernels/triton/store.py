@@ -92,6 +92,8 @@ def _store_grouped(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     NORMED: tl.constexpr,
+    WIDE: tl.constexpr,
+    TURNED: tl.constexpr,
     KIND: tl.constexpr,
     ALL_ACTIVE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -114,12 +116,13 @@ def _store_grouped(
             second_weight = tl.load(weight + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
             mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
             scale = 1.0 / tl.sqrt_rn(mean + epsilon)
-            first = scaled(first, scale, first_weight, target)
-            second = scaled(second, scale, second_weight, target)
-        angle = row[:, None] * angle_row + column[None, :]
-        c = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
-        first, second = turned(first, second, c, s)
+            first = scaled(first, scale, first_weight, target, WIDE)
+            second = scaled(second, scale, second_weight, target, WIDE)
+        if TURNED:
+            angle = row[:, None] * angle_row + column[None, :]
+            c = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
+            s = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
+            first, second = turned(first, second, c, s)
     first, second = rounded(first, target), rounded(second, target)
     if head < HEADS:
         written = target + row[:, None] * target_row + head * 2 * HALF + column[None, :]
@@ -255,29 +258,32 @@ def commit(pending: LayerCache, cache: LayerCache, slots: Slots, group: int = 0)
 def store_grouped(
     source: Tensor,
     target: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
     cache: LayerCache,
     places: Places,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    *,
+    wide: bool = False,
 ) -> None:
     """Norm and rotate queries and keys, and write keys and values to a cache.
 
     Args:
-        source: Queries, keys and values of each token, ``[B * T, (H + 2 * N) * D]``.
+        source: Queries, keys and values of each token, ``[B * T, (H + 2 * N) * D]``; there may be no queries.
         target: Output for queries, ``[B * T, H * D]`` or wider; may be the same memory.
-        cosine: ``[B * T, D / 2]`` or wider, with the row stride of ``sine``.
+        cosine: ``[B * T, D / 2]`` or wider, with the row stride of ``sine``; ``None``: nothing is rotated.
         sine: As ``cosine``.
         cache: ``[B, N, C, D]``.
         places: Entries of the tokens.
         norms: Weights of the norms of queries and keys, ``[D]``, and their epsilon.
+        wide: Whether norms round once only; see :func:`snapstream.kernels.plain.norm`.
     """
     rows = len(source)
     N, _, D = cache.keys.shape[1:]
     heads = source.shape[1] // D - 2 * N
     block = 16 if places.kind == STRAIGHT else min(16, next_power_of_2(rows))
     query_weight, key_weight, epsilon = norms or (source, source, 0.0)
-    assert cosine.stride(0) == sine.stride(0)
+    assert cosine is None or sine is None or cosine.stride(0) == sine.stride(0)
     _store_grouped[(-(-rows // block), heads + 2 * N)](
         source,
         target,
@@ -293,13 +299,15 @@ def store_grouped(
         places.tokens,
         source.stride(0),
         target.stride(0),
-        cosine.stride(0),
+        0 if cosine is None else cosine.stride(0),
         *cache.keys.stride()[:3],
         HEADS=heads,
         KV_HEADS=N,
         HALF=D // 2,
         PADDED=next_power_of_2(D // 2),
         NORMED=norms is not None,
+        WIDE=wide,
+        TURNED=cosine is not None,
         KIND=places.kind,
         ALL_ACTIVE=places.active is None,
         ROWS=block,

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from snapstream.errors import CheckpointError, first_line
 from snapstream.models.families import read_spec
+from snapstream.models.gguf.architectures import Metadata, architecture
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
 
-# Mistral's files name the architecture llama, as their layers are the same.
-ARCHITECTURES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}
-ROTATES_PAIRS = ("llama", "mistral")
-"""Architectures whose files store query and key rows in the order for rotating neighboring pairs, not halves."""
 _DTYPES = {0: "float32", 1: "float16"}
 """Dtypes of unquantized tensors by kind. Quantized blocks become bfloat16, which is precise enough for them."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 """Tensor with the divisors of Llama 3's rotary frequencies."""
+LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+"""Tensors with the divisors of LongRoPE's, for long and for short sequences."""
 
 
 def load_gguf_spec(path: Path) -> ModelSpec:
@@ -43,25 +38,12 @@ def load_gguf_spec(path: Path) -> ModelSpec:
         raise CheckpointError(f"{path}: {first_line(error)}") from error
 
 
-def architecture(file: Container) -> str:
-    """The name of the architecture in the file.
-
-    Raises:
-        CheckpointError: The architecture is not supported.
-    """
-    name = file.require("general.architecture")
-    if name not in ARCHITECTURES:
-        raise CheckpointError(f"{file.path}: {name!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}")
-    return str(name)
-
-
 def configuration(file: Container) -> Any:
     """Build the ``transformers`` configuration."""
     import transformers
 
-    name = architecture(file)
-    about = _About(file, name)
-    kind, model = ARCHITECTURES[name]
+    name, kind = architecture(file)
+    about = Metadata(file, name)
     hidden, heads = about.number("embedding_length"), about.number("attention.head_count")
     shape = file.tensors.get("token_embd.weight")
     if shape is None:
@@ -72,8 +54,9 @@ def configuration(file: Container) -> Any:
     bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     if name == "llama" and bias["attn_q"] != bias["attn_output"]:
         raise CheckpointError(f"{file.path}: biases of queries, but not of attention's output, are not supported")
+    rope = _rope(about)
     settings = {
-        "architectures": [model],
+        "architectures": [kind.model],
         "vocab_size": shape.shape[0],
         "hidden_size": hidden,
         "intermediate_size": about.number("feed_forward_length"),
@@ -83,8 +66,8 @@ def configuration(file: Container) -> Any:
         "head_dim": head,
         "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": about.number("context_length"),
-        "rope_parameters": _rope(about),
-        "sliding_window": None,  # Mistral's configuration would have one by default
+        "rope_parameters": rope,
+        "sliding_window": None,  # some configurations would have one by default
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": bias["attn_output"],
         "mlp_bias": bias["ffn_up"],
@@ -92,19 +75,34 @@ def configuration(file: Container) -> Any:
         "dtype": _DTYPES.get(shape.kind, "bfloat16"),
     }
     for key in ("attention.value_length", "rope.dimension_count"):
-        if about.number(key, head) != head:
+        size = about.number(key, head)
+        if kind.partial and key == "rope.dimension_count" and size < head:
+            rope["partial_rotary_factor"] = size / head
+        elif size != head:
             raise CheckpointError(
-                f"{file.path}: {name}.{key} is {about.value(key)}, but the head size is {head}; other "
-                "sizes are not supported"
+                f"{file.path}: {name}.{key} is {size}, but the head size is {head}; other sizes are not supported"
             )
-    config = getattr(transformers, kind)(**settings)
     window = about.value("attention.sliding_window", None)
-    if window and window < longest_sequence(config):
+    if kind.windowed and window:
+        settings["sliding_window"] = int(window)
+    config = getattr(transformers, kind.config)(**settings | kind.settings(about, settings))
+    if window and config.sliding_window is None and window < longest_sequence(config):
         raise CheckpointError(
             f"{file.path}: sliding-window attention ({window} tokens) is not supported in GGUF; use the safetensors "
             "checkpoint"
         )
     return config
+
+
+def _long_rope(about: Metadata) -> dict[str, Any]:
+    factors = {name: about.file.rows(tensor, numpy.arange(1))[0].tolist() for name, tensor in LONG_FACTORS.items()}
+    context = about.number("context_length")
+    original = about.number("rope.scaling.original_context_length", context)
+    parameters = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    scale = about.value("rope.scaling.attn_factor", None)
+    if scale is not None:
+        return parameters | {"attention_factor": float(scale)}
+    return parameters | {"factor": context / original}
 
 
 def ends(file: Container) -> tuple[int, ...]:
@@ -114,13 +112,13 @@ def ends(file: Container) -> tuple[int, ...]:
     return tuple(token for token in found if isinstance(token, int))
 
 
-def _rope(about: _About) -> dict[str, Any]:
+def _rope(about: Metadata) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base", 10000.0))}
     # Old files state only the factor, in rope.scale_linear.
     factor = float(about.value("rope.scaling.factor", None) or about.value("rope.scale_linear", None) or 0)
     kind = about.value("rope.scaling.type", "linear" if factor else "none")
-    if any(name.startswith("rope_factors_") for name in about.file.tensors):
-        kind = "longrope"
+    if all(about.has(name) for name in LONG_FACTORS.values()):
+        return parameters | _long_rope(about)
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return parameters
     if kind not in ("linear", "yarn"):
@@ -141,21 +139,3 @@ def _rope(about: _About) -> dict[str, Any]:
         if scale is not None:  # a factor on YaRN's own; transformers expects the product of both
             parameters["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)
     return parameters
-
-
-@dataclass(frozen=True)
-class _About:
-    """The metadata whose keys begin with the architecture's name."""
-
-    file: Container
-    name: str
-
-    def value(self, key: str, *otherwise: Any) -> Any:
-        name = f"{self.name}.{key}"
-        return self.file.metadata.get(name, *otherwise) if otherwise else self.file.require(name)
-
-    def number(self, key: str, *otherwise: int) -> int:
-        value = self.value(key, *otherwise)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise CheckpointError(f"{self.file.path}: {self.name}.{key} is {value!r}; it must be a positive number")
-        return value

@@ -16,14 +16,20 @@ from snapstream.models.gguf.container import Container, open_container
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3, _QWEN_2 = _LETTERS + r"\p{N}{1,3}" + _REST, _LETTERS + r"\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Splits digits, then splits like GPT-2.
+_DIGITS = None
 SPLITS: dict[str, str | None] = {
-    "llama-bpe": _LLAMA_3,
-    "llama3": _LLAMA_3,
-    "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2,
-    # Splits digits, then splits like GPT-2.
-    "smollm": None,
-    "gpt-2": "",
+    **dict.fromkeys(("llama-bpe", "llama3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA_3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN_2),
+    **dict.fromkeys(("smollm", "refact", "command-r", "starcoder", "codeshell"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "olmo", "granite-docling", "mpt"), ""),
+    "gpt-4o": _GPT_4O,
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6

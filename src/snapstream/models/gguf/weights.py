@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -14,44 +17,51 @@ from torch import Tensor
 from snapstream.errors import CheckpointError
 from snapstream.kernels.formats import FORMATS, Format
 from snapstream.models.decoder import DecoderModel
-from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, ROTATES_PAIRS, architecture
+from snapstream.models.gguf.architectures import architecture
+from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, LONG_FACTORS
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.names import Place
 from snapstream.models.progress import with_progress
 from snapstream.models.storage import fill, fill_tiles, rows_at_once, target_of
 
-_GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_APART = (FREQUENCY_FACTORS, *LONG_FACTORS.values())
+"""Tensors that belong to the configuration."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a tensor of a checkpoint is in a GGUF file: a tensor, or one expert's part of it."""
+
+    name: str
+    expert: int | None = None
 
 
 def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors, under their names in ``places`` or, if they are not in it, their names in the file."""
     file = open_container(path)
-    shapes = {name: stored.shape for name, stored in file.tensors.items() if name != FREQUENCY_FACTORS}
-    for name in places:
-        stored = shapes.pop(stored_name(name), None)
-        if stored is not None:
-            shapes[name] = stored
+    sources = sources_of(file, places)
+    used = {source.name for source in sources.values()}
+    shapes = {name: stored.shape for name, stored in file.tensors.items() if name not in used and name not in _APART}
+    for name, source in sources.items():
+        stored = file.tensors.get(source.name)
+        if stored is None:
+            continue
+        if source.expert is None:
+            shapes[name] = stored.shape
+        elif source.expert < stored.shape[0]:
+            shapes[name] = stored.shape[1:]
     return shapes
 
 
 def stored_formats(path: Path, places: Mapping[str, Place]) -> dict[str, Format]:
     """Formats of the tensors that are in blocks and can stay so, by their names in ``places``."""
     file, by_number = open_container(path), {each.number: each for each in FORMATS.values()}
-    kinds = {name: by_number.get(file.tensors[stored_name(name)].kind) for name in places}
+    sources = sources_of(file, places).items()
+    kinds = {name: by_number.get(file.tensors[source.name].kind) for name, source in sources}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
@@ -60,7 +70,7 @@ def widened_types(path: Path, places: Mapping[str, Place]) -> set[str]:
     from gguf import GGMLQuantizationType as Type
 
     file, kept = open_container(path), {each.number for each in FORMATS.values()}
-    types = {file.tensors[stored_name(name)].kind for name in places}
+    types = {file.tensors[source.name].kind for source in sources_of(file, places).values()}
     return {Type(each).name for each in types - kept} - {"F64", "F32", "F16", "BF16"}
 
 
@@ -76,13 +86,14 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
         CheckpointError: The quantization of a tensor is not supported, or the file has the wrong number of factors.
     """
     file, frequencies = open_container(path), model.rotation_of(0).frequencies
+    sources = sources_of(file, places)
     for name, place in with_progress(places.items(), len(places)):
-        source, (target, kind) = stored_name(name), target_of(model, place)
-        order = rows_in_order(file, name, model.spec.head_dim)
-        if kind is not None and file.tensors[source].kind == kind.number:
-            fill_tiles(target, kind, file.stored_rows(source), torch.from_numpy(order))
+        source, (target, kind) = sources[name], target_of(model, place)
+        order = rows_in_order(file, name, source, place.shape, model.spec.head_dim)
+        if kind is not None and file.tensors[source.name].kind == kind.number:
+            fill_tiles(target, kind, file.stored_rows(source.name), torch.from_numpy(order))
         else:
-            _read_numbers(file, source, (target, kind), order)
+            _read_numbers(file, source.name, (target, kind), order)
     if FREQUENCY_FACTORS in file.tensors:
         factors = file.rows(FREQUENCY_FACTORS, numpy.arange(1))[0]
         if factors.shape != tuple(frequencies.shape):
@@ -99,25 +110,49 @@ def _read_numbers(
         whole = file.rows(source, numpy.arange(1))[0]
         target[0].copy_(torch.from_numpy(whole[order] if len(order) == len(whole) else whole))
         return
-    step = rows_at_once(shape[1])
+    step = rows_at_once(shape[-1])
     for at in range(0, len(order), step):
         fill(*target, torch.from_numpy(file.rows(source, order[at : at + step])), at)
 
 
-def stored_name(name: str) -> str:
-    """The name in a GGUF file of a tensor with a given name in transformers."""
-    stem, _, kind = name.rpartition(".")
-    layer = _LAYER.match(stem)
-    return f"blk.{layer[1]}.{_OF_LAYER[layer[2]]}.{kind}" if layer else f"{_GLOBAL[stem]}.{kind}"
+def sources_of(file: Container, names: Iterable[str]) -> dict[str, Source]:
+    """Where a file has tensors, by their names in transformers; the gguf package knows the names."""
+    arch, _ = architecture(file)
+    known = _known_names(arch, file.metadata.get(f"{arch}.block_count", 0))
+    return {name: _source(known, name) for name in names}
 
 
-def rows_in_order(file: Container, name: str, head_dim: int) -> NDArray[numpy.int64]:
-    """Which row of a tensor comes first, second, ... in this package; of a tensor of one dimension, which number."""
-    shape = file.tensors[stored_name(name)].shape
-    count = shape[0] if len(shape) > 1 or ".bias" in name else 1
-    if architecture(file) in ROTATES_PAIRS and (".q_proj." in name or ".k_proj." in name):
+@functools.lru_cache(maxsize=2)
+def _known_names(arch: str, layers: int) -> TensorNameMap:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    return get_tensor_name_map(next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch), layers)
+
+
+def _source(known: TensorNameMap, name: str) -> Source:
+    stem, _, kind = name.replace("correction_bias", "correction.bias").rpartition(".")
+    expert = _EXPERT.search(stem)
+    found = known.get_name(_EXPERT.sub(".experts.", stem))
+    return Source(f"{found or stem}.{kind}", None if expert is None else int(expert[1]))
+
+
+def rows_in_order(
+    file: Container, name: str, source: Source, shape: Sequence[int], head_dim: int
+) -> NDArray[numpy.int64]:
+    """Which row of a tensor comes first, second, ... in this package; of a tensor of one dimension, which number.
+
+    Args:
+        file: The file.
+        name: The tensor's name in transformers.
+        source: Where it is in the file.
+        shape: Its shape.
+        head_dim: Elements of a head.
+    """
+    count = shape[0] if len(shape) > 1 or name.endswith("bias") else 1
+    _, kind = architecture(file)
+    if kind.reordered and (".q_proj." in name or ".k_proj." in name):
         return _halves(count, head_dim)
-    return numpy.arange(count)
+    return numpy.arange(count) + (source.expert or 0) * count
 
 
 def _halves(count: int, size: int) -> NDArray[numpy.int64]:

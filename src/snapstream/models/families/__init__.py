@@ -8,14 +8,38 @@ import torch
 from torch import nn
 
 from snapstream.errors import CheckpointError
-from snapstream.models.deepseek import DEEPSEEK
-from snapstream.models.family import Family
-from snapstream.models.llama import LLAMA
-from snapstream.models.names import Place, linear_places, norm_places
+from snapstream.kernels.plain import Activation
+from snapstream.models.families.deepseek import DEEPSEEK
+from snapstream.models.families.family import Family
+from snapstream.models.families.gemma import GEMMA
+from snapstream.models.families.glm import GLM, GLM_EXPERTS
+from snapstream.models.families.granite import GRANITE, GRANITE_DENSE
+from snapstream.models.families.llama import LLAMA
+from snapstream.models.families.mixtral import MIXTRAL, QWEN_EXPERTS
+from snapstream.models.families.olmo import OLMO, OLMOE
+from snapstream.models.families.phi import PHI
+from snapstream.models.families.smollm import SMOLLM
+from snapstream.models.names import Place, linear_places, norm_place, norm_places
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec, end_tokens
 
-FAMILIES: tuple[Family, ...] = (LLAMA, DEEPSEEK)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    DEEPSEEK,
+    GEMMA,
+    GLM,
+    GLM_EXPERTS,
+    GRANITE,
+    GRANITE_DENSE,
+    MIXTRAL,
+    OLMO,
+    OLMOE,
+    PHI,
+    QWEN_EXPERTS,
+    SMOLLM,
+)
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU}
+"""Supported activations, by their names in ``config.json``."""
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -55,25 +79,27 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
     named = getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
     architecture: str = named[0]
     family = family_of(architecture)
-    if config.hidden_act != "silu":
-        raise CheckpointError(f"activation {config.hidden_act!r} is not supported; supported: silu")
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        norm_epsilon=config.rms_norm_eps,
-        max_position=longest_sequence(config),
-        tied_embeddings=bool(config.tie_word_embeddings),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        dtype=_dtype(config),
-        eos_token_ids=tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
-        source=config,
-        weight_block=_weight_block(config),
-        **family.fields(config, architecture),
-    )
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    common = {
+        "architecture": architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "norm_epsilon": config.rms_norm_eps,
+        "max_position": longest_sequence(config),
+        "tied_embeddings": bool(config.tie_word_embeddings),
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        "activation": ACTIVATIONS[activation],
+        "dtype": _dtype(config),
+        "eos_token_ids": tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
+        "source": config,
+        "weight_block": _weight_block(config),
+    }
+    return ModelSpec(**common | family.fields(config, architecture))
 
 
 def tensor_places(spec: ModelSpec) -> dict[str, Place]:
@@ -81,7 +107,7 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
     family = family_of(spec.architecture)
     places = {
         "model.embed_tokens.weight": Place("embedding", (spec.vocab_size, spec.hidden_size)),
-        "model.norm.weight": Place("norm.weight", (spec.hidden_size,)),
+        "model.norm.weight": norm_place("norm", spec.hidden_size, spec),
     }
     if not spec.tied_embeddings:
         places["lm_head.weight"] = Place("head.weight", (spec.vocab_size, spec.hidden_size))

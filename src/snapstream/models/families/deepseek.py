@@ -22,8 +22,8 @@ from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.block import Block, block_places
-from snapstream.models.family import Family
-from snapstream.models.layers import Linear, RMSNorm
+from snapstream.models.families.family import Family
+from snapstream.models.layers import Linear, Result, RMSNorm
 from snapstream.models.names import Place, linear_places
 from snapstream.models.spec import ExpertShape, LatentShape, ModelSpec
 
@@ -49,8 +49,8 @@ class LatentAttention(nn.Module):
         self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
         self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
 
-    def operations(self, layer: int, source: Part, target: Part, angles: Part) -> Iterator[Operation]:
-        """Attention as operations; the result is added to ``target``."""
+    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+        """Attention as operations."""
         H, shape = self.heads, self.shape
         width, entry = shape.nope + shape.rope, shape.rank + shape.rope
         low = source
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         mixed, value = Part("attended", shape.rank, H), Part("value", shape.value, H)
         yield Attend(Part("query", entry, H), mixed, layer, self.scale)
         yield HeadProduct(mixed, value, DenseWeight(self.expand[:, shape.nope :]), transposed=False)
-        yield self.output.operation(Part("value", H * shape.value), target, add=True)
+        yield self.output.operation(Part("value", H * shape.value), result)
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
         chosen=chosen,
         inner=config.moe_intermediate_size,
         shared=config.n_shared_experts or 0,
-        first_layer=first,
+        dense_layers=frozenset(range(first)),
         groups=groups,
         chosen_groups=chosen_groups,
         corrected=corrected,
@@ -183,5 +183,7 @@ DEEPSEEK = Family(
     architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     fields=_fields,
     block=lambda spec, layer: Block(spec, layer, LatentAttention(spec)),
-    places=lambda source, target, spec, layer: block_places(source, target, spec, layer, attention_places),
+    places=lambda source, target, spec, layer: block_places(
+        source, target, spec, layer, attention_places(f"{source}.self_attn", f"{target}.attention", spec)
+    ),
 )

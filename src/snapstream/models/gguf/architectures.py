@@ -1,0 +1,165 @@
+"""The architectures of GGUF files: which ``transformers`` configuration each has, and where its settings are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from snapstream.errors import CheckpointError
+from snapstream.models.gguf.container import Container
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata whose keys begin with the architecture's name."""
+
+    file: Container
+    name: str
+
+    def value(self, key: str, *otherwise: Any) -> Any:
+        """The value of a key, which must exist if there is no other."""
+        name = f"{self.name}.{key}"
+        return self.file.metadata.get(name, *otherwise) if otherwise else self.file.require(name)
+
+    def number(self, key: str, *otherwise: int) -> int:
+        """A positive number."""
+        value = self.value(key, *otherwise)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise CheckpointError(f"{self.file.path}: {self.name}.{key} is {value!r}; it must be a positive number")
+        return value
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor."""
+        return tensor in self.file.tensors
+
+
+_Settings = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How files of one architecture are read.
+
+    Attributes:
+        config: Class of the configuration.
+        model: Name of the model in ``config.json``.
+        reordered: Whether files store query and key rows in the order for rotating neighboring pairs, not halves.
+        partial: Whether a part of each head may be rotated.
+        windowed: Whether the window, if there is one, is that of all layers.
+        settings: Given the metadata and the settings that all have in common, the other ones.
+    """
+
+    config: str
+    model: str
+    reordered: bool = False
+    partial: bool = False
+    windowed: bool = False
+    settings: _Settings = lambda about, common: {}
+
+
+def _experts(about: Metadata, inner: str = "expert_feed_forward_length") -> dict[str, Any]:
+    return {
+        "num_experts": about.number("expert_count"),
+        "num_local_experts": about.number("expert_count"),
+        "num_experts_per_tok": about.number("expert_used_count"),
+        "moe_intermediate_size": about.number(inner),
+    }
+
+
+def _granite(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": float(about.value("embedding_scale", 1.0)),
+        "residual_multiplier": float(about.value("residual_scale", 1.0)),
+        "logits_scaling": float(about.value("logit_scale", 1.0)),
+        "attention_multiplier": float(about.value("attention.scale", common["head_dim"] ** -0.5)),
+    }
+
+
+def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    pattern, layers = about.value("attention.sliding_window_pattern", 6), common["num_hidden_layers"]
+    slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
+    # As llama.cpp decides it: the largest model has another factor on attention logits.
+    scalar = common["hidden_size"] // common["num_attention_heads"] if layers == 62 else common["head_dim"]
+    return {
+        "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": own},
+        "sliding_window": about.number("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "query_pre_attn_scalar": scalar,
+        "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
+        "embedding_factor": common["hidden_size"] ** 0.5,  # llama.cpp does not round it
+    }
+
+
+def _glm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": about.has("blk.0.attn_q.bias")}
+
+
+def _glm_experts(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    unused = int(about.value("nextn_predict_layers", 0))  # layers for multi-token prediction, counted as layers
+    return _experts(about) | {
+        "attention_bias": about.has("blk.0.attn_q.bias"),
+        "use_qk_norm": about.has("blk.0.attn_q_norm.weight"),
+        "num_hidden_layers": common["num_hidden_layers"] - unused,
+        "num_nextn_predict_layers": unused,
+        "n_routed_experts": about.number("expert_count"),
+        "n_shared_experts": int(about.value("expert_shared_count", 0)),
+        "first_k_dense_replace": int(about.value("leading_dense_block_count", 0)),
+        "n_group": int(about.value("expert_group_count", 1)),
+        "topk_group": int(about.value("expert_group_used_count", 1)),
+        "norm_topk_prob": bool(about.value("expert_weights_norm", True)),
+        "routed_scaling_factor": float(about.value("expert_weights_scale", 1.0)),
+    }
+
+
+def _qwen_experts(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return _experts(about) | {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+def _mixtral(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return _experts(about, "feed_forward_length")
+
+
+def _olmoe(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    clip = about.value("attention.clamp_kqv", None)
+    return _experts(about, "feed_forward_length") | {"norm_topk_prob": False, "clip_qkv": clip or None}
+
+
+def _smollm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {"no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
+_LLAMA = Architecture("LlamaConfig", "LlamaForCausalLM", reordered=True)
+_MIXTRAL = Architecture("MixtralConfig", "MixtralForCausalLM", reordered=True, windowed=True, settings=_mixtral)
+# Mistral's files name the architecture llama, as their layers are the same; so do Mixtral's.
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "mistral": Architecture("MistralConfig", "MistralForCausalLM", reordered=True, windowed=True),
+    "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", settings=_qwen_experts),
+    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", partial=True, windowed=True),
+    "granite": Architecture("GraniteConfig", "GraniteForCausalLM", reordered=True, settings=_granite),
+    "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),
+    "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmoe": Architecture("OlmoeConfig", "OlmoeForCausalLM", settings=_olmoe),
+    "gemma3": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", settings=_gemma),
+    "glm4": Architecture("Glm4Config", "Glm4ForCausalLM", partial=True, settings=_glm),
+    "glm4moe": Architecture("Glm4MoeConfig", "Glm4MoeForCausalLM", partial=True, settings=_glm_experts),
+}
+"""Supported architectures, by their names in files."""
+
+
+def architecture(file: Container) -> tuple[str, Architecture]:
+    """The architecture of a file, and its name.
+
+    Raises:
+        CheckpointError: The architecture is not supported.
+    """
+    name = str(file.require("general.architecture"))
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"{file.path}: {name!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}")
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        return name, _MIXTRAL
+    return name, ARCHITECTURES[name]
