@@ -27,7 +27,7 @@ def model_path(name: str, folder: Path) -> Path:
         parameters = dict(model.named_parameters())
         for name, source in sources_of(stored, parameters).items():
             parameter = parameters[name]
-            order = rows_in_order(stored, name, source, parameter.shape, config.head_dim)
+            order = rows_in_order(stored, name, parameter.shape, config.head_dim)
             rows = torch.from_numpy(stored.rows(source.name, order))
             parameter.copy_(rows.view(parameter.shape))
     model.save_pretrained(folder)

@@ -171,7 +171,16 @@ EXPERTS = {
             "mlp_only_layers": [0],
         },
     ),
-    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "olmoe": (
+        "Olmoe",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm4-moe": (
         "Glm4Moe",
         {

@@ -11,10 +11,11 @@ from snapstream import CacheBudget, SamplingParams
 from snapstream.cache import LayerGroup
 from snapstream.errors import CacheFileError
 from snapstream.kernels import triton as kernels
-from snapstream.models import families, llama
+from snapstream.models import families
+from snapstream.models.families import llama
 from snapstream.models.families.family import Family
 from snapstream.models.weights import load_spec
-from tests.checkpoints import WINDOWED, prompt, save_checkpoint
+from tests.checkpoints import EXPERTS, NEAR, WINDOWED, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.conversation import NaiveConversation
 from tests.engine.test_conversation import NO_SPECIAL, STEPS, run
@@ -93,6 +94,13 @@ def test_turns_equal_naive_turns(mixed, attention, ring):
         sizes = [(rng.choice([1, 5, 33, 60]), rng.choice([2, 10, 25])) for _ in range(3)]
         settings = {"speculative": "lookup"} if seed == 1 else {}
         check_turns(mixed, sizes, ring=ring, seed=seed, attention=attention, **settings)
+
+
+@pytest.mark.parametrize("family", [*NEAR, *EXPERTS])
+def test_turns_of_every_family_equal_naive_turns(tmp_path, family):
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    check_turns(tmp_path, [(70, 30), (5, 10)])
 
 
 @pytest.mark.parametrize("family", ["qwen3-windows", "two-windows"])

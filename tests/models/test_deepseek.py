@@ -73,7 +73,7 @@ def shape(**changes):
         "chosen": 2,
         "inner": 32,
         "shared": 1,
-        "first_layer": 0,
+        "dense_layers": frozenset(),
         "groups": 3,
         "chosen_groups": 2,
         "corrected": True,
@@ -121,7 +121,7 @@ def test_experts_equal_naive_experts(one, program):
         for parameter in mixture.parameters():
             parameter.normal_(std=0.5)
         x = torch.randn(40, 32)
-        got = run_on(mixture.operations(Part("x", 32), Part("y", 32)), x, program)
+        got = run_on(mixture.operations(Part("x", 32), Result(Part("y", 32), add=True)), x, program)
         for token, result in zip(x, got, strict=True):
             want = torch.zeros(32, dtype=torch.float64)
             route = naive_route(mixture.router.weight @ token, mixture.router.correction, one)

@@ -8,9 +8,10 @@ from torch import nn
 
 from snapstream import CacheBudget, CheckpointError
 from snapstream.kernels.parts import Part
-from snapstream.models import families, llama
+from snapstream.models import attention, families
+from snapstream.models.families import llama
 from snapstream.models.families.family import Family
-from snapstream.models.layers import FeedForward, RMSNorm
+from snapstream.models.layers import FeedForward, Result, RMSNorm
 from snapstream.models.names import gated_places, norm_places
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -23,20 +24,21 @@ class ParallelBlock(nn.Module):
     def __init__(self, spec, layer):
         super().__init__()
         self.norm = RMSNorm(spec.hidden_size, spec.norm_epsilon)
-        self.attention = llama.GroupedAttention(spec, layer)
+        self.attention = attention.GroupedAttention(spec, layer)
         self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size)
 
     def operations(self, layer, x, angles):
         normed = Part("normed", x.size)
         yield self.norm.operation(x, normed)
-        yield from self.attention.operations(layer, normed, x, angles)
-        yield from self.feed_forward.operations(normed, x)
+        result = Result(x, add=True)
+        yield from self.attention.operations(layer, normed, result, angles)
+        yield from self.feed_forward.operations(normed, result)
 
 
 def places(source, target, spec, layer):
     return (
         norm_places(source, target, spec, input_layernorm="norm")
-        | llama.attention_places(f"{source}.self_attn", f"{target}.attention", spec)
+        | attention.attention_places(f"{source}.self_attn", f"{target}.attention", spec)
         | gated_places(f"{source}.mlp", f"{target}.feed_forward", spec.hidden_size, spec.intermediate_size)
     )
 

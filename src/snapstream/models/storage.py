@@ -73,7 +73,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         if isinstance(module, Router) and module.correction is not None:
             module.correction = nn.Parameter(module.correction.float())
         if isinstance(module, RMSNorm) and module.wide:
-            module.weight = nn.Parameter(module.weight.float())
+            module.weight = nn.Parameter(module.weight.to(torch.promote_types(dtype, torch.float32)))
     return model
 
 

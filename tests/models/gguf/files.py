@@ -174,7 +174,7 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
     kept, kinds = split_experts(model.state_dict()), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
     numbers = {arch: number for number, arch in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(numbers[name], config.num_hidden_layers)
+    names = get_tensor_name_map(numbers.get(name, numbers["llama"]), config.num_hidden_layers)
     with torch.no_grad():
         for key, tensor in kept.items():
             if key == "lm_head.weight" and config.tie_word_embeddings:

@@ -55,6 +55,7 @@ OTHERS = ["phi3", "granite", "smollm3", "olmo2", "glm4", "gemma3", "mixtral", "q
 GRANTED = {
     "granite": {"attention_bias": False, "mlp_bias": False},
     "olmo2": {"attention_bias": False},
+    "olmoe": {"num_key_value_heads": 8},
     "qwen3-moe": {"mlp_only_layers": []},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "gemma3": {"query_pre_attn_scalar": 32},

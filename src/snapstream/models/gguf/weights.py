@@ -89,11 +89,13 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
     sources = sources_of(file, places)
     for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = sources[name], target_of(model, place)
-        order = rows_in_order(file, name, source, place.shape, model.spec.head_dim)
+        order = rows_in_order(file, name, place.shape, model.spec.head_dim)
+        first = (source.expert or 0) * place.shape[0]
         if kind is not None and file.tensors[source.name].kind == kind.number:
-            fill_tiles(target, kind, file.stored_rows(source.name), torch.from_numpy(order))
+            rows = file.stored_rows(source.name)[first : first + place.shape[0]]
+            fill_tiles(target, kind, rows, torch.from_numpy(order))
         else:
-            _read_numbers(file, source.name, (target, kind), order)
+            _read_numbers(file, source.name, (target, kind), first + order)
     if FREQUENCY_FACTORS in file.tensors:
         factors = file.rows(FREQUENCY_FACTORS, numpy.arange(1))[0]
         if factors.shape != tuple(frequencies.shape):
@@ -126,7 +128,8 @@ def sources_of(file: Container, names: Iterable[str]) -> dict[str, Source]:
 def _known_names(arch: str, layers: int) -> TensorNameMap:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    return get_tensor_name_map(next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch), layers)
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    return get_tensor_name_map(numbers.get(arch, numbers["llama"]), layers)  # mistral has llama's
 
 
 def _source(known: TensorNameMap, name: str) -> Source:
@@ -136,15 +139,12 @@ def _source(known: TensorNameMap, name: str) -> Source:
     return Source(f"{found or stem}.{kind}", None if expert is None else int(expert[1]))
 
 
-def rows_in_order(
-    file: Container, name: str, source: Source, shape: Sequence[int], head_dim: int
-) -> NDArray[numpy.int64]:
+def rows_in_order(file: Container, name: str, shape: Sequence[int], head_dim: int) -> NDArray[numpy.int64]:
     """Which row of a tensor comes first, second, ... in this package; of a tensor of one dimension, which number.
 
     Args:
         file: The file.
         name: The tensor's name in transformers.
-        source: Where it is in the file.
         shape: Its shape.
         head_dim: Elements of a head.
     """
@@ -152,7 +152,7 @@ def rows_in_order(
     _, kind = architecture(file)
     if kind.reordered and (".q_proj." in name or ".k_proj." in name):
         return _halves(count, head_dim)
-    return numpy.arange(count) + (source.expert or 0) * count
+    return numpy.arange(count)
 
 
 def _halves(count: int, size: int) -> NDArray[numpy.int64]:
