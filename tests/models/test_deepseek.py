@@ -16,6 +16,7 @@ from snapstream.kernels.weight import DenseWeight
 from snapstream.models import logits_of
 from snapstream.models.experts import MixtureOfExperts
 from snapstream.models.families import read_spec
+from snapstream.models.layers import Result
 from snapstream.models.spec import ExpertShape
 from snapstream.models.weights import dequantise, load_model, load_spec
 from tests.attending import run_on
