@@ -162,8 +162,11 @@ def answers(path: str, rounds: int, count: int = 64) -> dict[str, Any]:
     ours, theirs = Engine("snapstream", path, 1024, 1), Engine("llama.cpp", path, 1024, 1)
     results, parted = [], []
     for question in QUESTIONS:
-        message = [{"role": "user", "content": question}]
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        text = question
+        if tokenizer.chat_template:  # otherwise it is a model that continues texts
+            message = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text)
         both = [engine.ask("likelihoods", prompt, count) for engine in (theirs, ours)]
         equal = next((at for at, (a, b) in enumerate(zip(*both, strict=True)) if a[0] != b[0]), count)
         cells = "|  |  |" if equal == count else ""

@@ -40,7 +40,8 @@ class Admission:
         self.texts = PromptTokenizer(tokenizer, max_model_len)
         self.max_logprobs = min(config.max_logprobs, spec.vocab_size)
         self.special_tokens = special_tokens(tokenizer)
-        self._special = {tokenizer.added_tokens_decoder[token].content: token for token in self.special_tokens}
+        added = tokenizer.added_tokens_decoder  # made anew for each access; Gemma has 6,000 of them
+        self._special = {added[token].content: token for token in self.special_tokens}
         named = (self._special[name] for name in end_names(self._special))
         self.end_tokens = frozenset({*spec.eos_token_ids, *named})
 
