@@ -23,7 +23,7 @@ DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
-  bench-vllm bench-transformers bench-presses bench-offload bench-deepseek train clean
+  bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -155,6 +155,10 @@ test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
 bench-gguf: $(STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/gguf_files.py $(MODELS)/*.gguf
 	$(BIN)/python benchmarks/weights.py $(MODELS)/*.gguf
+
+# A mixture of experts beside transformers and llama.cpp; ten minutes, on a quiet machine.
+bench-experts: $(STAMP) $(LLAMACPP_STAMP)
+	$(BIN)/python benchmarks/experts.py
 
 # The plugin beside stock vLLM, and n-gram speculation; half an hour, on a quiet machine.
 bench-vllm: $(VLLM_STAMP)

@@ -90,7 +90,7 @@ def filled_decode(model: DecoderModel, batch: int, budget: CacheBudget, context:
     decode = Decode(
         model,
         backend,
-        types=Types.all(model.norm.weight.dtype),
+        types=Types.all(model.dtype),
         capacity=budget.capacity,
         slots=batch,
         steps=8,

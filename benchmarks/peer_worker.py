@@ -93,7 +93,7 @@ class SnapStream(Worker):
         from snapstream import LLM
 
         settings = {"max_model_len": length, "slots": batch, "dtype": "bfloat16"}
-        if model.endswith(".gguf"):  # beside llama.cpp, in chunks of 512, as it has, too
+        if model.endswith(".gguf"):  # in chunks of 512, as llama.cpp
             path = model
         else:
             path, settings = f"{model}/hf", settings | {"prefill_chunk": CHUNK}

@@ -38,7 +38,7 @@ def run_on(operations, x, program):
 def read_in_chunks(model, tokens, ends, program):
     """Logits after every token ``[L, vocab]``, of chunks that end at ``ends``, each read by a program."""
     operations, (length, device) = list(model.operations()), (len(tokens), tokens.device)
-    dtype, made, start = model.norm.weight.dtype, [], 0
+    dtype, made, start = model.dtype, [], 0
     entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.layers)]
     caches = [entry.empty(1, length, dtype=dtype, device=device) for entry in entries]
     for end in ends:
@@ -62,7 +62,7 @@ def logits_with(model, tokens, positions, attend):
         else:
             made.append(AttendBy(attend, store, each) if isinstance(each, Attend) else each)
     slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)
-    dtype = model.norm.weight.dtype
+    dtype = model.dtype
     buffers = allocate_buffers((part for each in given for part in each.parts()), len(tokens), dtype)
     PlainProgram(made, Machine(buffers, slots, [], [], dtype)).run()
     return buffers["logits"]

@@ -123,7 +123,13 @@ MULTIPLIERS = {
 NEAR = {
     "phi3": (
         "Phi3",
-        {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": LONG_ROPE, "pad_token_id": 0},
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": LONG_ROPE,
+            "pad_token_id": 0,
+        },
     ),
     "granite": ("Granite", MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "granite-dense": (

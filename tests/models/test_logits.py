@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from snapstream.attention import SdpaAttention
 from snapstream.kernels import cpu as kernels
 from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import logits_with
-from tests.checkpoints import FAMILIES, save_checkpoint
+from tests.checkpoints import FAMILIES, make_model, save_checkpoint
 
 
 class DenseCache:
@@ -71,3 +73,36 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
     got = logits_of(model, tokens)
     error = (got - want).abs().max() / want.abs().max()
     assert error < 0.03
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("outer", ["Gemma3", "Mistral3"])
+def test_the_text_model_within_a_model_of_images(outer, renamed, tmp_path):
+    tied = outer == "Gemma3"
+    inner = make_model("gemma3" if tied else "mistral", tie_word_embeddings=tied).config
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = getattr(transformers, f"{outer}Config")(
+        text_config=inner.to_dict(), vision_config=vision, tie_word_embeddings=tied
+    )
+    torch.manual_seed(0)
+    peer = getattr(transformers, f"{outer}ForConditionalGeneration")(config).eval()
+    peer.save_pretrained(tmp_path)
+    if renamed:
+        _rename(tmp_path / "model.safetensors")
+    spec = load_spec(tmp_path)
+    model = load_model(tmp_path, spec, torch.float32, torch.device("cpu"))
+    tokens = torch.randint(3, 90, (50,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = peer(input_ids=tokens[None], token_type_ids=torch.zeros_like(tokens)[None]).logits[0]
+    torch.testing.assert_close(logits_of(model, tokens), want, rtol=1e-3, atol=1e-3)
+
+
+def _rename(file):
+    """As modules are called in transformers, and some checkpoints, too."""
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        _, found, within = name.rpartition("language_model.model.")
+        kept = name.removeprefix("language_model.")  # the output product
+        renamed[f"model.language_model.{within}" if found else kept if kept != name else f"model.{name}"] = tensor
+    save_file(renamed, file, {"format": "pt"})

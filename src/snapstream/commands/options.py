@@ -68,7 +68,7 @@ Dtype = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
-        help="Format of weights on a CPU: auto (as the checkpoint stores them), dense (numbers of --dtype), or "
+        help="Format of weights: auto (as the checkpoint stores them), dense (numbers of --dtype), or "
         f"{', '.join(QUANTIZED)} (quantized while loading).",
         rich_help_panel=MODEL,
     ),

@@ -135,7 +135,9 @@ def _check_memory(memory: float | None, cache_memory: float | None, devices: int
         if given is not None and not 0 < given < 2**40:
             raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
     if devices is not None and weights in QUANTIZED:
-        raise ConfigurationError(f"weights is {weights!r}, which only a CPU multiplies; devices are GPUs")
+        raise ConfigurationError(
+            f"weights is {weights!r}, which is for one device; with devices, give 'dense' or 'auto'"
+        )
     if memory is not None and devices is not None:
         raise ConfigurationError("memory is for one device; with devices, give cache-memory, of all together")
 
@@ -154,7 +156,7 @@ def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float 
     from snapstream.engine.devices import Devices
     from snapstream.engine.memory import gigabytes
 
-    spec = replace(setup.spec, stored_as={})  # only a CPU keeps blocks
+    spec = replace(setup.spec, stored_as={})  # counted as numbers, which is what the paper divides
     devices = Devices(spec, setup.types.weights, count, attention)
     plans = []
     for entries in (setup.budget.capacity, setup.max_model_len):

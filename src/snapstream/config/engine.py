@@ -36,7 +36,7 @@ class EngineConfig:
         draft_model: Checkpoint of the small model, with ``speculative="draft-model"``.
         speculative_tokens: Maximum number of draft tokens per sequence and step.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
-        weights: Format of weights on a CPU: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
+        weights: Format of weights: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
             or a format of :data:`QUANTIZED`, quantized while loading.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).

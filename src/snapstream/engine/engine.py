@@ -22,10 +22,9 @@ from snapstream.engine.report import output_of, slot_use
 from snapstream.engine.request import Request
 from snapstream.engine.scheduler import Scheduler
 from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
-from snapstream.engine.tokenizing import PromptTokenizer
+from snapstream.engine.tokenizing import PromptTokenizer, give_memory_back
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.kernels import cpu as cpu_kernels
-from snapstream.kernels.cpu.pages import return_free_memory
 from snapstream.models import load_model, resolve_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Engine:
         self._changing = False
         self._broken_by = ""
         self._process = os.getpid()
-        return_free_memory()  # a tokenizer is built from lists that are larger than itself
+        give_memory_back()  # a tokenizer is built from lists that are larger than itself
 
     def add_request(
         self,

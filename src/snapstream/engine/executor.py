@@ -76,7 +76,7 @@ class Executor:
     def _rehearse(self, budget: CacheBudget, max_model_len: int, queries: int) -> None:
         """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
         # Short prompts may be read by other kernels, and so may a chunk of a single token.
-        longest = min(max_model_len, self.prefill.chunk + 4 * MIN_CAPACITY)
+        longest = min(max_model_len, max(self.prefill.chunk + 4 * MIN_CAPACITY, self.prefill.widened_from))
         for length in (longest, min(longest, SCORED_ROWS), 1):
             reading = Reading(self.spec, [0] * length, scored=0)
             for each in _smaller(budget, length // 2, queries):

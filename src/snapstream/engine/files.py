@@ -11,6 +11,7 @@ from snapstream.config.engine import QUANTIZED
 from snapstream.engine.settings import Setup
 from snapstream.errors import CacheFileError
 from snapstream.models.fingerprint import fingerprint
+from snapstream.models.rope import chosen_frequencies
 
 
 class SequenceFiles:
@@ -26,12 +27,13 @@ class SequenceFiles:
 
     @functools.cached_property
     def model(self) -> str:
-        """Fingerprint of model and tokenizer, and the format that weights were quantized to while loading.
+        """Fingerprint of model and tokenizer, and what settings change: formats of weights, LongRoPE's frequencies.
 
         See :func:`~snapstream.models.fingerprint.fingerprint`.
         """
-        weights = self._setup.config.weights
-        return fingerprint(self._checkpoint) + (f"-{weights}" if weights in QUANTIZED else "")
+        weights, spec = self._setup.config.weights, self._setup.spec
+        named = (weights if weights in QUANTIZED else "", chosen_frequencies(spec.source, spec.longest))
+        return "-".join((fingerprint(self._checkpoint), *filter(None, named)))
 
     def save(self, sequence: CompressedSequence, path: str | Path, *, note: str = "") -> None:
         """Write a compressed sequence, the ``saved`` of an output, to a file.

@@ -22,7 +22,7 @@ from snapstream.errors import MemoryPlanError
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import ExpertProduct, GatedProduct, Product
 from snapstream.kernels.parts import buffer_shapes
-from snapstream.kernels.products import scratch_bytes
+from snapstream.kernels.products import keeps_blocks, scratch_bytes
 from snapstream.kernels.widened import least_tokens, widened_numbers
 from snapstream.models.families import tensor_places
 from snapstream.models.layers import Matrix
@@ -211,7 +211,7 @@ def _smaller_weights(setup: Setup, available: int) -> str:
     dtype = setup.types.weights
     if dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available:
         return "in bfloat16 they would (dtype)"
-    if setup.device.type == "cpu" and not setup.spec.stored_as:
+    if keeps_blocks(setup.device, dtype) and not setup.spec.stored_as:
         for name in ("q8_0", "q4_k"):
             formats = quantized_formats(tensor_places(setup.spec), FORMATS[name])
             if parameter_bytes(with_formats(setup.spec, formats), dtype) < available:
@@ -236,10 +236,12 @@ def _plan(
     shapes = [torch.Size((group.entry.heads, padded, spec.value_size)) for group in spec.groups]
     packed = max(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
     entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
-    chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
-    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
     long = least_tokens(setup.device, types.activations)
     widened = fixed.widened if long is not None and padded >= long else 0
+    multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
+    chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
+    chunk_temporaries += multiplied * fixed.scratch
+    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
     if setup.device.type == "cpu" and (widened or fixed.has_numbers):  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
@@ -333,6 +335,7 @@ class FixedSizes:
         weights: Model parameters.
         buffers: Buffers between operations, per token; without hidden states and logits.
         temporaries: Most that exists within an operation, per token.
+        scratch: What products with blocks need besides, per token that they multiply.
         step: All that a token takes while a step processes it; without logits.
         widened: Numbers of the weights of one layer that long prompts widen, not bytes.
         has_numbers: Whether any weight of a product is not in blocks.
@@ -341,6 +344,7 @@ class FixedSizes:
     weights: int
     buffers: int
     temporaries: int
+    scratch: int
     step: int
     widened: int
     has_numbers: bool
@@ -356,14 +360,14 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     buffers = sum(shape.nbytes for name, shape in shapes.items() if name not in ELSEWHERE)
     products = (each for each in operations if isinstance(each, Product | GatedProduct | ExpertProduct))
     scratch = max(scratch_bytes(each.weight, setup.device) for each in products)
-    temporaries = _temporaries(spec, dtype.itemsize) + scratch
-    step = buffers + temporaries + spec.hidden_size * dtype.itemsize
+    temporaries = _temporaries(spec, dtype.itemsize)
+    step = buffers + temporaries + scratch + spec.hidden_size * dtype.itemsize
     widened = 0
     if spec.stored_as and least_tokens(setup.device, dtype) is not None:
         widened = max(widened_numbers(model.operations_of(layer)) for layer in range(spec.cached_layers))
     matrices = (module for name, module in model.named_modules() if isinstance(module, Matrix) and name != "embedding")
     has_numbers = any(run.format is None for matrix in matrices for run in matrix.stored_as)
-    return FixedSizes(weights, buffers, temporaries, step, widened, has_numbers)
+    return FixedSizes(weights, buffers, temporaries, scratch, step, widened, has_numbers)
 
 
 def _temporaries(spec: ModelSpec, item: int) -> int:

@@ -121,9 +121,11 @@ class Prefill:
         ]
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
-        self._long = least_tokens(device, dtype)
-        if numbers and self._long is not None and padded >= self._long:
-            logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", self._long, dtype)
+        self._widened_from = least_tokens(device, dtype) if numbers else None
+        if self._widened_from is not None and padded >= self._widened_from:
+            logger.info(
+                "Prompts of %d tokens or more: weights are widened to %s, layer by layer.", self._widened_from, dtype
+            )
             self._widened = WidenedLayer(numbers, dtype, device)
         self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
         self._embed = model.embed()
@@ -143,9 +145,14 @@ class Prefill:
         """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
         return cls(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=setup.chunk)
 
+    @property
+    def widened_from(self) -> int:
+        """Tokens of a prompt from which on weights are widened; 0 if they never are."""
+        return 0 if self._widened is None else self._widened_from or 0
+
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
-        return self._widened is not None and self._long is not None and tokens >= self._long
+        return 0 < self.widened_from <= tokens
 
     @torch.inference_mode()
     def advance(self, reading: Reading) -> None:

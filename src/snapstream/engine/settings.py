@@ -111,6 +111,11 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     """
     spec = load_spec(resolve_config(model))
     if config.speculative == "mtp":
+        if spec.ignored_layers:
+            raise ConfigurationError(
+                f"speculative is 'mtp', but the module for multi-token prediction of {spec.architecture} is not "
+                "supported; use 'lookup' or 'draft-model'"
+            )
         if not spec.extra_layers:
             raise ConfigurationError(
                 f"speculative is 'mtp', but {model} has no module for multi-token prediction (num_nextn_predict_layers "
@@ -168,7 +173,8 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
 
 def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:
     """Whether a step can be captured: torch's product of experts runs without the host on some devices only."""
-    if spec.experts is None or device.type != "cuda" or not torch.cuda.is_available():
+    torch_multiplies = spec.experts is not None and not spec.experts_in_blocks
+    if not torch_multiplies or device.type != "cuda" or not torch.cuda.is_available():
         return True
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) or capability[0] == 10:

@@ -56,7 +56,8 @@ class Embed(Operation):
     @override
     def run(self, m: Machine) -> None:
         target = self.target.of(m.buffers)[:, 0]
-        target.copy_(self.table.rows(m.slots.token.flatten(), target.dtype) * self.factor)
+        rows = self.table.rows(m.slots.token.flatten(), target.dtype)
+        target.copy_(rows if self.factor == 1.0 else rows * self.factor)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class Product(Operation):
     @override
     def run(self, m: Machine) -> None:
         x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
-        y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias) * self.factor
+        y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias)
+        if self.factor != 1.0:
+            y = y * self.factor
         target.copy_(target + y if self.add else y)
 
 

@@ -98,7 +98,8 @@ def _(o: ops.Product, m: Machine) -> None:
     if target.dtype != x.dtype and not o.rounded and not reads_blocks(x, o.weight):
         o.run(m)
     elif target.dtype != x.dtype and o.rounded:
-        target.copy_(linear(x, o.weight, o.bias) * o.factor)
+        y = linear(x, o.weight, o.bias)
+        target.copy_(y if o.factor == 1.0 else y * o.factor)
     elif o.add:
         target.add_(linear(x, o.weight, o.bias), alpha=o.factor)
     else:

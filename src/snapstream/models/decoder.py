@@ -46,6 +46,13 @@ class DecoderModel(nn.Module):
         return self.norm.weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers; norms may have a wider one."""
+        wide = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm) and module.wide}
+        numbers = (each.dtype for each in self.parameters() if each.is_floating_point() and id(each) not in wide)
+        return next(numbers, self.norm.weight.dtype)
+
+    @property
     def layers(self) -> Sequence[Layer]:
         """All blocks, first to last."""
         return cast(Sequence[Layer], self.blocks)
@@ -60,7 +67,10 @@ class DecoderModel(nn.Module):
 
     def embed(self) -> Operation:
         """Maps tokens to hidden states, in the buffer ``x``."""
-        return Embed(self.embedding.value, self._x, self.spec.embedding_factor)
+        table, factor = self.embedding.value, self.spec.embedding_factor
+        if self.spec.rounds_embedding_factor and isinstance(table, DenseWeight):  # as in transformers
+            factor = float(torch.tensor(factor, dtype=table.dtype))
+        return Embed(table, self._x, factor)
 
     def rotation_of(self, layer: int) -> Rotation:
         """The rotation of a layer."""

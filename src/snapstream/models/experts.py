@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
 from snapstream.kernels.parts import Part
 from snapstream.kernels.plain import Activation
@@ -20,9 +21,9 @@ from snapstream.models.spec import ExpertShape
 class Router(nn.Module):
     """Selects the experts of each token and their weights, in float32.
 
-    V2 takes a softmax over all experts, and selects the best ones overall or within the best groups; a group is rated
-    by its best expert. V3 takes a sigmoid per expert. A learned correction affects the selection but not the weights,
-    and a group is rated by the sum of its two best experts.
+    Most models take a softmax over all experts, and select the best ones overall or (DeepSeek-V2) within the best
+    groups; a group is rated by its best expert. DeepSeek-V3 and GLM-4.5 take a sigmoid per expert. A learned correction
+    affects the selection but not the weights, and a group is rated by the sum of its two best experts.
     """
 
     def __init__(self, hidden_size: int, shape: ExpertShape) -> None:
@@ -79,6 +80,25 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             yield from self.shared.operations(source, result)
         yield Combine(made, weights, experts, target)
+
+
+def check_experts(count: int, chosen: int | None, groups: int = 1, chosen_groups: int = 1, *, least: int = 1) -> None:
+    """Check that so many experts can be chosen.
+
+    Args:
+        count: Number of experts.
+        chosen: How many each token chooses.
+        groups: Number of groups that they are divided into.
+        chosen_groups: Number of groups that a token's experts come from.
+        least: Minimum number of experts in a group, if there are several.
+
+    Raises:
+        CheckpointError: They cannot.
+    """
+    if count % groups or (groups > 1 and count // groups < least):
+        raise CheckpointError(f"{count} experts cannot be divided into {groups} groups of {least} or more")
+    if not chosen or not 0 < chosen <= count // groups * chosen_groups:
+        raise CheckpointError(f"num_experts_per_tok is {chosen}; {chosen_groups} of {groups} groups hold fewer experts")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
     Returns:
         float32 ``[L, vocab]``, or float64 for a model in float64.
     """
-    length, device, dtype = len(tokens), tokens.device, model.norm.weight.dtype
+    length, device, dtype = len(tokens), tokens.device, model.dtype
     operations = list(model.operations())
     buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
     groups = map(model.spec.layer_group, range(model.spec.layers))

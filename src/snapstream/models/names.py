@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from snapstream.models.spec import ModelSpec
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_WITHIN = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PARTS = tuple(
+    f"{beginning}{part}." for beginning in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
 
 
 @dataclass(frozen=True)
 class Place:
     """The destination of a tensor of a checkpoint: rows from ``start`` of a parameter, or of one expert's part.
 
-    With an ``offset``, a number that is added to all of the tensor's, except in GGUF, whose files contain the sums.
+    An ``offset`` is added to all of the tensor's numbers. GGUF files contain the sums.
     """
 
     parameter: str
@@ -37,6 +45,19 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
         return True
     layer = _LAYER.match(name)  # multi-token prediction: layers after the last
     return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers + spec.ignored_layers
+
+
+def name_within(name: str) -> str | None:
+    """The name of a tensor in the model of texts within a model of texts and images; ``None`` if it is another part's.
+
+    Names begin with ``language_model.model.`` or ``model.language_model.``.
+    """
+    if name.startswith(_OTHER_PARTS):
+        return None
+    for beginning, without in _WITHIN.items():
+        if name.startswith(beginning):
+            return without + name.removeprefix(beginning)
+    return name
 
 
 def norm_places(source: str, target: str, spec: ModelSpec, **names: str) -> dict[str, Place]:

@@ -94,12 +94,22 @@ def rope_frequencies(config: Any, name: str | None = None, longest: int | None =
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
 
 
+def chosen_frequencies(config: Any, longest: int | None) -> str:
+    """Which of two sets of frequencies is used: ``"long"`` or ``"short"`` for LongRoPE, and otherwise nothing."""
+    for each in rope_sets(config).values():
+        if each.get("rope_type") == "longrope":
+            original = each.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            return "long" if (longest or longest_sequence(config)) > original else "short"
+    return ""
+
+
 def longest_sequence(config: Any) -> int:
     """Maximum sequence length in tokens after RoPE scaling, by the same rules as vLLM.
 
     With ``linear`` scaling, ``max_position_embeddings`` is the length before scaling, so it is multiplied by the
-    factor. ``yarn`` states the length before scaling separately. With ``llama3``, ``max_position_embeddings`` is
-    usually the length after scaling. Of several sets of parameters, that of full attention counts.
+    factor; not where kinds of layers have sets of their own (Gemma 3), which state the length after scaling. ``yarn``
+    states the length before scaling separately. With ``llama3``, ``max_position_embeddings`` is usually the length
+    after scaling. Of several sets of parameters, that of full attention counts.
     """
     sets = rope_sets(config)
     parameters = sets.get("full_attention") or next(iter(sets.values()))
@@ -108,6 +118,6 @@ def longest_sequence(config: Any) -> int:
     original = parameters.get("original_max_position_embeddings")
     if kind == "yarn":
         return int((original or longest) * factor)
-    if kind == "linear" or (kind == "llama3" and original and longest <= original):
+    if (kind == "linear" and None in sets) or (kind == "llama3" and original and longest <= original):
         return int(longest * factor)
     return longest

@@ -48,8 +48,8 @@ class ExpertShape:
         dense_layers: Layers without experts.
         groups: Number of groups of experts.
         chosen_groups: Number of groups that a token's experts come from.
-        corrected: Whether routing works as in V3: a sigmoid per expert, a learned correction in the selection, and
-            groups rated by their two best experts. Otherwise, as in V2, it is a softmax over all experts.
+        corrected: Whether routing works as in DeepSeek-V3: a sigmoid per expert, a learned correction in the selection,
+            and groups rated by their two best experts. Otherwise, it is a softmax over all experts.
         normalize: Whether the weights of the selected experts are normalized to a sum of 1 before they are scaled.
         scale: Factor on the weights.
     """
@@ -110,11 +110,13 @@ class ModelSpec:
         unrotated_layers: Layers whose queries and keys are not rotated.
         activation: Activation of the feed-forward blocks.
         embedding_factor: Factor on embeddings.
+        rounds_embedding_factor: Whether it is rounded to the type of the embeddings.
         residual_factor: Factor on what is added to the residual stream.
         logit_factor: Factor on logits.
         dtype: Dtype that the checkpoint was saved in.
         eos_token_ids: Tokens that end a sequence.
         source: The ``transformers`` configuration, for RoPE parameters.
+        wrapped: Whether the checkpoint is of a model of texts and images, of which this is the part for texts.
         longest: Maximum length of a sequence; LongRoPE has other frequencies for long ones.
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
@@ -154,6 +156,7 @@ class ModelSpec:
     unrotated_layers: frozenset[int] = frozenset()
     activation: Activation = Activation.SILU
     embedding_factor: float = 1.0
+    rounds_embedding_factor: bool = False
     residual_factor: float = 1.0
     logit_factor: float = 1.0
     latent: LatentShape | None = None
@@ -163,6 +166,7 @@ class ModelSpec:
     reads_ahead: bool = False
     weight_block: tuple[int, int] = (128, 128)
     groups: tuple[LayerGroup, ...] = ()
+    wrapped: bool = False
     longest: int | None = None
     stored_as: Mapping[str, tuple[StoredRows, ...]] = field(default_factory=dict)
 
@@ -214,6 +218,15 @@ class ModelSpec:
     def cached_layers(self) -> int:
         """Number of layers that have a cache; the next-token module's is the last."""
         return self.layers + self.reads_ahead
+
+    @property
+    def experts_in_blocks(self) -> bool:
+        """Whether there are experts, and all rows of all of them are in blocks."""
+        if self.experts is None:
+            return False
+        layers = (layer for layer in range(self.layers) if layer not in self.experts.dense_layers)
+        names = (f"blocks.{layer}.feed_forward.{part}" for layer in layers for part in ("gate_up", "down"))
+        return all(name in self.stored_as and all(run.format for run in self.stored_as[name]) for name in names)
 
     @property
     def layer_parameters(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from snapstream.models.decoder import DecoderModel
 from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
-from snapstream.models.names import Place, may_be_ignored, scale_of
+from snapstream.models.names import Place, may_be_ignored, name_within, scale_of
 from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
@@ -66,7 +67,8 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     """
     from safetensors import SafetensorError
 
-    if device.type == "cuda" and spec.experts is not None and dtype != torch.bfloat16:
+    torch_multiplies = spec.experts is not None and not spec.experts_in_blocks
+    if device.type == "cuda" and torch_multiplies and dtype != torch.bfloat16:
         raise CheckpointError(f"mixtures of experts run in bfloat16 on CUDA, not in {dtype}; give dtype='bfloat16'")
     places = tensor_places(spec)
     if is_gguf(checkpoint):
@@ -75,22 +77,22 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     try:
         shapes: dict[str, tuple[int, ...]] = {}
         quantised: set[str] = set()
-        for name, tensors in _each_tensor(files):
-            part = tensors.get_slice(name)
+        for name, stored in _each_tensor(files, spec):
+            part = stored.tensors.get_slice(stored.name)
             shapes[name] = tuple(part.get_shape())
             if part.get_dtype() == "F8_E4M3":
                 quantised.add(name)
         _check(checkpoint, spec, places, shapes, quantised)
         # Scales may be in other shards than their weights.
         wanted = {scale_of(name) for name in quantised}
-        sources = _each_tensor(files) if wanted else ()
-        scales = {name: tensors.get_tensor(name) for name, tensors in sources if name in wanted}
+        sources = _each_tensor(files, spec) if wanted else ()
+        scales = {name: stored.read() for name, stored in sources if name in wanted}
         model = allocate_model(spec, dtype, device)
         with torch.no_grad():
-            for name, tensors in with_progress(_each_tensor(files), len(shapes)):
+            for name, stored in with_progress(_each_tensor(files, spec), len(shapes)):
                 place = places.get(name)
                 if place is not None:
-                    tensor = tensors.get_tensor(name)
+                    tensor = stored.read()
                     if name in quantised:
                         tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
                     if place.offset:
@@ -181,14 +183,28 @@ def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
     return model
 
 
-def _each_tensor(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """Yield the names of all tensors, each with the open file that contains it."""
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in an open file, under its name there."""
+
+    tensors: Any
+    name: str
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.tensors.get_tensor(self.name)
+        return tensor
+
+
+def _each_tensor(files: Iterable[Path], spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
+    """Yield the names of all tensors of the model, and where they are."""
     from safetensors import safe_open
 
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors
+            for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
+                name = name_within(stored) if spec.wrapped else stored
+                if name is not None:
+                    yield name, _Stored(tensors, stored)
 
 
 def _generation_ends(checkpoint: Path) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("gguf")
+from gguf import ExpertGatingFuncType
 from gguf import GGMLQuantizationType as Kind
 
 from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams, models
@@ -75,6 +76,67 @@ def test_logits_of_other_families(tmp_path, family, kind, weights):
         want = peer(torch.tensor([tokens])).logits[0]
     got = logits_of(tmp_path / "model.gguf", tokens, weights=weights)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_layers_for_multi_token_prediction_are_not_used(tmp_path):
+    """llama.cpp counts them as layers."""
+
+    def add(writer):
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        for name in ("blk.2.attn_norm.weight", "blk.2.nextn.eh_proj.weight"):
+            writer.add_tensor(name, numpy.ones(256, dtype=numpy.float32))
+
+    peer = write(tmp_path / "model.gguf", "glm4-moe", Kind.F32, change=add, moe_intermediate_size=256)
+    tokens = list(range(40))
+    with torch.no_grad():
+        want = peer(torch.tensor([tokens])).logits[0]
+    got = logits_of(tmp_path / "model.gguf", tokens)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda writer: writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX), "expert_gating_func is 1"),
+        (lambda writer: writer.add_expert_count(6), "of the wrong shape"),
+        (lambda writer: writer.add_expert_used_count(9), "of the 8 experts|num_experts_per_tok"),
+    ],
+)
+def test_experts_that_do_not_fit(tmp_path, change, said):
+    write(tmp_path / "model.gguf", "glm4-moe", Kind.F32, change=change, moe_intermediate_size=256)
+    with pytest.raises(CheckpointError, match=said):
+        load_spec(tmp_path / "model.gguf")
+
+
+def test_what_would_give_wrong_tokens_is_refused(tmp_path):
+    for family, change, said in (
+        ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), "rotation by several positions"),
+        ("granite", lambda writer: writer.add_rope_scaling_finetuned(False), "a Granite without rotation"),
+        ("olmo2", lambda writer: writer.add_sliding_window(64), "sliding-window attention"),
+    ):
+        path = tmp_path / f"{family}.gguf"
+        write(path, family, change=change, **GRANTED.get(family, {}))
+        with pytest.raises(CheckpointError, match=said):
+            load_spec(path)
+
+
+def test_numbers_that_are_stated_for_each_layer(tmp_path):
+    """As converters write them for hybrids, and for their dense relatives."""
+    changes = GRANTED["granite"]
+    write(tmp_path / "same.gguf", "granite", change=lambda writer: writer.add_head_count_kv([2, 2]), **changes)
+    assert load_spec(tmp_path / "same.gguf").kv_heads == 2
+    write(tmp_path / "other.gguf", "granite", change=lambda writer: writer.add_head_count_kv([2, 0]), **changes)
+    with pytest.raises(CheckpointError, match=r"head_count_kv is \[2, 0\]"):
+        load_spec(tmp_path / "other.gguf")
+
+
+def test_float16_is_not_for_models_with_large_activations(tmp_path):
+    write(tmp_path / "gemma.gguf", "gemma3", Kind.F16)
+    write(tmp_path / "qwen.gguf", "qwen3", Kind.F16)
+    write(tmp_path / "mixed.gguf", "qwen3", [Kind.F16, Kind.Q8_0])
+    dtypes = [load_spec(tmp_path / f"{name}.gguf").dtype for name in ("gemma", "qwen", "mixed")]
+    assert dtypes == [torch.bfloat16, torch.float16, torch.bfloat16]
 
 
 STORED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]

@@ -47,10 +47,3 @@ def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> l
         tensors.append(torch.frombuffer(part, dtype=dtype).view(shape) if count else torch.zeros(shape, dtype=dtype))
         at += size
     return tensors
-
-
-def return_free_memory() -> None:
-    """Give memory that the process has freed back to the system, where the C library can do it (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

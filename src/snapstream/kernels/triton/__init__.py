@@ -1,8 +1,9 @@
 """Triton kernels for CUDA devices.
 
 They cover decode attention, attention for prompts where torch's kernels are slower or do not run, votes, key
-differences and selection of entries, norms, rotations, and cache writes. Triton comes with CUDA builds of torch.
-Without it everything still works, with slower stock operations. It is not imported before it is needed.
+differences and selection of entries, norms, rotations, cache writes, and products with weights in blocks. Triton comes
+with CUDA builds of torch. Without it everything still works, with slower stock operations and with widened weights. It
+is not imported before it is needed.
 
 With ``TRITON_INTERPRET=1`` in the environment, kernels run on the CPU in Triton's interpreter: slowly, but with the
 same steps. This is how they are tested without a GPU.

@@ -271,7 +271,7 @@ def multiply(
     like: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Compute ``(x @ weight.T + bias) * factor``; of each row of ``x``, alone.
+    """Compute ``(x @ weight.T + bias) * factor``; the result of a row of ``x`` depends on that row alone.
 
     Args:
         x: ``[T, in]``; the elements of a row must be contiguous, as in ``out``.

@@ -286,7 +286,9 @@ def _multiply(
         elif ends is not None:
             own.copy_(stock_grouped_linear(x, part, ends))
         else:
-            y = part.multiply(x if like is not None else x.to(out.dtype), added) * factor
+            y = part.multiply(x if like is not None else x.to(out.dtype), added)
+            if factor != 1.0:
+                y = y * factor
             own.copy_(own + y if add else y)
 
 

@@ -38,13 +38,18 @@ FAMILIES: tuple[Family, ...] = (
     QWEN_EXPERTS,
     SMOLLM,
 )
+WRAPPED = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
+}
+"""Models of texts and images: the type and the architecture of the model of texts within, which is used alone."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU}
 """Supported activations, by their names in ``config.json``."""
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Names of all supported architectures."""
-    return tuple(name for family in FAMILIES for name in family.architectures)
+    return (*(name for family in FAMILIES for name in family.architectures), *WRAPPED)
 
 
 def family_of(architecture: str) -> Family:
@@ -77,7 +82,13 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
         CheckpointError: The architecture, or one of its features, is not supported.
     """
     named = getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
-    architecture: str = named[0]
+    architecture, whole = str(named[0]), config
+    if architecture in WRAPPED:
+        config = config.text_config
+        kind, within = WRAPPED[architecture]
+        if config.model_type != kind:
+            raise CheckpointError(f"{architecture} with a text model of type {config.model_type!r} is not supported")
+        architecture = within
     family = family_of(architecture)
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in ACTIVATIONS:
@@ -94,10 +105,11 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
         "tied_embeddings": bool(config.tie_word_embeddings),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "activation": ACTIVATIONS[activation],
-        "dtype": _dtype(config),
-        "eos_token_ids": tuple(sorted({*end_tokens(getattr(config, "eos_token_id", None)), *more_ends})),
+        "dtype": _dtype(whole),
+        "eos_token_ids": tuple(sorted({*end_tokens(getattr(whole, "eos_token_id", None)), *more_ends})),
         "source": config,
-        "weight_block": _weight_block(config),
+        "wrapped": whole is not config,
+        "weight_block": _weight_block(whole),
     }
     return ModelSpec(**common | family.fields(config, architecture))
 

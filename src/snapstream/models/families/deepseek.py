@@ -22,6 +22,7 @@ from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.block import Block, block_places
+from snapstream.models.experts import check_experts
 from snapstream.models.families.family import Family
 from snapstream.models.layers import Linear, Result, RMSNorm
 from snapstream.models.names import Place, linear_places
@@ -141,10 +142,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
     groups = (config.n_group or 1) if grouped else 1
     count, chosen_groups = config.n_routed_experts, (config.topk_group or 1) if groups > 1 else 1
     chosen = config.num_experts_per_tok
-    if count % groups or (groups > 1 and corrected and count // groups < 2):
-        raise CheckpointError(f"{count} experts cannot be divided into {groups} groups of two or more")
-    if not chosen or chosen > count // groups * chosen_groups:
-        raise CheckpointError(f"num_experts_per_tok is {chosen}; {chosen_groups} of {groups} groups hold fewer experts")
+    check_experts(count, chosen, groups, chosen_groups, least=2 if corrected else 1)
     return ExpertShape(
         count=count,
         chosen=chosen,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from snapstream.errors import CheckpointError
 from snapstream.models.block import BlockNames
-from snapstream.models.families.grouped import grouped_family, grouped_fields
+from snapstream.models.families.grouped import grouped_family, grouped_fields, without_float16
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
@@ -16,17 +14,19 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         value = getattr(config, name, None)
         if value:
             raise CheckpointError(f"{architecture} with {name}={value} is not supported; supported: null")
-    # In transformers, the factor is rounded as the model's embeddings are.
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    rounded = float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
-    return grouped_fields(config) | {
-        "scale": float(config.query_pre_attn_scalar) ** -0.5,
-        "qk_norm": "head",
-        "norms_after": True,
-        "wide_norms": True,
-        "norm_offset": 1.0,
-        "embedding_factor": getattr(config, "embedding_factor", rounded),
-    }
+    return (
+        grouped_fields(config)
+        | without_float16(config)
+        | {
+            "scale": float(config.query_pre_attn_scalar) ** -0.5,
+            "qk_norm": "head",
+            "norms_after": True,
+            "wide_norms": True,
+            "norm_offset": 1.0,
+            "embedding_factor": config.hidden_size**0.5,
+            "rounds_embedding_factor": True,
+        }
+    )
 
 
 GEMMA = grouped_family(

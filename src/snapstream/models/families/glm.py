@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from snapstream.errors import CheckpointError
 from snapstream.models.block import BlockNames
-from snapstream.models.families.grouped import grouped_family, grouped_fields
+from snapstream.models.experts import check_experts
+from snapstream.models.families.grouped import grouped_family, grouped_fields, without_float16
 from snapstream.models.spec import ExpertShape
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    return grouped_fields(config) | {
-        "output_bias": False,
-        "rotates_pairs": True,
-        "norms_after": architecture == "Glm4ForCausalLM",
-    }
+    own = {"output_bias": False, "rotates_pairs": True, "norms_after": architecture == "Glm4ForCausalLM"}
+    return grouped_fields(config) | own | without_float16(config)
 
 
 def _expert_fields(config: Any, architecture: str) -> dict[str, Any]:
     count, groups = config.n_routed_experts, config.n_group or 1
-    if count % groups or (groups > 1 and count // groups < 2):
-        raise CheckpointError(f"{count} experts cannot be divided into {groups} groups of two or more")
+    chosen, chosen_groups = config.num_experts_per_tok, (config.topk_group or 1) if groups > 1 else 1
+    check_experts(count, chosen, groups, chosen_groups, least=2)
     experts = ExpertShape(
         count=count,
-        chosen=config.num_experts_per_tok,
+        chosen=chosen,
         inner=config.moe_intermediate_size,
         shared=config.n_shared_experts or 0,
         dense_layers=frozenset(range(config.first_k_dense_replace or 0)),
         groups=groups,
-        chosen_groups=(config.topk_group or 1) if groups > 1 else 1,
+        chosen_groups=chosen_groups,
         corrected=True,
         normalize=bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),

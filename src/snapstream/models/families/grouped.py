@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from snapstream.cache import EntryShape, LayerGroup
 from snapstream.errors import CheckpointError
 from snapstream.models.attention import GroupedAttention, attention_places
 from snapstream.models.block import Block, BlockNames, block_places
+from snapstream.models.experts import check_experts
 from snapstream.models.families.family import Family
 from snapstream.models.rope import longest_sequence, rope_sets
 from snapstream.models.spec import ExpertShape
@@ -69,6 +72,11 @@ def windows_everywhere(config: Any) -> list[str]:
     return [SLIDING] * config.num_hidden_layers
 
 
+def without_float16(config: Any) -> dict[str, Any]:
+    """The dtype of a model whose activations are too large for float16."""
+    return {"dtype": torch.bfloat16} if config.dtype in (torch.float16, "float16") else {}
+
+
 def softmax_experts(config: Any, *, count: int, inner: int, normalize: bool, dense: Sequence[int] = ()) -> ExpertShape:
     """A mixture whose router takes a softmax over all experts.
 
@@ -83,8 +91,7 @@ def softmax_experts(config: Any, *, count: int, inner: int, normalize: bool, den
         CheckpointError: More experts are chosen than there are.
     """
     chosen = config.num_experts_per_tok
-    if not 0 < chosen <= count:
-        raise CheckpointError(f"num_experts_per_tok is {chosen}, of {count} experts")
+    check_experts(count, chosen)
     return ExpertShape(
         count=count,
         chosen=chosen,
@@ -115,14 +122,16 @@ def _groups(config: Any, types: Sequence[str] | None, entry: EntryShape) -> tupl
     count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     if window is not None and window < 1:
         raise CheckpointError(f"sliding_window is {window}; it must be 1 or more, or null for none")
-    if window is None or window >= longest_sequence(config):
+    if window is not None and window >= longest_sequence(config):
+        window = None
+    sets = rope_sets(config)
+    if window is None and None in sets:
         types = [FULL] * count
     elif types is None:
         types = list(getattr(config, "layer_types", None) or [FULL] * count)[:count]
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise CheckpointError(f"layers of type {', '.join(unknown)} are not supported; supported: {FULL}, {SLIDING}")
-    sets = rope_sets(config)
     missing = sorted(set(types) - set(sets)) if None not in sets else []
     if missing:
         raise CheckpointError(f"rope_parameters are missing for layers of type {', '.join(missing)}")

@@ -21,12 +21,10 @@ def _qwen_fields(config: Any, architecture: str) -> dict[str, Any]:
         for layer in range(config.num_hidden_layers)
         if layer in (config.mlp_only_layers or ()) or (layer + 1) % step
     ]
-    count, inner = config.num_experts, config.moe_intermediate_size
-    experts = softmax_experts(config, count=count, inner=inner, normalize=bool(config.norm_topk_prob), dense=dense)
-    return grouped_fields(config, windows_everywhere(config)) | {
-        "qk_norm": "head",
-        "experts": experts if count and len(dense) < config.num_hidden_layers else None,
-    }
+    count, inner, experts = config.num_experts, config.moe_intermediate_size, None
+    if count and len(dense) < config.num_hidden_layers:
+        experts = softmax_experts(config, count=count, inner=inner, normalize=bool(config.norm_topk_prob), dense=dense)
+    return grouped_fields(config, windows_everywhere(config)) | {"qk_norm": "head", "experts": experts}
 
 
 MIXTRAL = grouped_family(

@@ -23,8 +23,10 @@ class Metadata:
         return self.file.metadata.get(name, *otherwise) if otherwise else self.file.require(name)
 
     def number(self, key: str, *otherwise: int) -> int:
-        """A positive number."""
+        """A positive number; also one that is stated for each layer, if it is the same for all."""
         value = self.value(key, *otherwise)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise CheckpointError(f"{self.file.path}: {self.name}.{key} is {value!r}; it must be a positive number")
         return value
@@ -34,6 +36,7 @@ class Metadata:
         return tensor in self.file.tensors
 
 
+_SIGMOID = 2
 _Settings = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
@@ -68,6 +71,8 @@ def _experts(about: Metadata, inner: str = "expert_feed_forward_length") -> dict
 
 
 def _granite(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    if not about.value("rope.scaling.finetuned", True):  # where this says whether there is any rotation
+        raise CheckpointError(f"{about.file.path}: a Granite without rotation is not supported in GGUF")
     return {
         "embedding_multiplier": float(about.value("embedding_scale", 1.0)),
         "residual_multiplier": float(about.value("residual_scale", 1.0)),
@@ -88,7 +93,6 @@ def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
         "query_pre_attn_scalar": scalar,
         "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
-        "embedding_factor": common["hidden_size"] ** 0.5,  # llama.cpp does not round it
     }
 
 
@@ -97,12 +101,12 @@ def _glm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm_experts(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    unused = int(about.value("nextn_predict_layers", 0))  # layers for multi-token prediction, counted as layers
+    gating = about.value("expert_gating_func", _SIGMOID)
+    if gating != _SIGMOID:
+        raise CheckpointError(f"{about.file.path}: expert_gating_func is {gating}; supported: {_SIGMOID} (sigmoid)")
     return _experts(about) | {
         "attention_bias": about.has("blk.0.attn_q.bias"),
         "use_qk_norm": about.has("blk.0.attn_q_norm.weight"),
-        "num_hidden_layers": common["num_hidden_layers"] - unused,
-        "num_nextn_predict_layers": unused,
         "n_routed_experts": about.number("expert_count"),
         "n_shared_experts": int(about.value("expert_shared_count", 0)),
         "first_k_dense_replace": int(about.value("leading_dense_block_count", 0)),
@@ -126,6 +130,11 @@ def _olmoe(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return _experts(about, "feed_forward_length") | {"norm_topk_prob": False, "clip_qkv": clip or None}
 
 
+def _phi(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    name, longest = "original_max_position_embeddings", common["max_position_embeddings"]
+    return {name: common["rope_parameters"].get(name, longest)}  # the configuration would have a default
+
+
 def _smollm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
@@ -139,7 +148,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", settings=_qwen_experts),
-    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", partial=True, windowed=True),
+    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", partial=True, windowed=True, settings=_phi),
     "granite": Architecture("GraniteConfig", "GraniteForCausalLM", reordered=True, settings=_granite),
     "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),
     "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM"),

@@ -16,7 +16,7 @@ from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
 
 _DTYPES = {0: "float32", 1: "float16"}
-"""Dtypes of unquantized tensors by kind. Quantized blocks become bfloat16, which is precise enough for them."""
+"""Dtypes of unquantized tensors by kind. With others, numbers are bfloat16, which is precise enough for blocks."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 """Tensor with the divisors of Llama 3's rotary frequencies."""
 LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
@@ -54,13 +54,16 @@ def configuration(file: Container) -> Any:
     bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     if name == "llama" and bias["attn_q"] != bias["attn_output"]:
         raise CheckpointError(f"{file.path}: biases of queries, but not of attention's output, are not supported")
-    rope = _rope(about)
+    if any(about.value("rope.dimension_sections", ())):
+        raise CheckpointError(f"{file.path}: rotation by several positions (images, M-RoPE) is not supported")
+    layers = about.number("block_count") - int(about.value("nextn_predict_layers", 0))  # without those for MTP
+    rope, kinds = _rope(about), {stored.kind for stored in file.tensors.values()}
     settings = {
         "architectures": [kind.model],
         "vocab_size": shape.shape[0],
         "hidden_size": hidden,
         "intermediate_size": about.number("feed_forward_length"),
-        "num_hidden_layers": about.number("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": about.number("attention.head_count_kv", heads),
         "head_dim": head,
@@ -72,7 +75,7 @@ def configuration(file: Container) -> Any:
         "attention_bias": bias["attn_output"],
         "mlp_bias": bias["ffn_up"],
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "dtype": _DTYPES.get(shape.kind, "bfloat16"),
+        "dtype": _DTYPES.get(shape.kind, "bfloat16") if kinds <= {*_DTYPES} else "bfloat16",
     }
     for key in ("attention.value_length", "rope.dimension_count"):
         size = about.number(key, head)

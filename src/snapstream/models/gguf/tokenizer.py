@@ -11,6 +11,7 @@ from typing import Any
 
 from snapstream.errors import CheckpointError
 from snapstream.models.ends import control_looking
+from snapstream.models.gguf.architectures import architecture
 from snapstream.models.gguf.container import Container, open_container
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -33,6 +34,7 @@ SPLITS: dict[str, str | None] = {
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -54,8 +56,13 @@ def load_gguf_tokenizer(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: tokens occur twice, or have no type")
     kinds = [_CONTROL if control_looking(token) else kind for token, kind in zip(tokens, stated, strict=True)]
     made = _byte_level(file, tokens) if model == "gpt2" else _sentence_piece(file, tokens, kinds)
+    # A file cannot say that a token takes the whitespace after it, as most of Phi-3's do; llama.cpp knows them, too.
+    strips = model == "llama" and architecture(file)[0] == "phi3"
     made.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in _of_kind(tokens, kinds, _CONTROL)]
+        [
+            AddedToken(token, normalized=False, special=True, rstrip=strips and token not in _NOT_STRIPPING)
+            for token in _of_kind(tokens, kinds, _CONTROL)
+        ]
     )
     made.add_tokens([AddedToken(token, normalized=False) for token in _of_kind(tokens, kinds, _USER_DEFINED)])
     named = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from snapstream.models.storage import fill, fill_tiles, rows_at_once, target_of
 if TYPE_CHECKING:
     from gguf import TensorNameMap
 
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _APART = (FREQUENCY_FACTORS, *LONG_FACTORS.values())
 """Tensors that belong to the configuration."""
@@ -44,17 +46,22 @@ def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[in
     """Shapes of all tensors, under their names in ``places`` or, if they are not in it, their names in the file."""
     file = open_container(path)
     sources = sources_of(file, places)
-    used = {source.name for source in sources.values()}
-    shapes = {name: stored.shape for name, stored in file.tensors.items() if name not in used and name not in _APART}
+    uses = Counter(source.name for source in sources.values())
+    others = file.tensors.keys() - uses.keys() - set(_APART)
+    shapes = {name: file.tensors[name].shape for name in others if not _is_ahead(file, name)}
     for name, source in sources.items():
         stored = file.tensors.get(source.name)
-        if stored is None:
-            continue
-        if source.expert is None:
-            shapes[name] = stored.shape
-        elif source.expert < stored.shape[0]:
-            shapes[name] = stored.shape[1:]
+        if stored is not None:
+            is_part = source.expert is not None and stored.shape[0] == uses[source.name]  # all experts are there
+            shapes[name] = stored.shape[1:] if is_part else stored.shape
     return shapes
+
+
+def _is_ahead(file: Container, name: str) -> bool:
+    """Whether a tensor belongs to the layers for multi-token prediction, the last ones, which are not used."""
+    arch, layer = architecture(file)[0], _LAYER.match(name)
+    count, unused = (file.metadata.get(f"{arch}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    return layer is not None and count - unused <= int(layer[1]) < count
 
 
 def stored_formats(path: Path, places: Mapping[str, Place]) -> dict[str, Format]:
