@@ -40,6 +40,8 @@ CONFIG = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+MERGE = ("Ġ", "t")
+"""llama.cpp needs one at least."""
 LENGTHS = (128, 512, 2048)
 CONTEXT, ROOM = 512, 600
 KINDS = {"bfloat16": gguf.GGMLQuantizationType.BF16, "Q8_0": gguf.GGMLQuantizationType.Q8_0}
@@ -51,8 +53,9 @@ def make_models(directory: Path) -> None:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).to(torch.bfloat16)
     model.save_pretrained(directory / "hf")
     words = {sign: number for number, sign in enumerate(sorted(ByteLevel.alphabet()))}
+    words |= {"".join(MERGE): len(words)}
     words |= {f"<{number}>": number for number in range(len(words), CONFIG["vocab_size"])}
-    tokenizer = Tokenizer(BPE(words, []))
+    tokenizer = Tokenizer(BPE(words, [MERGE]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<300>").save_pretrained(directory / "hf")
     for name, kind in KINDS.items():
@@ -79,7 +82,7 @@ def _write(path: Path, model: Qwen3MoeForCausalLM, words: list[str], kind: gguf.
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words)
     writer.add_token_types([1] * len(words))
-    writer.add_token_merges([])
+    writer.add_token_merges([" ".join(MERGE)])
     writer.add_eos_token_id(300)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
