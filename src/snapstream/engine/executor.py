@@ -77,8 +77,8 @@ class Executor:
         """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
         # Short prompts may be read by other kernels, and so may a chunk of a single token.
         longest = min(max_model_len, max(self.prefill.chunk + 4 * MIN_CAPACITY, self.prefill.widened_from))
-        for length in (longest, min(longest, SCORED_ROWS), 1):
-            reading = Reading(self.spec, [0] * length, scored=0)
+        for length, scored in ((longest, None), (min(longest, SCORED_ROWS), 0), (1, None)):
+            reading = Reading(self.spec, [0] * length, scored=scored)
             for each in _smaller(budget, length // 2, queries):
                 reading.add(each, self._caches(reading.layouts(each)), telemetry=True)
             while not reading.finished:

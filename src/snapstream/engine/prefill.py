@@ -71,6 +71,7 @@ class Prefill:
 
     Attributes:
         staging: The staging cache, as layers of the first group see it.
+        widened_from: Tokens of a prompt from which on weights are widened; 0 if they never are.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class Prefill:
         ]
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
-        self._widened_from = least_tokens(device, dtype) if numbers else None
-        if self._widened_from is not None and padded >= self._widened_from:
-            logger.info(
-                "Prompts of %d tokens or more: weights are widened to %s, layer by layer.", self._widened_from, dtype
-            )
+        self.widened_from = 0
+        long = least_tokens(device, dtype) if numbers else None
+        if long is not None and padded >= long:
+            self.widened_from = long
+            logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
         self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
         self._embed = model.embed()
@@ -144,11 +145,6 @@ class Prefill:
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
         """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
         return cls(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=setup.chunk)
-
-    @property
-    def widened_from(self) -> int:
-        """Tokens of a prompt from which on weights are widened; 0 if they never are."""
-        return 0 if self._widened is None else self._widened_from or 0
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""

@@ -173,8 +173,7 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
 
 def _can_be_captured(spec: ModelSpec, device: torch.device) -> bool:
     """Whether a step can be captured: torch's product of experts runs without the host on some devices only."""
-    torch_multiplies = spec.experts is not None and not spec.experts_in_blocks
-    if not torch_multiplies or device.type != "cuda" or not torch.cuda.is_available():
+    if not spec.has_dense_experts or device.type != "cuda" or not torch.cuda.is_available():
         return True
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) or capability[0] == 10:

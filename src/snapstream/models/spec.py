@@ -220,13 +220,13 @@ class ModelSpec:
         return self.layers + self.reads_ahead
 
     @property
-    def experts_in_blocks(self) -> bool:
-        """Whether there are experts, and all rows of all of them are in blocks."""
+    def has_dense_experts(self) -> bool:
+        """Whether there are experts of which any row is not in blocks."""
         if self.experts is None:
             return False
         layers = (layer for layer in range(self.layers) if layer not in self.experts.dense_layers)
         names = (f"blocks.{layer}.feed_forward.{part}" for layer in layers for part in ("gate_up", "down"))
-        return all(name in self.stored_as and all(run.format for run in self.stored_as[name]) for name in names)
+        return not all(name in self.stored_as and all(run.format for run in self.stored_as[name]) for name in names)
 
     @property
     def layer_parameters(self) -> int:

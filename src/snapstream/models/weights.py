@@ -67,8 +67,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     """
     from safetensors import SafetensorError
 
-    torch_multiplies = spec.experts is not None and not spec.experts_in_blocks
-    if device.type == "cuda" and torch_multiplies and dtype != torch.bfloat16:
+    if device.type == "cuda" and spec.has_dense_experts and dtype != torch.bfloat16:
         raise CheckpointError(f"mixtures of experts run in bfloat16 on CUDA, not in {dtype}; give dtype='bfloat16'")
     places = tensor_places(spec)
     if is_gguf(checkpoint):

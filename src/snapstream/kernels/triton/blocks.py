@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from snapstream.kernels.formats import LANES, Format
+from snapstream.kernels.products import stock_grouped_linear
 from snapstream.kernels.triton import BLOCK_ROWS, column_splits
 from snapstream.kernels.triton.tiles import INTERPRETED, SMALLEST, product, rounded
-from snapstream.kernels.weight import BlockWeight
+from snapstream.kernels.weight import BlockWeight, Weight
 
 MOST_TOKENS = 64
 """Maximum number of rows of ``x`` that a program multiplies at once; for more, it reads its weights again."""
@@ -262,7 +263,7 @@ def _described(kind: Format) -> dict[str, Any]:
 
 def multiply(
     x: Tensor,
-    weight: BlockWeight,
+    weight: Weight,
     out: Tensor,
     bias: Tensor | None = None,
     *,
@@ -275,7 +276,7 @@ def multiply(
 
     Args:
         x: ``[T, in]``; the elements of a row must be contiguous, as in ``out``.
-        weight: ``[out, in]``, or with ``ends`` ``[E, out, in]``.
+        weight: ``[out, in]``, or with ``ends`` ``[E, out, in]``; rows that are not in blocks are multiplied by torch.
         out: ``[T, out]``.
         bias: ``[out]`` or ``None``.
         add: Whether the result is added to ``out``.
@@ -283,6 +284,30 @@ def multiply(
         like: A tensor to whose type sums are rounded before they are written; ``None``: they are not.
         factor: What the result is multiplied by, before it is added.
     """
+    for part, rows in weight.runs():
+        own, added = out[:, rows], None if bias is None else bias[rows]
+        if isinstance(part, BlockWeight):
+            _multiply_part(x, part, own, added, add, ends, like, factor)
+        elif ends is not None:
+            own.copy_(stock_grouped_linear(x, part, ends))
+        else:
+            y = part.multiply(x if like is not None else x.to(out.dtype), added)
+            if factor != 1.0:
+                y = y * factor
+            own.copy_(own + y if add else y)
+
+
+def _multiply_part(
+    x: Tensor,
+    weight: BlockWeight,
+    out: Tensor,
+    bias: Tensor | None,
+    add: bool,
+    ends: Tensor | None,
+    like: Tensor | None,
+    factor: float,
+) -> None:
+    """:func:`multiply` with rows in one format."""
     described, tokens, columns = _described(weight.kind), len(x), weight.shape[-1]
     parts, per_block = columns // described["COLUMNS"], described["PER_BLOCK"]
     splits = column_splits(weight.out, columns, x.device) if ends is None else 1

@@ -19,7 +19,7 @@ from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import stock_grouped_linear
 from snapstream.kernels.triton import blocks, rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
-from snapstream.kernels.weight import BlockWeight, Weight
+from snapstream.kernels.weight import BlockWeight
 
 Call = Callable[[], object]
 
@@ -219,7 +219,7 @@ def _(o: ops.Product, m: Machine) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     if o.weight.has_blocks:
         like = x if o.rounded else None
-        return functools.partial(_multiply, x, o.weight, y, o.bias, add=o.add, like=like, factor=o.factor)
+        return functools.partial(blocks.multiply, x, o.weight, y, o.bias, add=o.add, like=like, factor=o.factor)
     if not x.dtype == y.dtype == o.weight.dtype or (o.factor != 1.0 and not o.add):
         return functools.partial(o.run, m)
     weight, bias, factor = o.weight.dense(x.dtype).t(), o.bias, o.factor
@@ -240,7 +240,7 @@ def _(o: ops.GatedProduct, m: Machine) -> Call:
     def gated_product() -> None:
         if o.weight.has_blocks:
             both = x.new_empty(len(x), o.weight.shape[0])
-            _multiply(x, o.weight, both, o.bias)
+            blocks.multiply(x, o.weight, both, o.bias)
         else:
             both = o.weight.multiply(x, o.bias)
         rows.gate(both, y, o.activation)
@@ -256,7 +256,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
     def expert_product() -> None:
         if o.weight.has_blocks:
             out = x.new_empty(len(x), o.weight.shape[1])
-            _multiply(x, o.weight, out, ends=ends)
+            blocks.multiply(x, o.weight, out, ends=ends)
         else:
             out = stock_grouped_linear(x, o.weight, ends)
         if o.gated:
@@ -265,31 +265,6 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
             y.copy_(out)
 
     return expert_product
-
-
-def _multiply(
-    x: Tensor,
-    weight: Weight,
-    out: Tensor,
-    bias: Tensor | None = None,
-    *,
-    add: bool = False,
-    ends: Tensor | None = None,
-    like: Tensor | None = None,
-    factor: float = 1.0,
-) -> None:
-    """:func:`snapstream.kernels.triton.blocks.multiply` with rows in several formats, some of them perhaps numbers."""
-    for part, of_part in weight.runs():
-        own, added = out[:, of_part], None if bias is None else bias[of_part]
-        if isinstance(part, BlockWeight):
-            blocks.multiply(x, part, own, added, add=add, ends=ends, like=like, factor=factor)
-        elif ends is not None:
-            own.copy_(stock_grouped_linear(x, part, ends))
-        else:
-            y = part.multiply(x if like is not None else x.to(out.dtype), added)
-            if factor != 1.0:
-                y = y * factor
-            own.copy_(own + y if add else y)
 
 
 @_call_of.register
