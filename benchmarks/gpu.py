@@ -1,4 +1,4 @@
-"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, position, speculation, memory.
+"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, widened weights, position, speculation, memory.
 
 It needs torch, triton, transformers and safetensors, but neither a checkpoint nor a network: random weights in the
 shape of Llama-3.1-8B are generated on the device. From a bare checkout::
@@ -28,7 +28,7 @@ from typing import Any
 from snapstream.config.engine import QUANTIZED
 from snapstream.outputs import write_text
 
-PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "position", "speculation", "memory")
+PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "widening", "position", "speculation", "memory")
 
 
 def main() -> int:
@@ -140,6 +140,14 @@ def _prefill(rows: list[Any]) -> list[str]:
     return lines
 
 
+def _widening(rows: list[Any]) -> list[str]:
+    lines = ["| tokens | format | as stored, ms | widened, ms | times as fast |", "|---|---|---|---|---|"]
+    for row in rows:
+        times = f"{_spread(row['stored'])} | {_spread(row['widened'])} | {row['times_as_fast']:.2f}x"
+        lines.append(f"| {row['tokens']} | {row['format']} | {times} |")
+    return lines
+
+
 def _position(rows: list[Any]) -> list[str]:
     lines = ["| position | compressed, ms | full, ms |", "|---|---|---|"]
     return lines + [f"| {r['position']} | {_spread(r['compressed'])} | {_spread(r['full'])} |" for r in rows]
@@ -168,6 +176,7 @@ _TABLES = {
     "table5": _table5,
     "table4": _table4,
     "prefill": _prefill,
+    "widening": _widening,
     "position": _position,
     "speculation": _speculation,
     "memory": _memory,

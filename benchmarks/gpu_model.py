@@ -68,6 +68,7 @@ class Scale:
         chunk: Prompt tokens per launch.
         steps: Tokens that a slot decodes per launch.
         copied: Number of 2-byte elements that are copied to measure bandwidth.
+        widened: Prompt lengths in tokens for which weights are widened or not.
         repeats: Number of measurements.
         most_slots: Maximum number of slots, even if more fit.
     """
@@ -80,6 +81,7 @@ class Scale:
     chunk: int
     steps: int
     copied: int
+    widened: tuple[int, ...]
     repeats: int
     most_slots: int
 
@@ -93,6 +95,7 @@ FULL = Scale(
     chunk=2048,
     steps=8,
     copied=2**31,
+    widened=(16, 64, 128, 192, 256, 384, 512, 1024, 2048),
     repeats=7,
     most_slots=512,
 )
@@ -105,6 +108,7 @@ DRY = Scale(
     chunk=16,
     steps=2,
     copied=2**16,
+    widened=(8, 16),
     repeats=1,
     most_slots=2,
 )

@@ -22,8 +22,10 @@ from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import plan_engine
 from snapstream.engine.prefill import Prefill
 from snapstream.engine.reading import Reading
-from snapstream.kernels.operations import Attend, Rotate
+from snapstream.kernels.formats import FORMATS
+from snapstream.kernels.operations import Attend, GatedProduct, Product, Rotate
 from snapstream.kernels.stock import program_for_rows
+from snapstream.kernels.widened import WidenedLayer, widened_numbers
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.spec import ModelSpec
 
@@ -37,6 +39,7 @@ class Bench:
     def __init__(self, device: torch.device, scale: Scale, weights: str) -> None:
         self.device, self.scale = device, scale
         self.clock = Clock(device, scale.repeats)
+        self.weights_format = weights
         self.spec = spec_of(scale.config, weights=weights)
         self._model: DecoderModel | None = None
         self._bandwidth: float | None = None
@@ -213,6 +216,21 @@ class Bench:
                 row[name] = seconds[name, layers, length]["median"] - seconds[name, 1, length]["median"]
                 row[f"{name}_all"] = [seconds[name, layers, length], seconds[name, 1, length]]
             yield row | {"times_as_fast": row["transformers"] / row["ours"]}
+
+    @torch.inference_mode()
+    def widening(self) -> Iterator[Row]:
+        """Products of one layer with weights in blocks, as they are stored and widened first, by tokens of a prompt."""
+        kind = self.weights_format if self.weights_format in FORMATS else "q4_k"
+        model = make_model(spec_of(self.scale.config, 2, kind), self.device)
+        products = [each for each in model.operations_of(0) if isinstance(each, Product | GatedProduct)]
+        prefill = self._prefill(model, self.scale.widened[-1])
+        layer = WidenedLayer(widened_numbers(products), torch.bfloat16, self.device)
+        for tokens in self.scale.widened:
+            machine = prefill.chunk_at(0, tokens)
+            stored = self.clock(program_for_rows(products, machine).run)
+            widened = self.clock(lambda machine=machine: program_for_rows(layer.widen(products), machine).run())
+            row: Row = {"tokens": tokens, "format": kind, "stored": stored, "widened": widened}
+            yield row | {"times_as_fast": stored["median"] / widened["median"]}
 
     def position(self) -> Iterator[Row]:
         """A step of one sequence by position, with a compressed and with a full cache."""

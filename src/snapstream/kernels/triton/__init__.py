@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from snapstream.kernels.formats import LANES
 from snapstream.kernels.weight import BlockWeight, Weight
 
 OLDEST = (8, 0)
@@ -117,11 +118,11 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def column_splits(rows: int, columns: int, device: torch.device) -> int:
-    """Into how many parts the columns of a weight in blocks are split, so that there are two programs per processor.
+    """Into how many parts the columns of a weight in blocks are split, so that there are enough programs.
 
     It does not depend on the rows that are multiplied.
     """
-    wanted = -(-2 * processors(device) // -(-rows // BLOCK_ROWS))
+    wanted = -(-PROGRAMS_PER_PROCESSOR * processors(device) // -(-rows // LANES))
     return max(1, min(wanted, MOST_COLUMN_SPLITS, columns // LEAST_COLUMNS))
 
 

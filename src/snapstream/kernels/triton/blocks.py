@@ -1,11 +1,12 @@
-"""Weights in blocks: products of few rows that read them as they are stored, and their numbers.
+"""Weights in blocks: products that read them as they are stored, and their numbers.
 
-A product works on *parts* of a row that share a scale: 32 columns, or 16 of Q6_K. Numbers of a part are small integers,
-exact in every type, so a part is a product of the tensor cores, whose float32 sums are then scaled::
+A tile has sixteen rows, the *lanes*, and keeps four numbers of one row in a word of 32 bits, or eight: low and high
+halves of its bytes. A program reads the words of a *group* of blocks, 256 columns, or 128 of Q8_0. Each word is then
+taken apart: ``half`` is which half of its bytes, ``byte`` is which byte.
 
-    x @ weight.T = sum over parts of scale * (x[part] @ numbers[part].T) + least * sum(x[part])
-
-Rows of the weight are split over programs; columns are, too, where there are too few rows to keep a device busy.
+There are two products. A single row of ``x`` is multiplied by numbers as they are unpacked. For more rows, numbers are
+rounded to the type of ``x`` and multiplied by the tensor cores. Rows of the weight are split over programs; columns
+are, too, where there are too few rows to keep a device busy.
 """
 
 from __future__ import annotations
@@ -21,93 +22,132 @@ from torch import Tensor
 from snapstream.kernels.formats import LANES, Format
 from snapstream.kernels.products import stock_grouped_linear
 from snapstream.kernels.triton import BLOCK_ROWS, column_splits
-from snapstream.kernels.triton.tiles import INTERPRETED, SMALLEST, product, rounded
+from snapstream.kernels.triton.tiles import SMALLEST, product, rounded
 from snapstream.kernels.weight import BlockWeight, Weight
 
+GROUP = 32
+"""Words of a row that are read at once."""
 MOST_TOKENS = 64
 """Maximum number of rows of ``x`` that a program multiplies at once; for more, it reads its weights again."""
 
 
 @triton.jit
-def _half(address):
+def _half(address, mask):
     """Numbers of 16 bits at addresses of bytes, as float32."""
-    return tl.load(address.to(tl.pointer_type(tl.float16))).to(tl.float32)
+    return tl.load(address.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _integer(address):
-    return tl.load(address).to(tl.int32)
+def _byte(address, mask):
+    return tl.load(address, mask=mask, other=0).to(tl.int32)
 
 
 @triton.jit
-def _nested(packed, lane, part):
-    """A scale and a minimum of Q4_K or Q5_K, of six bits each."""
-    at = packed + (part % 4) * 16 + lane
-    first, second, third = _integer(at), _integer(at + 64), _integer(at + 128)
-    scale = tl.where(part < 4, first & 63, (third & 15) | (first >> 6 << 4))
-    least = tl.where(part < 4, second & 63, (third >> 4) | (second >> 6 << 4))
-    return scale.to(tl.float32), least.to(tl.float32)
+def _word(address, mask):
+    return tl.load(address.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
 
 
 @triton.jit
-def _part(
-    block,
-    lane,
-    part,
-    KIND: tl.constexpr,
-    HAS_FIVE: tl.constexpr,
-    HAS_LEAST: tl.constexpr,
-    FIELDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One part of some rows; see :mod:`snapstream.kernels.formats` for the fields.
+def _words(
+    tile, lane, is_row, first, blocks, KIND: tl.constexpr, HAS_FIVE: tl.constexpr, FIELDS: tl.constexpr,
+    TILE: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The words of some rows in a group of blocks; see :mod:`snapstream.kernels.formats` for the fields.
 
     Args:
-        block: Addresses of the tiles of the rows, ``[rows]``.
+        tile: Addresses of the first blocks of the rows' tiles, ``[rows]``.
         lane: The rows' numbers in their tiles, ``[rows]``.
-        part: Number of the part in its block.
+        is_row: Which rows exist, ``[rows]``; numbers of others are 0.
+        first: First block of the group.
+        blocks: Number of blocks; numbers beyond them are 0.
         KIND: ``nested`` for Q4_K and Q5_K, ``simple`` for Q4_0 to Q5_1, or the name of the format.
         HAS_FIVE: Whether numbers have five bits.
-        HAS_LEAST: Whether parts of a simple format have a number that is added.
-        FIELDS: Offsets of its fields in a tile.
-        COLUMNS: Columns of a part.
+        FIELDS: Offsets of the fields in a tile.
+        TILE: Bytes of a tile.
+        WORDS: Words of a block.
+        GROUP: Words of a group.
 
     Returns:
-        Its integers, int32 ``[rows, COLUMNS]``, their scale, and what is added to all of them: float32 ``[rows]``.
+        Addresses of blocks, whether they exist, and words with low and high bits of numbers: ``[GROUP, rows]`` each.
     """
-    column = tl.arange(0, COLUMNS)
-    quad = (column // 4)[None, :]
-    byte = lane[:, None] * 4 + (column % 4)[None, :]
-    block_of = block[:, None]
+    word = tl.arange(0, GROUP)
+    number = first + word // WORDS
+    is_there = (number < blocks)[:, None] & is_row[None, :]
+    block = tile[None, :] + (number * TILE)[:, None]
+    within = (word % WORDS)[:, None]
+    LOW: tl.constexpr = 0 if KIND == "q6_k" else len(FIELDS) - 1
+    low = _word(block + FIELDS[LOW] + within * 64 + lane[None, :] * 4, is_there)
+    high = low
+    if KIND == "q6_k":
+        high = _word(block + FIELDS[1] + (within // 16 * 8 + within % 8) * 64 + lane[None, :] * 4, is_there)
+    elif HAS_FIVE:
+        at = within % 8 * 64 if KIND == "nested" else within * 0
+        high = _word(block + FIELDS[LOW - 1] + at + lane[None, :] * 4, is_there)
+    return block, is_there, low, high
+
+
+@triton.jit
+def _number(low, high, half: tl.constexpr, byte: tl.constexpr, KIND: tl.constexpr, HAS_FIVE: tl.constexpr,
+            HAS_LEAST: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """One number of each word, as float32 ``[GROUP, rows]``."""
+    word = (tl.arange(0, GROUP) % WORDS)[:, None]
     if KIND == "q8_0":
-        number = _integer(block_of + FIELDS[1] + quad * 64 + byte) - 128
-        scale, least = _half(block + FIELDS[0] + lane * 2), tl.zeros_like(lane).to(tl.float32)
-    elif KIND == "q6_k":
-        half, third, quarter = part // 8, part % 8 // 2, part % 2  # of 128, 32 and 16 columns
-        low = _integer(block_of + FIELDS[0] + (half * 16 + third % 2 * 8 + quarter * 4 + quad) * 64 + byte)
-        high = _integer(block_of + FIELDS[1] + (half * 8 + quarter * 4 + quad) * 64 + byte)
-        number = ((low >> (third // 2 * 4)) & 15 | ((high >> (third * 2)) & 3) << 4) - 32
-        own = tl.load(block + FIELDS[2] + part * 16 + lane).to(tl.int8, bitcast=True).to(tl.float32)
-        scale, least = own * _half(block + FIELDS[3] + lane * 2), tl.zeros_like(lane).to(tl.float32)
-    elif KIND == "nested":
-        both = _integer(block_of + FIELDS[3 + HAS_FIVE] + (part // 2 * 8 + quad) * 64 + byte)
-        number = (both >> (part % 2 * 4)) & 15
-        if HAS_FIVE:
-            number |= ((_integer(block_of + FIELDS[3] + quad * 64 + byte) >> part) & 1) << 4
-        scale, least = _nested(block + FIELDS[2], lane, part)
-        scale *= _half(block + FIELDS[0] + lane * 2)
-        least *= -_half(block + FIELDS[1] + lane * 2)
+        number = ((low >> (8 * byte)) & 255) - 128
     else:
-        both = _integer(block_of + FIELDS[1 + HAS_LEAST + HAS_FIVE] + quad % 4 * 64 + byte)
-        number = (both >> (quad // 4 * 4)) & 15
-        if HAS_FIVE:
-            number |= ((_integer(block_of + FIELDS[1 + HAS_LEAST] + byte) >> quad) & 1) << 4
-        scale, least = _half(block + FIELDS[0] + lane * 2), tl.zeros_like(lane).to(tl.float32)
-        if HAS_LEAST:
-            least = _half(block + FIELDS[1] + lane * 2)
+        number = (low >> (8 * byte + 4 * half)) & 15
+        if KIND == "q6_k":
+            number = (number | ((high >> (8 * byte + 4 * half + word % 16 // 8 * 2)) & 3) << 4) - 32
+        elif KIND == "nested":
+            if HAS_FIVE:
+                number |= ((high >> (8 * byte + word // 8 * 2 + half)) & 1) << 4
         else:
-            number -= 16 if HAS_FIVE else 8
-    return number, scale, least
+            if HAS_FIVE:
+                number |= ((high >> (8 * byte + word + 4 * half)) & 1) << 4
+            if not HAS_LEAST:
+                number -= 16 if HAS_FIVE else 8
+    return number.to(tl.float32)
+
+
+@triton.jit
+def _scales(block, lane, is_there, half: tl.constexpr, KIND: tl.constexpr, HAS_LEAST: tl.constexpr,
+            FIELDS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """The scale of one half of each word, and what is added to its numbers: float32 ``[GROUP, rows]``."""
+    word = (tl.arange(0, GROUP) % WORDS)[:, None]
+    lane = lane[None, :]
+    if KIND == "nested":
+        part = word // 8 * 2 + half
+        packed = block + FIELDS[2] + part % 4 * 16 + lane
+        first, second, third = _byte(packed, is_there), _byte(packed + 64, is_there), _byte(packed + 128, is_there)
+        scale = tl.where(part < 4, first & 63, (third & 15) | (first >> 6 << 4)).to(tl.float32)
+        least = tl.where(part < 4, second & 63, (third >> 4) | (second >> 6 << 4)).to(tl.float32)
+        scale *= _half(block + FIELDS[0] + lane * 2, is_there)
+        least *= -_half(block + FIELDS[1] + lane * 2, is_there)
+    elif KIND == "q6_k":
+        part = word // 16 * 8 + half * 4 + word % 16 // 8 * 2 + word % 8 // 4
+        own = tl.load(block + FIELDS[2] + part * 16 + lane, mask=is_there, other=0).to(tl.int8, bitcast=True)
+        scale = own.to(tl.float32) * _half(block + FIELDS[3] + lane * 2, is_there)
+        least = tl.zeros_like(scale)
+    else:
+        scale = _half(block + FIELDS[0] + lane * 2, is_there)
+        least = tl.zeros_like(scale)
+        if HAS_LEAST:
+            least = _half(block + FIELDS[1] + lane * 2, is_there)
+    return scale, least
+
+
+@triton.jit
+def _columns(half: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr):
+    """The column of the first byte of each word in its group, ``[GROUP]``; other bytes follow."""
+    word = tl.arange(0, GROUP)
+    if KIND == "nested":
+        column = word // 8 * 64 + half * 32 + word % 8 * 4
+    elif KIND == "q6_k":
+        column = word // 16 * 128 + half * 64 + word % 16 // 8 * 32 + word % 8 * 4
+    elif KIND == "q8_0":
+        column = word * 4
+    else:
+        column = word // WORDS * 32 + half * 16 + word % WORDS * 4
+    return column
 
 
 @triton.jit
@@ -138,7 +178,7 @@ def _multiply(
     out_row,
     tokens,
     count,
-    parts,
+    blocks,
     each,
     matrix,
     KIND: tl.constexpr,
@@ -146,8 +186,9 @@ def _multiply(
     HAS_LEAST: tl.constexpr,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -155,15 +196,17 @@ def _multiply(
     ADD: tl.constexpr,
 ):
     """Some rows of a weight with some of its columns, or of one of several weights with the rows of ``x`` it has."""
-    # 1. The rows of the weight, which lie in several tiles, and the parts of their columns.
+    HALVES: tl.constexpr = 1 if KIND == "q8_0" else 2
+    # 1. The rows of the weight, which lie in one tile or several, and the blocks of their columns.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < count
-    lane, tile = row % 16, tl.minimum(row, count - 1) // 16
     expert, split = tl.program_id(1), tl.program_id(2)
-    blocks = parts // PER_BLOCK
-    block = tiles + expert.to(tl.int64) * matrix + (tile * blocks).to(tl.int64) * TILE
+    lane = tl.arange(0, ROWS) % 16
+    number = tl.program_id(0) * (ROWS // 16) + tl.arange(0, ROWS) // 16
+    tile = tiles + expert.to(tl.int64) * matrix + (number * blocks).to(tl.int64) * TILE
+    is_tile = number * 16 < count
     first = split * each
-    last = tl.minimum(first + each, parts)
+    last = tl.minimum(first + each, blocks)
     # 2. The rows of x.
     begin, end = 0, tokens
     if ends is not None:
@@ -172,26 +215,42 @@ def _multiply(
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         is_token = token < end
-        at = x + token.to(tl.int64)[:, None] * x_row + tl.arange(0, COLUMNS)[None, :]
-        # 3. Their product.
+        # 3. Their product: columns by columns, as the words have them.
+        parts = tl.zeros([GROUP, ROWS], tl.float32)
         sums = tl.zeros([TOKENS, ROWS], tl.float32)
-        for part in range(first, last):
-            number, scale, least = _part(
-                block + (part // PER_BLOCK) * TILE, lane, part % PER_BLOCK, KIND, HAS_FIVE, HAS_LEAST, FIELDS, COLUMNS
+        for block in range(first, last, GROUP // WORDS):
+            place, is_there, low, high = _words(
+                tile, lane, is_tile, block, last, KIND, HAS_FIVE, FIELDS, TILE, WORDS, GROUP
             )
-            some = tl.load(at + part * COLUMNS, mask=is_token[:, None], other=0.0)
-            exact = number.to(tl.float32)
-            if not INTERPRETED:
-                exact = exact.to(some.dtype)
-            sums += product(some, tl.trans(exact)) * scale[None, :]
-            sums += tl.sum(some.to(tl.float32), 1)[:, None] * least[None, :]
+            is_column = block + tl.arange(0, GROUP) // WORDS < last
+            for half in tl.static_range(HALVES):
+                scale, least = _scales(place, lane, is_there, half, KIND, HAS_LEAST, FIELDS, WORDS, GROUP)
+                column = block * WIDTH + _columns(half, KIND, WORDS, GROUP)
+                if TOKENS == 1:
+                    own = tl.zeros([GROUP, ROWS], tl.float32)
+                    total = tl.zeros([GROUP], tl.float32)
+                    at = x + column  # x has one row
+                    for byte in tl.static_range(4):
+                        some = tl.load(at + byte, mask=is_column, other=0.0).to(tl.float32)
+                        own += some[:, None] * _number(low, high, half, byte, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP)
+                        total += some
+                    parts += own * scale + total[:, None] * least
+                else:
+                    at = x + token.to(tl.int64)[:, None] * x_row + column[None, :]
+                    mask = is_token[:, None] & is_column[None, :]
+                    for byte in tl.static_range(4):
+                        some = tl.load(at + byte, mask=mask, other=0.0)
+                        exact = _number(low, high, half, byte, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP)
+                        sums += product(some, rounded(exact * scale + least, x))
+        if TOKENS == 1:
+            sums = tl.sum(parts, 0)[None, :]
         mask = is_token[:, None] & is_row[None, :]
         if SPLIT:
-            place = (split * tokens + token).to(tl.int64)[:, None] * count + row[None, :]
-            tl.store(partial + place, sums, mask=mask)
+            target = (split * tokens + token).to(tl.int64)[:, None] * count + row[None, :]
+            tl.store(partial + target, sums, mask=mask)
         else:
-            place = token.to(tl.int64)[:, None] * out_row + row[None, :]
-            _store_sums(out, place, mask, sums, bias, row, is_row, like, factor, HAS_BIAS, ADD)
+            target = token.to(tl.int64)[:, None] * out_row + row[None, :]
+            _store_sums(out, target, mask, sums, bias, row, is_row, like, factor, HAS_BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -217,29 +276,40 @@ def _widen(
     out_row,
     count,
     total,
-    parts,
+    blocks,
     KIND: tl.constexpr,
     HAS_FIVE: tl.constexpr,
     HAS_LEAST: tl.constexpr,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A part of some rows as numbers: all rows in order, or those whose numbers are given."""
+    """A group of columns of some rows as numbers: of all rows in order, or of those whose numbers are given."""
+    HALVES: tl.constexpr = 1 if KIND == "q8_0" else 2
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = place < count
-    row = place
-    if numbers is not None:
+    if numbers is None:
+        lane, number = tl.arange(0, ROWS) % 16, tl.program_id(0) * (ROWS // 16) + tl.arange(0, ROWS) // 16
+    else:
         row = tl.load(numbers + place, mask=is_row, other=0).to(tl.int32)
-    row = tl.minimum(row, total - 1)
-    part = tl.program_id(1)
-    block = tiles + (row // 16 * (parts // PER_BLOCK) + part // PER_BLOCK).to(tl.int64) * TILE
-    number, scale, least = _part(block, row % 16, part % PER_BLOCK, KIND, HAS_FIVE, HAS_LEAST, FIELDS, COLUMNS)
-    wide = number.to(tl.float32) * scale[:, None] + least[:, None]
-    at = place.to(tl.int64)[:, None] * out_row + part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out + at, rounded(wide, out), mask=is_row[:, None])
+        lane, number = row % 16, row // 16
+    first = tl.program_id(1) * (GROUP // WORDS)
+    tile = tiles + (number * blocks).to(tl.int64) * TILE
+    is_tile = number * 16 < total
+    block, is_there, low, high = _words(tile, lane, is_tile, first, blocks, KIND, HAS_FIVE, FIELDS, TILE, WORDS, GROUP)
+    for half in tl.static_range(HALVES):
+        scale, least = _scales(block, lane, is_there, half, KIND, HAS_LEAST, FIELDS, WORDS, GROUP)
+        a = _number(low, high, half, 0, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+        b = _number(low, high, half, 1, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+        c = _number(low, high, half, 2, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+        d = _number(low, high, half, 3, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+        wide = tl.join(tl.join(a, c), tl.join(b, d)).reshape([GROUP, ROWS, 4])  # byte after byte
+        column = first * WIDTH + _columns(half, KIND, WORDS, GROUP)
+        at = place.to(tl.int64)[None, :, None] * out_row + column[:, None, None] + tl.arange(0, 4)[None, None, :]
+        tl.store(out + at, rounded(wide, out), mask=(is_there & is_row[None, :])[:, :, None])
 
 
 @functools.cache
@@ -249,15 +319,16 @@ def _described(kind: Format) -> dict[str, Any]:
     for count, width in kind.fields:
         offsets.append(at)
         at += LANES * count * width
-    columns = 16 if kind.name == "q6_k" else 32
+    words = {"q8_0": 8}.get(kind.name, kind.columns // 8)
     return {
         "KIND": {"q4_k": "nested", "q5_k": "nested", "q6_k": "q6_k", "q8_0": "q8_0"}.get(kind.name, "simple"),
         "HAS_FIVE": kind.name.startswith("q5"),
         "HAS_LEAST": kind.name.endswith("_1"),
         "FIELDS": tuple(offsets),
         "TILE": at,
-        "COLUMNS": columns,
-        "PER_BLOCK": kind.columns // columns,
+        "WIDTH": kind.columns,
+        "WORDS": words,
+        "GROUP": GROUP,
     }
 
 
@@ -309,15 +380,17 @@ def _multiply_part(
 ) -> None:
     """:func:`multiply` with rows in one format."""
     described, tokens, columns = _described(weight.kind), len(x), weight.shape[-1]
-    parts, per_block = columns // described["COLUMNS"], described["PER_BLOCK"]
+    blocks, together = columns // weight.kind.columns, GROUP // described["WORDS"]
     splits = column_splits(weight.out, columns, x.device) if ends is None else 1
-    each = -(-parts // (splits * per_block)) * per_block
-    splits = -(-parts // each)
+    each = -(-blocks // (splits * together)) * together
+    splits = -(-blocks // each)
+    at_once = _tokens_at_once(tokens) if ends is None else max(SMALLEST, _tokens_at_once(tokens))
+    rows = LANES if at_once == 1 else BLOCK_ROWS
     experts = 1 if ends is None else len(ends)
     partial = None
     if splits > 1:
         partial = torch.empty(splits, tokens, weight.out, dtype=torch.float32, device=x.device)
-    _multiply[(-(-weight.out // BLOCK_ROWS), experts, splits)](
+    _multiply[(-(-weight.out // rows), experts, splits)](
         x,
         weight.stored,
         bias,
@@ -330,16 +403,17 @@ def _multiply_part(
         out.stride(0),
         tokens,
         weight.out,
-        parts,
+        blocks,
         each,
         0 if ends is None else weight.stored.stride(0),
         **described,
-        TOKENS=SMALLEST if tokens <= SMALLEST else MOST_TOKENS,
-        ROWS=BLOCK_ROWS,
+        TOKENS=at_once,
+        ROWS=rows,
         SPLIT=splits > 1,
         HAS_BIAS=bias is not None,
         ADD=add,
         num_warps=4,
+        num_stages=1,
     )
     if partial is not None:
         _add_splits[(tokens, -(-weight.out // 256))](
@@ -359,6 +433,13 @@ def _multiply_part(
         )
 
 
+def _tokens_at_once(tokens: int) -> int:
+    """Rows of ``x`` per program; a kernel is compiled for each such number."""
+    if tokens == 1:
+        return 1
+    return SMALLEST if tokens <= SMALLEST else MOST_TOKENS
+
+
 def widen(weight: BlockWeight, out: Tensor, numbers: Tensor | None = None) -> None:
     """Write the numbers of a matrix ``[out, in]``, or of some of its rows.
 
@@ -368,15 +449,15 @@ def widen(weight: BlockWeight, out: Tensor, numbers: Tensor | None = None) -> No
         numbers: Which rows, int64 ``[rows]``; ``None`` for all.
     """
     described = _described(weight.kind)
-    parts = weight.shape[-1] // described["COLUMNS"]
-    _widen[(-(-len(out) // BLOCK_ROWS), parts)](
+    blocks = weight.shape[-1] // weight.kind.columns
+    _widen[(-(-len(out) // BLOCK_ROWS), -(-blocks // (GROUP // described["WORDS"])))](
         weight.stored,
         numbers,
         out,
         out.stride(0),
         len(out),
         weight.out,
-        parts,
+        blocks,
         **described,
         ROWS=BLOCK_ROWS,
         num_warps=4,
