@@ -1,4 +1,4 @@
-"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, widened weights, position, speculation, memory.
+"""The engine on a GPU: bandwidth, decode, the paper's tables 4 and 5, prefill, position, speculation, memory.
 
 It needs torch, triton, transformers and safetensors, but neither a checkpoint nor a network: random weights in the
 shape of Llama-3.1-8B are generated on the device. From a bare checkout::

@@ -26,6 +26,14 @@ class AttendBy(Operation):
         target.copy_(out[..., : target.shape[2]])
 
 
+def sinks_of(model):
+    """Of each layer, a logit more per head, or None."""
+    return [
+        next(each.sinks for each in model.operations_of(layer) if isinstance(each, Attend))
+        for layer in range(model.spec.layers)
+    ]
+
+
 def run_on(operations, x, program):
     """What operations add to the buffer ``y`` ``[T, hidden]`` for rows ``x`` of one prompt."""
     operations = list(operations)

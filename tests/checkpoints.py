@@ -149,6 +149,17 @@ NEAR = {
         "Olmo3",
         {"head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+            "attn_implementation": "eager",  # the others have no cap
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {

@@ -3,7 +3,7 @@
 import torch
 
 from snapstream.models.weights import load_model, load_spec
-from tests.attending import logits_with
+from tests.attending import logits_with, sinks_of
 from tests.reference import naive_attention, naive_compress, naive_renew
 
 
@@ -19,12 +19,16 @@ class NaiveConversation:
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
         self.budget, self.length, self.overrun = budget, 0, overrun
         self.keys, self.values, self.caches = {}, {}, {}
+        self.sinks = sinks_of(self.model)
         self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.layers)]
 
     def attend(self, layer, query, n, h, positions):
         keys = torch.stack([self.keys[layer, p][n] for p in positions])
         values = torch.stack([self.values[layer, p][n] for p in positions])
-        return naive_attention(query[h], keys, values).float()
+        sinks = self.sinks[layer]
+        return naive_attention(
+            query[h], keys, values, self.spec.attention_cap, None if sinks is None else sinks[h]
+        ).float()
 
     def store(self, layer, key, value, positions):
         for i, position in enumerate(positions):
@@ -61,7 +65,9 @@ class NaiveConversation:
                 unknown = torch.zeros(group, len(past), spec.head_dim)
                 queries = torch.cat((unknown, query[:, n * group : (n + 1) * group].transpose(0, 1)), 1)
                 keys = torch.stack([self.keys[layer, p][n] for p in staged])
-                cache = naive_compress(queries, keys, self.budget, first_voter=len(past))
+                sinks = None if self.sinks[layer] is None else self.sinks[layer][n * group : (n + 1) * group]
+                how = {"cap": spec.attention_cap, "sinks": sinks}
+                cache = naive_compress(queries, keys, self.budget, first_voter=len(past), **how)
                 for part in ("sink", "pinned", "ring"):
                     setattr(cache, part, [staged[i] for i in getattr(cache, part)])
                 self.caches[layer, n] = cache

@@ -29,7 +29,7 @@ class Oracle:
         heads, steps = query.shape[0], query.shape[1]
         group = heads // key.shape[0]
         if steps == key.shape[1]:
-            self.caches[layer] = self._compress(query, key, group)
+            self.caches[layer] = self._compress(query, key, group, **extras)
             return whole_attention(query, key, value, **extras)
         out = []
         for cache in dict.fromkeys(self.caches[layer]):
@@ -45,12 +45,13 @@ class Oracle:
         """Positions that the token at `position` sees, which is in the cache already."""
         return cache.tokens()
 
-    def _compress(self, query, key, group):
+    def _compress(self, query, key, group, softcap=None, sinks=None):
         """One cache per KV head, or one for all."""
-        votes = [
-            naive_raw_votes(query[n * group : (n + 1) * group], key[n], self.budget) if self.budget.top_k else [{}]
-            for n in range(key.shape[0])
-        ]
+        votes = []
+        for n in range(key.shape[0]):
+            mine = slice(n * group, (n + 1) * group)
+            how = {"cap": softcap or 0.0, "sinks": None if sinks is None else sinks[mine]}
+            votes.append(naive_raw_votes(query[mine], key[n], self.budget, **how) if self.budget.top_k else [{}])
         if self.latent:
             kinds = zip(*votes, strict=True)
             votes = [[{p: sum(v[p] for v in kind) / len(kind) for p in kind[0]} for kind in kinds]]

@@ -35,20 +35,25 @@ class NaiveCache:
         return [*self.sink, *self.pinned, *self.ring]
 
 
-def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> dict[int, float]:
+def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0, **how) -> dict[int, float]:
     """Score of every candidate of one KV head, by a policy that lets queries vote.
 
     queries [G, L, D] of the whole prompt, keys [L, D].
     """
-    return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter), budget)
+    return naive_smooth(naive_raw_votes(queries, keys, budget, first_voter, **how), budget)
 
 
-def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> list[dict[int, float]]:
-    """Attention of the window to every candidate; for spans that of more voters, under mixed keys' differences, too."""
+def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0, **how) -> list[dict[int, float]]:
+    """Attention of the window to every candidate; for spans that of more voters, under mixed keys' differences, too.
+
+    how: cap and sinks, see below.
+    """
     window = getattr(budget.policy, "window", budget.window)
-    votes = [naive_attention_votes(queries, keys, budget, first_voter, window)]
+    votes = [naive_attention_votes(queries, keys, budget, first_voter, window, **how)]
     if budget.policy.name == "spans":
-        votes.append(naive_attention_votes(queries, keys, budget, first_voter, budget.policy.voters, largest=True))
+        votes.append(
+            naive_attention_votes(queries, keys, budget, first_voter, budget.policy.voters, largest=True, **how)
+        )
         votes.append(naive_key_differences(keys, budget, budget.policy.near))
     if budget.policy.name == "mixed":
         votes.append(naive_key_differences(keys, budget, budget.policy.near))
@@ -56,9 +61,12 @@ def naive_raw_votes(queries: Tensor, keys: Tensor, budget, first_voter=0) -> lis
 
 
 def naive_attention_votes(
-    queries: Tensor, keys: Tensor, budget, first_voter, window, *, largest=False
+    queries: Tensor, keys: Tensor, budget, first_voter, window, *, largest=False, cap=0.0, sinks=None
 ) -> dict[int, float]:
-    """Attention of the last tokens to every candidate: their sum, or the largest share of attention to candidates."""
+    """Attention of the last tokens to every candidate: their sum, or the largest share of attention to candidates.
+
+    cap: logits are cap * tanh(logits / cap). sinks: one more logit per head [G], in a softmax over the whole prompt.
+    """
     length, dim = keys.shape
     queries, keys = queries.double(), keys.double()
     candidates = naive_candidates(length, budget)
@@ -67,12 +75,14 @@ def naive_attention_votes(
     for head in range(queries.shape[0]):
         of_head = dict.fromkeys(candidates, 0.0)
         for voter in voters:
-            seen = list(range(voter + 1))
+            seen, sink = list(range(voter + 1)), -math.inf if sinks is None else float(sinks[head])
             if largest or getattr(budget.policy, "normalize", "all") == "candidates":
+                sink = -math.inf
                 seen = [p for p in candidates if p <= voter]
             logits = {p: float(queries[head, voter] @ keys[p]) / math.sqrt(dim) for p in seen}
-            top = max(logits.values(), default=0.0)
-            total = sum(math.exp(x - top) for x in logits.values())
+            logits = {p: cap * math.tanh(x / cap) if cap else x for p, x in logits.items()}
+            top = max(*logits.values(), sink) if logits else 0.0
+            total = sum(math.exp(x - top) for x in logits.values()) + math.exp(sink - top)
             for p in candidates:
                 if p in logits:
                     share = math.exp(logits[p] - top) / total
@@ -129,7 +139,7 @@ def naive_key_differences(keys: Tensor, budget, near=None) -> dict[int, float]:
     return differences
 
 
-def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -> dict[int, float]:
+def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0, **how) -> dict[int, float]:
     """Score of every candidate of one KV head under any policy that tests know."""
     policy = budget.policy
     if hasattr(policy, "naive_scores"):  # a policy of a test, with an oracle of its own
@@ -139,7 +149,7 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0) -
     if policy.name == "local-keydiff":
         differences = naive_key_differences(keys, budget, policy.near)
         return naive_in_turn([naive_pool(differences, policy.kernel), differences])
-    return naive_votes(queries, keys, budget, first_voter)
+    return naive_votes(queries, keys, budget, first_voter, **how)
 
 
 def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[int], list[int], list[int]]:
@@ -151,11 +161,11 @@ def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[in
     return sink, sorted(best), others[-budget.recent - naive_given_later(budget) :]
 
 
-def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None) -> NaiveCache:
+def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None, **how) -> NaiveCache:
     """Compress one KV head's prompt. Tokens are positions; look keys and values up by them."""
     length = keys.shape[0]
     if scores is None:
-        scores = naive_scores(queries, keys, values, budget, first_voter)
+        scores = naive_scores(queries, keys, values, budget, first_voter, **how)
     sink, pinned, recent = naive_select(scores, length, budget)
     spare = budget.top_k - len(pinned) if budget.ring != "paper" else 0
     return NaiveCache(sink, pinned, recent, budget.sink, budget.recent + spare)
@@ -193,9 +203,13 @@ def naive_given_later(budget) -> int:
     return budget.top_k // 4 if budget.ring == "resnap" else 0
 
 
-def naive_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query [D] over keys and values [n, D], in float64."""
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, cap: float = 0.0, sink=None) -> Tensor:
+    """One query [D] over keys and values [n, D], in float64; a sink is a logit more, without a value."""
     query, keys, values = query.double(), keys.double(), values.double()
     logits = keys @ query / math.sqrt(query.shape[-1])
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    if sink is not None:
+        logits, values = torch.cat((logits, sink.double()[None])), torch.cat((values, torch.zeros_like(values[:1])))
     weights = torch.exp(logits - logits.max())
     return weights @ values / weights.sum()

@@ -28,10 +28,12 @@ def _build_kernels():
 @given(
     shape=st.sampled_from([(1, 1, 32), (3, 1, 64), (2, 4, 32), (5, 2, 96), (8, 1, 128)]),
     entries=st.integers(1, 700),
+    cap=st.sampled_from([0.0, 0.0, 2.5, 50.0]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
     data=st.data(),
 )
-def test_decode_equals_reference(backend, dtype, shape, entries, seed, data):
+def test_decode_equals_reference(backend, dtype, shape, entries, cap, has_sinks, seed, data):
     G, N, D = shape
     valid = data.draw(st.lists(st.integers(0, entries), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(seed)
@@ -39,11 +41,13 @@ def test_decode_equals_reference(backend, dtype, shape, entries, seed, data):
     keys, values = torch.randn(2, len(valid), N, entries, D, generator=generator).to(dtype)
     for row, length in enumerate(valid):
         keys[row, :, length:] = 30.0  # what must not be read would win
-    got = backend().decode(query, keys, values, torch.tensor(valid), D**-0.5)
+    sinks = torch.randn(N * G, generator=generator) * 4 if has_sinks else None
+    got = backend().decode(query, keys, values, torch.tensor(valid), D**-0.5, cap=cap, sinks=sinks)
     assert got.dtype == dtype
     for b, length in enumerate(valid):
         for h in range(N * G if length else 0):
-            want = naive_attention(query[b, h], keys[b, h // G, :length], values[b, h // G, :length])
+            sink = None if sinks is None else sinks[h]
+            want = naive_attention(query[b, h], keys[b, h // G, :length], values[b, h // G, :length], cap, sink)
             torch.testing.assert_close(got[b, h].double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -54,23 +58,22 @@ def test_decode_equals_reference(backend, dtype, shape, entries, seed, data):
     start=st.integers(0, 90),
     chunk=st.integers(1, 33),
     spare=st.integers(0, 40),
+    cap=st.sampled_from([0.0, 2.5]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_prefill_equals_torch(backend, heads, start, chunk, spare, seed):
+def test_prefill_equals_the_definition(backend, heads, start, chunk, spare, cap, has_sinks, seed):
     (G, N), D = heads, 32
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(chunk, N * G, D, generator=generator)
     keys, values = torch.randn(2, N, start + chunk + spare, D, generator=generator)
-    got = backend().prefill(query, keys, values, torch.tensor(start), D**-0.5)
-    end = start + chunk
-    mask = torch.ones(chunk, end).tril(start).bool()
-    want = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1).double(),
-        keys[:, :end].repeat_interleave(G, 0).double(),
-        values[:, :end].repeat_interleave(G, 0).double(),
-        attn_mask=mask,
-    )
-    torch.testing.assert_close(got.transpose(0, 1).double(), want, rtol=1e-5, atol=1e-5)
+    sinks = torch.randn(N * G, generator=generator) * 4 if has_sinks else None
+    got = backend().prefill(query, keys, values, torch.tensor(start), D**-0.5, cap=cap, sinks=sinks)
+    for t in range(chunk):
+        for h in range(N * G):
+            seen = (each[h // G, : start + t + 1] for each in (keys, values))
+            want = naive_attention(query[t, h], *seen, cap, None if sinks is None else sinks[h])
+            torch.testing.assert_close(got[t, h].double(), want, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler

@@ -26,25 +26,27 @@ def draw(seed, dtype, *, heads, group, size, start, tokens, spare=0, loud=1.0):
     return query, keys, keys[..., :512] if size > 512 else values
 
 
-def attend(query, keys, values, start, instructions, scale=None, window=0):
+def attend(query, keys, values, start, instructions, scale=None, **how):
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    given = {"window": window, "instructions": instructions}
-    return kernels.prefill_attention(query, keys, values, torch.tensor(start), scale, **given)
+    return kernels.prefill_attention(query, keys, values, torch.tensor(start), scale, instructions=instructions, **how)
 
 
-def peer(query, keys, values, start, dtype=torch.float64, window=0):
+def peer(query, keys, values, start, dtype=torch.float64, window=0, cap=0.0, sinks=None):
     """The same by torch, in its layout: every head with keys and values of its own."""
     end, group = start + query.shape[0], query.shape[1] // keys.shape[0]
     mask = torch.ones(query.shape[0], end).tril(start).bool()
     if window:
         mask &= torch.ones(query.shape[0], end).triu(start + 1 - window).bool()
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1).to(dtype)[None],
-        keys[:, :end].repeat_interleave(group, 0).to(dtype)[None],
-        values[:, :end].repeat_interleave(group, 0).to(dtype)[None],
-        attn_mask=mask,
-    )
-    return out[0].transpose(0, 1)
+    query = query.transpose(0, 1).to(dtype)
+    keys, values = (each[:, :end].repeat_interleave(group, 0).to(dtype) for each in (keys, values))
+    if not cap and sinks is None:
+        out = F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask)[0]
+        return out.transpose(0, 1)
+    logits = query @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
+    logits = torch.where(mask, cap * (logits / cap).tanh() if cap else logits, -torch.inf)
+    own = torch.full((len(query), 1), -torch.inf) if sinks is None else sinks[:, None]
+    total = logits.logsumexp(-1).logaddexp(own.to(dtype))
+    return ((logits - total[..., None]).exp() @ values).transpose(0, 1)
 
 
 def chunks_of(length, cuts):
@@ -63,19 +65,25 @@ def chunks_of(length, cuts):
     spare=st.integers(0, 100),
     loud=st.sampled_from([0.1, 1.0, 6.0]),
     window=st.sampled_from([0, 1, 5, 63, 64, 65, 130, 1000]),
+    cap=st.sampled_from([0.0, 0.0, 2.5, 50.0]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_equals_float64(dtype, instructions, size, heads, group, start, tokens, spare, loud, window, seed):
+def test_equals_float64(
+    dtype, instructions, size, heads, group, start, tokens, spare, loud, window, cap, has_sinks, seed
+):
     shape = {"heads": heads, "group": group, "size": size, "start": start, "tokens": tokens}
     query, keys, values = draw(seed, dtype, **shape, spare=spare, loud=loud)
     keys[:, start + tokens :] = float("nan")  # nobody may look at what has not been written
     values[:, start + tokens :] = float("nan")
-    got = attend(query, keys, values, start, instructions, window=window)
+    sinks = torch.randn(heads * group, generator=torch.Generator().manual_seed(seed)) * 4 if has_sinks else None
+    how = {"window": window, "cap": cap, "sinks": sinks}
+    got = attend(query, keys, values, start, instructions, **how)
     assert got.dtype == dtype
     assert got.shape == (tokens, heads * group, values.shape[-1])
     assert got.is_contiguous()
     tolerance = 2e-5 * max(1, loud) if dtype == torch.float32 else 2e-2  # errors of scores grow with them
-    want = peer(query, keys, values, start, window=window)
+    want = peer(query, keys, values, start, **how)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 

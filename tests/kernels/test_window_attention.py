@@ -17,11 +17,11 @@ from tests.kernels.threads import on_threads
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
 
-def attend(queries, keys, lengths, *rest):
-    return kernels.attend_window(queries, keys, *lengths, *rest)
+def attend(queries, keys, lengths, *rest, **how):
+    return kernels.attend_window(queries, keys, *lengths, *rest, **how)
 
 
-def exactly(queries, keys, lengths, scale, sink, everything, summed, largest):
+def exactly(queries, keys, lengths, scale, sink, everything, summed, largest, cap=0.0, sinks=None):
     """The definition, query by query."""
     (_, H, W, _), N = queries.shape, keys.shape[1]
     votes = torch.zeros(2, *keys.shape[:3], dtype=torch.float64)
@@ -36,7 +36,11 @@ def exactly(queries, keys, lengths, scale, sink, everything, summed, largest):
                 for kind, whole in enumerate((everything, False)):
                     first, end = (0, position + 1) if whole else (sink, min(position + 1, candidate_end))
                     seen = keys[b, h // (H // N), first : max(first, end)].double()
-                    of_voter[kind, first : max(first, end)] = (seen @ queries[b, h, w].double() * scale).softmax(0)
+                    logits = seen @ queries[b, h, w].double() * scale
+                    logits = cap * (logits / cap).tanh() if cap else logits
+                    if whole and sinks is not None:
+                        logits = torch.cat((logits, sinks[h, None].double()))
+                    of_voter[kind, first : max(first, end)] = logits.softmax(0)[: len(seen)]
                 if w >= W - summed:
                     of_head[0] += of_voter[0]
                 if w >= W - largest:
@@ -58,9 +62,13 @@ def exactly(queries, keys, lengths, scale, sink, everything, summed, largest):
     other=st.integers(9, 200),
     everything=st.booleans(),
     kind=st.sampled_from(("sums", "largest", "both")),
+    cap=st.sampled_from([0.0, 0.0, 2.5]),
+    has_sinks=st.booleans(),
     data=st.data(),
 )
-def test_equals_the_definition(dtype, instructions, size, heads, group, window, length, other, everything, kind, data):
+def test_equals_the_definition(
+    dtype, instructions, size, heads, group, window, length, other, everything, kind, cap, has_sinks, data
+):
     summed = 0 if kind == "largest" else data.draw(st.integers(1, window))
     largest = 0 if kind == "sums" else data.draw(st.integers(1, window))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -73,8 +81,9 @@ def test_equals_the_definition(dtype, instructions, size, heads, group, window, 
     for b, n in enumerate((length, other)):
         keys[b, :, n:] = float("nan")
     rest = (0.1, data.draw(st.integers(0, 8)), everything, summed, largest)
-    got = attend(queries, keys, lengths, *rest, instructions)
-    want = exactly(queries, keys, lengths, *rest)
+    how = {"cap": cap, "sinks": torch.randn(heads * group, generator=generator) * 4 if has_sinks else None}
+    got = attend(queries, keys, lengths, *rest, instructions, **how)
+    want = exactly(queries, keys, lengths, *rest, **how)
     torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6)
 
 

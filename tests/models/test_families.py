@@ -109,7 +109,7 @@ def test_saved_sequences_belong_to_one_set_of_frequencies(tmp_path):
 def test_what_a_family_cannot_do_is_said(tmp_path):
     for name, family, changes, said in (
         ("clip", "olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
-        ("caps", "gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("both", "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("hybrid", "granite-dense", {"layer_types": ["mamba", "attention"]}, "layers of type"),
         ("experts", "granite-dense", {"num_local_experts": 4}, "with experts is not supported"),
         ("many", "mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),

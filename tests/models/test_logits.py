@@ -9,19 +9,20 @@ from snapstream.attention import SdpaAttention
 from snapstream.kernels import cpu as kernels
 from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
-from tests.attending import logits_with
+from tests.attending import logits_with, sinks_of
 from tests.checkpoints import FAMILIES, make_model, save_checkpoint
 
 
 class DenseCache:
     """An ordinary cache, one sequence, for driving the model without the engine."""
 
-    def __init__(self, spec, length):
+    def __init__(self, model, length):
+        spec = model.spec
         shape = (spec.kv_heads, length, spec.head_dim)
         self.keys = [torch.zeros(shape) for _ in range(spec.layers)]
         self.values = [torch.zeros(shape) for _ in range(spec.layers)]
         self.start = 0
-        self.scale = spec.scale
+        self.scale, self.cap, self.sinks = spec.scale, spec.attention_cap, sinks_of(model)
         self.windows = [spec.layer_group(layer).window or 0 for layer in range(spec.layers)]
 
     def attend(self, layer, query, key, value):
@@ -30,7 +31,8 @@ class DenseCache:
         self.values[layer][:, self.start : end] = value.transpose(0, 1)
         start = torch.tensor(self.start)
         given = (query, self.keys[layer], self.values[layer], start, self.scale)
-        return SdpaAttention().prefill(*given, window=self.windows[layer])
+        how = {"window": self.windows[layer], "cap": self.cap, "sinks": self.sinks[layer]}
+        return SdpaAttention().prefill(*given, **how)
 
     def run(self, model, tokens):
         positions = torch.arange(self.start, self.start + len(tokens))
@@ -52,7 +54,7 @@ def test_logits_equal_transformers(family, tmp_path):
     tokens = torch.randint(0, 96, (700,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = peer(tokens[None]).logits[0]
-        cache = DenseCache(spec, 700)
+        cache = DenseCache(model, 700)
         parts = [cache.run(model, tokens[a:b]) for a, b in ((0, 200), (200, 201), (201, 690))]
         parts += [cache.run(model, tokens[i : i + 1]) for i in range(690, 700)]
     torch.testing.assert_close(torch.cat(parts), want, rtol=1e-3, atol=1e-3)

@@ -92,6 +92,8 @@ class AttentionBackend(ABC):
         scale: float,
         *,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
@@ -104,6 +106,8 @@ class AttentionBackend(ABC):
             start: Entry of the first token, int64 scalar tensor.
             scale: Factor on the logits.
             window: How many tokens a token attends to, itself included; 0 for all.
+            cap: Soft cap of the logits; 0 for none.
+            sinks: A logit more of each head, without a value, float32 ``[H]``.
             packed: Buffer of :meth:`packed_shape` that the chunks of one layer share.
             packed_until: Entries that earlier chunks have packed, int64 scalar tensor.
 
@@ -112,7 +116,17 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend from one token per slot to the first ``valid`` entries of its cache; KV heads are not expanded.
 
         Args:
@@ -121,6 +135,8 @@ class AttentionBackend(ABC):
             values: ``[B, N, C, D]``.
             valid: Valid entries of each slot, int64 ``[B]``; 0 for a free slot, whose result is undefined.
             scale: Factor on the logits.
+            cap: As for :meth:`prefill`.
+            sinks: Likewise.
 
         Returns:
             ``[B, H, D]``.

@@ -70,13 +70,26 @@ class CpuAttention(AttentionBackend):
         scale: float,
         *,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
+        shared = {"packed": packed, "packed_until": packed_until}
         return kernels.prefill_attention(
-            query, keys, values, start, scale, window=window, packed=packed, packed_until=packed_until
+            query, keys, values, start, scale, window=window, cap=cap, sinks=sinks, **shared
         )
 
     @override
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
-        return kernels.decode_attention(query, keys, values, valid, scale)
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return kernels.decode_attention(query, keys, values, valid, scale, cap=cap, sinks=sinks)

@@ -34,7 +34,8 @@ class AttendWith(Attend):
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
             given = (query[0], cache.keys[0], values, slots.count[0, 0], self.scale)
-            out = self.backend.prefill(*given, window=self.window, packed=m.packed, packed_until=m.packed_until)
+            shared = {"packed": m.packed, "packed_until": m.packed_until}
+            out = self.backend.prefill(*given, window=self.window, cap=self.cap, sinks=self.sinks, **shared)
             target[0] = out[..., : self.target.size]
             return
         group = m.group_of(self.layer)
@@ -47,7 +48,8 @@ class AttendWith(Attend):
                     replaced.append((place, cache.read(place)))
                     key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                     cache.write(place, key.transpose(1, 2), value.transpose(1, 2), slots.active)
-                out = self.backend.decode(query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
+                given = (query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
+                out = self.backend.decode(*given, cap=self.cap, sinks=self.sinks)
                 out = out[..., : self.target.size].reshape(B, self.target.heads, -1)
                 target[:, t] = torch.where(valid[:, t, None, None] > 0, out, target[:, t])
         finally:  # the last one first: a short ring may have given one entry to several tokens

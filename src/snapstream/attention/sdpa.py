@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import Self, override
 
 from snapstream.attention import flash
@@ -52,15 +51,32 @@ class SdpaAttention(AttentionBackend):
         scale: float,
         *,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        if self.with_flash and (not window or flash.has_windows(query.device, query.dtype, query.shape[2])):
+        is_usual = cap == 0.0 and sinks is None
+        if (
+            is_usual
+            and self.with_flash
+            and (not window or flash.has_windows(query.device, query.dtype, query.shape[2]))
+        ):
             return flash.attend(query, keys, values, start, scale, window)
-        return plain.attend_chunk(query, keys, values, start, scale, window)
+        return plain.attend_chunk(query, keys, values, start, scale, window, cap, sinks)
 
     @override
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         # The heads of a group become query rows, so keys are not expanded.
         B, H, D = query.shape
         N, C = keys.shape[1], keys.shape[2]
@@ -69,5 +85,5 @@ class SdpaAttention(AttentionBackend):
         mask = mask[:, None, None].expand(B, 1, H // N, C)
         wide = torch.promote_types(query.dtype, keys.dtype)
         grouped, keys, values = query.reshape(B, N, H // N, D).to(wide), keys.to(wide), values.to(wide)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = plain.attend(grouped, keys, values, mask, scale, cap, None if sinks is None else sinks.view(N, -1))
         return out.reshape(B, H, -1).to(query.dtype)

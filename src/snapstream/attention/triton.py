@@ -103,6 +103,8 @@ class TritonAttention(AttentionBackend):
         scale: float,
         *,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
@@ -111,18 +113,38 @@ class TritonAttention(AttentionBackend):
         if len(query) == 1 and values.stride() == keys.stride() and not window:
             # A single token is decoded, which splits its entries into parts. Their number does not depend on the
             # length, because every number needs another kernel.
-            return self._attend_slots(query, keys[None], values[None], (start + 1)[None], scale, kernels.MOST_SPLITS)
-        if self.with_flash and not window:
+            given = (query, keys[None], values[None], (start + 1)[None], scale, cap, sinks)
+            return self._attend_slots(*given, splits=kernels.MOST_SPLITS)
+        if self.with_flash and not window and cap == 0.0 and sinks is None:
             return flash.attend(query, keys, values, start, scale)
-        return attend_chunk(query, keys, values, start, scale, window)
+        return attend_chunk(query, keys, values, start, scale, window, cap, sinks)
 
     @override
-    def decode(self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        scale: float,
+        *,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         splits = self.splits(len(query), query[:, None].shape[1:], keys.shape[1:], query.dtype)
-        return self._attend_slots(query, keys, values, valid, scale, splits)
+        return self._attend_slots(query, keys, values, valid, scale, cap, sinks, splits=splits)
 
     def _attend_slots(
-        self, query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float, splits: int
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        scale: float,
+        cap: float,
+        sinks: Tensor | None,
+        *,
+        splits: int,
     ) -> Tensor:
         from snapstream.kernels.triton.decode import attend_slots
 
@@ -131,5 +153,5 @@ class TritonAttention(AttentionBackend):
         is_latent = values.data_ptr() == keys.data_ptr()
         cache = EntryShape(N, D, latent=is_latent).kind([keys] if is_latent else [keys, values])
         out = query.new_zeros(B, H, values.shape[3])
-        attend_slots(query, out, cache, None, Slots.that_see(valid, C), scale, splits=splits)
+        attend_slots(query, out, cache, None, Slots.that_see(valid, C), scale, cap=cap, sinks=sinks, splits=splits)
         return out

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
+from snapstream.kernels.plain import capped
 
 KEY_CHUNK = 1024
 """Keys scored at once. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
@@ -28,6 +29,8 @@ def observation_votes(
     *,
     sink: int,
     scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     normalize: Normalize = "all",
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
@@ -40,6 +43,8 @@ def observation_votes(
         layout: Layout of each sequence.
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``; it takes part in the softmax over all.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
         key_chunk: Keys scored at once; bounds memory and affects the result only by rounding.
 
@@ -47,7 +52,8 @@ def observation_votes(
         Votes ``[B, N, L]``, float32, averaged over the ``G`` query heads of a group; 0 for tokens that are not
         candidates.
     """
-    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", queries.shape[2], 0, key_chunk)
+    kinds = (normalize == "all", queries.shape[2], 0)
+    votes = _attention(queries, keys, layout, scale, cap, sinks, sink, *kinds, key_chunk)
     return votes[0].masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
@@ -58,6 +64,8 @@ def votes_and_largest_shares(
     *,
     sink: int,
     scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     normalize: Normalize,
     summed: int,
     largest: int,
@@ -73,6 +81,8 @@ def votes_and_largest_shares(
         layout: Layout of each sequence.
         sink: Sinks (``S``).
         scale: Factor on the logits.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head.
         normalize: Softmax of the votes.
         summed: Queries whose attention is summed.
         largest: Queries of whose shares the largest is taken.
@@ -83,12 +93,21 @@ def votes_and_largest_shares(
     """
     rows = queries.shape[2]  # a prompt may have fewer
     summed, largest = min(summed, rows), min(largest, rows)
-    votes = _attention(queries, keys, layout, scale, sink, normalize == "all", summed, largest, key_chunk)
+    votes = _attention(queries, keys, layout, scale, cap, sinks, sink, normalize == "all", summed, largest, key_chunk)
     return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
-def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: LayoutTensors, *, scale: float) -> Tensor:
-    """The share of the observation window's attention that went to kept tokens.
+def kept_attention(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    layout: LayoutTensors,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The share of the observation window's attention that went to kept tokens, of what went to any token.
 
     A quality metric, not part of the method: decoding loses at least as much as the window would have.
 
@@ -98,12 +117,16 @@ def kept_attention(queries: Tensor, keys: Tensor, positions: Tensor, layout: Lay
         positions: Positions that were kept, ``[B, N, P]``, int64; -1 for none.
         layout: Layout of each sequence.
         scale: Factor on the logits.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head.
 
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
     """
-    sums = _attention(queries, keys, layout, scale, 0, True, queries.shape[2], 0)
+    sums = _attention(queries, keys, layout, scale, cap, sinks, 0, True, queries.shape[2], 0)
     kept = sums[0].gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
+    if sinks is not None:  # what went to sinks went to no token
+        return (kept / sums[0].sum(-1)).clamp(max=1.0)
     voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
 
@@ -113,6 +136,8 @@ def _attention(
     keys: Tensor,
     layout: LayoutTensors,
     scale: float,
+    cap: float,
+    sinks: Tensor | None,
     sink: int,
     everything: bool,
     summed: int,
@@ -120,7 +145,8 @@ def _attention(
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
     lengths = (layout.length, layout.first_voter, layout.candidate_end)
-    result: Tensor = window_attention(queries, keys, *lengths, scale, sink, everything, summed, largest, key_chunk)
+    kinds = (sink, everything, summed, largest)
+    result: Tensor = window_attention(queries, keys, *lengths, scale, *kinds, key_chunk, cap, sinks)
     return result
 
 
@@ -136,6 +162,8 @@ def plain_window_attention(
     summed: int,
     largest: int,
     key_chunk: int,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention that the voters pay to each token: summed over them, the largest share, or both.
 
@@ -152,6 +180,8 @@ def plain_window_attention(
         summed: How many of the last voters are summed; 0 for no sums.
         largest: Of how many of the last voters the largest share is taken; 0 for none.
         key_chunk: Keys scored at once.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``; only in softmaxes over everything.
 
     Returns:
         float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees. With
@@ -168,7 +198,7 @@ def plain_window_attention(
         """Logits of one chunk, ``[B, N, G, W, chunk]``, which tokens a voter sees, and which are candidates, too."""
         chunk = keys[:, :, start : start + key_chunk]
         # Products of half-precision inputs are exact in float32, so nothing is lost before they are summed.
-        values = torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale
+        values = capped(torch.matmul(grouped.float(), chunk.float().transpose(-1, -2)) * scale, cap)
         values = values.view(B, N, H // N, W, chunk.shape[2])
         position = torch.arange(start, start + chunk.shape[2], device=keys.device)
         seen = position <= query_position[..., None]  # causal; excludes padding, as positions are below length
@@ -188,6 +218,9 @@ def plain_window_attention(
             member = seen if whole else candidate
             chunk_sum = values.masked_fill(~member, -torch.inf).logsumexp(-1)
             normalizers[kind] = torch.logaddexp(normalizers[kind], chunk_sum)
+    for kind, (whole, *_) in enumerate(kinds):
+        if whole and sinks is not None:
+            normalizers[kind] = torch.logaddexp(normalizers[kind], sinks.view(N, -1, 1))
     normalizers = [total.masked_fill(total == -torch.inf, 0.0)[..., None] for total in normalizers]
     chunks = []
     for start in starts:
@@ -207,7 +240,7 @@ window_attention = torch.library.custom_op("snapstream::window_attention", plain
 
 @window_attention.register_fake
 def _window_attention_shape(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-    *_, summed, largest, _ = rest
+    summed, largest = rest[6:8]
     return keys.new_empty(((summed > 0) + (largest > 0), *keys.shape[:3]), dtype=torch.float32)
 
 

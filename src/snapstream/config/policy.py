@@ -57,6 +57,8 @@ class LayerPrompt:
         layout: Length, candidates and parts of each sequence's cache.
         sink: Sinks (``S``); candidates are the tokens ``[S, layout.candidate_end)``.
         scale: Factor on attention logits, usually ``D ** -0.5``.
+        cap: Soft cap of attention logits; 0 for none.
+        sinks: A logit more of each head in the softmax, without a value, float32 ``[H]``; ``None`` for none.
         layer: Index of the layer.
         top_k: Maximum number of candidates that are kept; set for :meth:`Policy.smooth`.
     """
@@ -69,6 +71,13 @@ class LayerPrompt:
     scale: float
     layer: int | Tensor = 0
     top_k: int = 0
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """How logits become weights, as arguments of the functions that compute votes."""
+        return {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
 
 
 class Policy(ABC):

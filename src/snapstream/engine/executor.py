@@ -77,8 +77,8 @@ class Executor:
         """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
         # Short prompts may be read by other kernels, and so may chunks of a few tokens and of a single one.
         longest = min(max_model_len, max(self.prefill.chunk + 4 * MIN_CAPACITY, self.prefill.widened_from))
-        for length, scored in ((longest, None), (SCORED_ROWS, 0), (16, 0), (1, None)):
-            length = min(length, longest)
+        for wanted, scored in ((longest, None), (SCORED_ROWS, 0), (16, 0), (1, None)):
+            length = min(wanted, longest)
             reading = Reading(self.spec, [0] * length, scored=scored)
             for each in _smaller(budget, length // 2, queries):
                 reading.add(each, self._caches(reading.layouts(each)), telemetry=True)

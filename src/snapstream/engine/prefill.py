@@ -96,7 +96,11 @@ class Prefill:
         """
         spec, device, dtype = model.spec, model.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
-        self.scale, self.device = spec.scale, device
+        self.device = device
+        attends = (
+            each for n in range(spec.cached_layers) for each in model.operations_of(n) if isinstance(each, Attend)
+        )
+        self._softmaxes = {each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends}
         # One memory for the layers of all groups, seen as the entries of each.
         largest = max(math.prod(group.entry.shape(1, padded)) * group.entry.kind.stored for group in spec.groups)
         memory = torch.zeros(largest, dtype=dtype, device=device)
@@ -340,7 +344,7 @@ class Prefill:
                 target.mass.append(torch.ones((), device=self.device))
                 return
             prompt = self._shown(reading, target, WINDOW)
-            shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, scale=self.scale)
+            shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, **prompt.attention)
             target.mass.append(shares.mean())
 
     def _shown(self, reading: Reading, target: Target, queries: int | None = None) -> LayerPrompt:
@@ -354,8 +358,8 @@ class Prefill:
             values=staged.values if target.budget.policy.needs_values else None,
             layout=layout_tensors([target.layouts[reading.group]], self.device),
             sink=target.budget.sink,
-            scale=self.scale,
             layer=reading.layer,
+            **self._softmaxes[reading.layer],
         )
 
 

@@ -41,7 +41,9 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
         and rest[3] > 0  # the scale
     )
     if fits_cpu:
-        return cpu.attend_window(queries, keys, *rest[:-1])  # key_chunk only bounds the plain function's memory
+        # The ninth, key_chunk, only bounds the plain function's memory; arguments with their defaults are not passed.
+        special = dict(zip(("cap", "sinks"), rest[9:], strict=False))
+        return cpu.attend_window(queries, keys, *rest[:8], **special)
     return plain_window_attention(queries, keys, *rest)
 
 

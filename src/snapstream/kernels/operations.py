@@ -119,6 +119,18 @@ class Product(Operation):
 
 
 @dataclass(frozen=True)
+class Cap(Operation):
+    """Soft cap of float32 logits, in place: ``cap * tanh(logits / cap)``."""
+
+    target: Part
+    cap: float
+
+    @override
+    def run(self, m: Machine) -> None:
+        self.target.of(m.buffers).div_(self.cap).tanh_().mul_(self.cap)
+
+
+@dataclass(frozen=True)
 class GatedProduct(Operation):
     """``activation(x @ gate.T) * (x @ up.T)``; gate and up are the halves of a weight ``[2 * inner, in]``."""
 
@@ -210,6 +222,8 @@ class Attend(Operation):
 
     If values are shorter than keys, they are the first elements of the entries. Within a prompt, tokens attend to the
     last ``window`` tokens only, themselves included, or to all if that is 0. In a slot, the ring holds no others.
+    ``cap`` is a soft cap of logits, 0 for none; ``sinks`` are a logit more of each head, without a value, float32
+    ``[H]``: :func:`snapstream.kernels.plain.attend`.
     """
 
     query: Part
@@ -217,6 +231,8 @@ class Attend(Operation):
     layer: int
     scale: float
     window: int = field(default=0, kw_only=True)
+    cap: float = field(default=0.0, kw_only=True)
+    sinks: Tensor | None = field(default=None, kw_only=True)
 
     def views(self, m: Machine) -> tuple[Tensor, Tensor]:
         """Queries ``[B, T, H, D]`` and the buffer of results, ``[B, T, H, V]``."""
@@ -231,7 +247,8 @@ class Attend(Operation):
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size]
             start = slots.count[0, 0]
-            target[0] = plain.attend_chunk(query[0], cache.keys[0], values, start, self.scale, self.window)
+            given = (start, self.scale, self.window, self.cap, self.sinks)
+            target[0] = plain.attend_chunk(query[0], cache.keys[0], values, *given)
             return
         group = m.group_of(self.layer)
         entries, valid = slots.entries(group), slots.valid(group)
@@ -243,12 +260,15 @@ class Attend(Operation):
                 seen.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), slots.active)
             mask = torch.arange(seen.entries, device=query.device) < valid[:, t].clamp(min=1)[:, None]
             wide = torch.promote_types(query.dtype, cache.dtype)
-            out = F.scaled_dot_product_attention(
-                query[:, t].reshape(B, seen.keys.shape[1], -1, self.query.size).to(wide),
+            N = seen.keys.shape[1]
+            out = plain.attend(
+                query[:, t].reshape(B, N, -1, self.query.size).to(wide),
                 seen.keys.to(wide),
                 seen.values[..., : self.target.size].to(wide),
-                attn_mask=mask[:, None, None],
-                scale=self.scale,
+                mask[:, None, None],
+                self.scale,
+                self.cap,
+                None if self.sinks is None else self.sinks.view(N, -1),
             ).to(query.dtype)
             target[:, t] = torch.where(valid[:, t, None, None] > 0, out.reshape(B, self.target.heads, -1), target[:, t])
 

@@ -55,8 +55,57 @@ def gate(x: Tensor, activation: Activation = Activation.SILU) -> Tensor:
     return (F.silu(first) if activation == Activation.SILU else F.gelu(first, approximate="tanh")).mul_(second)
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:
-    """Causal attention of a chunk of a prompt to everything before it and to itself, by torch's attention with a mask.
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Soft cap: ``cap * tanh(logits / cap)``, which is below ``cap``; unchanged if that is 0."""
+    return logits if cap == 0.0 else (logits / cap).tanh() * cap
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by torch; with a cap or sinks, which torch's own does not have, written out in float32 at least.
+
+    Args:
+        query: ``[..., R, D]``.
+        keys: ``[..., L, D]``.
+        values: ``[..., L, V]``.
+        mask: Which keys each row sees, broadcastable to ``[..., R, L]``.
+        scale: Factor on the logits.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each row, without a value, broadcastable to ``[..., R]``.
+
+    Returns:
+        ``[..., R, V]``.
+    """
+    if cap == 0.0 and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = capped(query.to(wide) @ keys.to(wide).transpose(-1, -2) * scale, cap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        own = sinks.to(wide).expand(logits.shape[:-1])[..., None]
+        logits = torch.cat((logits, own), -1)
+    weights = logits.softmax(-1)[..., : keys.shape[-2]]
+    return (weights @ values.to(wide)).to(query.dtype)
+
+
+def attend_chunk(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a chunk of a prompt to everything before it and to itself, by :func:`attend` with a mask.
 
     Args:
         query: ``[T, H, D]``.
@@ -65,6 +114,8 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         start: Entry of the first token, int64 scalar.
         scale: Factor on the logits.
         window: How many tokens a token attends to, itself included; 0 for all.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, ``[H]``.
 
     Returns:
         ``[T, H, V]``.
@@ -75,6 +126,23 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
     mask = key_position <= position
     if window:
         mask &= key_position > position - window
+    if cap or sinks is not None:  # head by head, as all logits are held
+        group = H // N
+        return torch.stack(
+            [
+                attend(
+                    query[:, head],
+                    keys[head // group],
+                    values[head // group],
+                    mask,
+                    scale,
+                    cap,
+                    None if sinks is None else sinks[head],
+                )
+                for head in range(H)
+            ],
+            1,
+        )
     # KV heads form the batch, and the heads of a group share the same memory. With a mask and more query heads than
     # KV heads, torch may only have a kernel that materializes all logits.
     out = F.scaled_dot_product_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from snapstream.kernels.operations import Attend, Operation, Rotate, Store
@@ -21,7 +22,8 @@ class GroupedAttention(nn.Module):
         self.window = spec.layer_group(layer).window or 0
         self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
         self.rotated = 0 if layer in spec.unrotated_layers else spec.rotated or spec.head_dim
-        self.pairs = spec.rotates_pairs
+        self.pairs, self.cap = spec.rotates_pairs, spec.attention_cap
+        self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.has_sinks else None
         self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.query_norm: RMSNorm | None = None
@@ -47,7 +49,8 @@ class GroupedAttention(nn.Module):
             rotated = Part("qkv", self.rotated, H + N, stride=stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
         yield Store(key, value, layer)
-        yield Attend(query, Part("attended", D, H), layer, self.scale, window=self.window)
+        how = {"window": self.window, "cap": self.cap, "sinks": self.sinks}
+        yield Attend(query, Part("attended", D, H), layer, self.scale, **how)
         yield self.output.operation(Part("attended", H * D), result)
 
 
@@ -65,6 +68,8 @@ def attention_places(source: str, target: str, spec: ModelSpec, *, joined: bool 
     for name, count in rows.items():
         places |= linear_places(f"{source}.{name}", f"{target}.qkv", count, hidden, spec.qkv_bias, start)
         start += count
+    if spec.has_sinks:
+        places[f"{source}.sinks"] = Place(f"{target}.sinks", (spec.heads,))
     places |= linear_places(f"{source}.o_proj", f"{target}.output", hidden, queries, spec.output_bias)
     if spec.qk_norm is not None:
         for name, module, size in zip(("q", "k"), ("query", "key"), _normed_sizes(spec), strict=True):

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from snapstream.kernels.operations import Embed, Operation
+from snapstream.kernels.operations import Cap, Embed, Operation
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.families import make_block
@@ -98,6 +98,8 @@ class DecoderModel(nn.Module):
         # As transformers rounds them; with weights in blocks there is no such peer, and rounding would make ties.
         rounded = isinstance(self.head.weight.value, DenseWeight)
         yield self.head.operation(normed, Result(logits, factor=self.spec.logit_factor), rounded=rounded)
+        if self.spec.logit_cap:
+            yield Cap(logits, self.spec.logit_cap)
 
     def operations_ahead(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.

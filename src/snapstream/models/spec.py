@@ -94,6 +94,8 @@ class ModelSpec:
         kv_heads: KV heads in the cache (``N``); 1 with latent attention.
         head_dim: Elements of a cache entry's key (``D``); with latent attention, of the whole latent.
         scale: Factor on attention logits.
+        attention_cap: Soft cap of attention logits; 0 for none.
+        has_sinks: Whether each head has a logit more in its softmax, without a value.
         norm_epsilon: Added to the variance in RMS norms.
         max_position: Maximum sequence length that the model was trained for, including RoPE scaling.
         tied_embeddings: Whether the output projection is the embedding.
@@ -113,6 +115,7 @@ class ModelSpec:
         rounds_embedding_factor: Whether it is rounded to the type of the embeddings.
         residual_factor: Factor on what is added to the residual stream.
         logit_factor: Factor on logits.
+        logit_cap: Soft cap of logits; 0 for none.
         dtype: Dtype that the checkpoint was saved in.
         eos_token_ids: Tokens that end a sequence.
         source: The ``transformers`` configuration, for RoPE parameters.
@@ -159,6 +162,9 @@ class ModelSpec:
     rounds_embedding_factor: bool = False
     residual_factor: float = 1.0
     logit_factor: float = 1.0
+    logit_cap: float = 0.0
+    attention_cap: float = 0.0
+    has_sinks: bool = False
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
     extra_layers: int = 0

@@ -14,6 +14,7 @@ from snapstream.kernels import cpu
 from snapstream.kernels.cpu.blocks import pack
 from snapstream.kernels.formats import FORMATS, LANES, Format
 from snapstream.kernels.quantizing import quantize
+from snapstream.models.attention import GroupedAttention
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.experts import Router
 from snapstream.models.families import tensor_places
@@ -72,6 +73,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         # The selection of experts depends on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = nn.Parameter(module.correction.float())
+        if isinstance(module, GroupedAttention) and module.sinks is not None:
+            module.sinks = nn.Parameter(module.sinks.float())
         if isinstance(module, RMSNorm) and module.wide:
             module.weight = nn.Parameter(module.weight.to(torch.promote_types(dtype, torch.float32)))
     return model

@@ -33,7 +33,7 @@ def slots_of(layouts, tokens, active):
     )
 
 
-def check(size, dtype, group, layouts, tokens, splits, seed, active=None):
+def check(size, dtype, group, layouts, tokens, splits, seed, active=None, cap=0.0, has_sinks=False):
     """Compare a launch with what each token is to see, token by token and head by head."""
     B, N, latent = len(layouts), 1 if size > 256 else 2, size > 256
     H, columns = N * group, 512 if size == 576 else size
@@ -50,7 +50,9 @@ def check(size, dtype, group, layouts, tokens, splits, seed, active=None):
     out = torch.full((B * tokens, H, columns), 7.0, dtype=dtype, device=DEVICE)
     scale = size**-0.5
     waiting = pending if tokens > 1 else None
-    decode.attend_slots(query, out, cache, waiting, slots_of(layouts, tokens, active), scale, splits=splits)
+    sinks = random(H, seed=seed + 5, dtype=torch.float32, scale=4.0) if has_sinks else None
+    slots = slots_of(layouts, tokens, active)
+    decode.attend_slots(query, out, cache, waiting, slots, scale, cap=cap, sinks=sinks, splits=splits)
     for slot, (base, count, limit) in enumerate(layouts):
         if not active[slot]:
             assert (out[slot * tokens : (slot + 1) * tokens] == 7.0).all()
@@ -66,7 +68,8 @@ def check(size, dtype, group, layouts, tokens, splits, seed, active=None):
                         old[entry : entry + 1] = [row]
                 for member in range(head * group, (head + 1) * group):
                     row = slot * tokens + t
-                    want = naive_attention(query[row, member].cpu(), torch.stack(keys), torch.stack(values))
+                    sink = None if sinks is None else sinks[member].cpu()
+                    want = naive_attention(query[row, member].cpu(), torch.stack(keys), torch.stack(values), cap, sink)
                     torch.testing.assert_close(
                         out[row, member].double().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
                     )
@@ -79,11 +82,13 @@ def check(size, dtype, group, layouts, tokens, splits, seed, active=None):
     group=st.sampled_from((1, 3, 4)),
     counts=st.lists(st.integers(0, ENTRIES + 40) | st.sampled_from(BORDERS), min_size=1, max_size=3),
     splits=st.sampled_from((1, 4)),
+    cap=st.sampled_from((0.0, 0.0, 2.5)),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_one_token(size, dtype, group, counts, splits, seed):
+def test_one_token(size, dtype, group, counts, splits, cap, has_sinks, seed):
     layouts = [(20, count, ENTRIES) for count in counts]
-    check(size, dtype, group, layouts, 1, splits, seed)
+    check(size, dtype, group, layouts, 1, splits, seed, cap=cap, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,12 +101,14 @@ def test_one_token(size, dtype, group, counts, splits, seed):
     ring=st.integers(1, 60),
     tokens=st.sampled_from((2, 5)),
     splits=st.sampled_from((1, 4)),
+    cap=st.sampled_from((0.0, 0.0, 2.5)),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_several_tokens(size, dtype, group, counts, base, ring, tokens, splits, seed):
+def test_several_tokens(size, dtype, group, counts, base, ring, tokens, splits, cap, has_sinks, seed):
     """Each sees those before it, and what they have not taken the place of; rings may be shorter than the step."""
     layouts = [(base, count, min(base + ring, ENTRIES)) for count in counts]
-    check(size, dtype, group, layouts, tokens, splits, seed)
+    check(size, dtype, group, layouts, tokens, splits, seed, cap=cap, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])

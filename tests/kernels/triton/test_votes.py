@@ -15,20 +15,25 @@ pytest.importorskip("triton")
 from snapstream.kernels.triton import select, votes
 
 
-def check_votes(size, dtype, group, window, lengths, sink, everything, summed, largest, seed, padding=13):
+def check_votes(
+    size, dtype, group, window, lengths, sink, everything, summed, largest, seed, padding=13, cap=0.0, has_sinks=False
+):
     B, N, L = len(lengths), 1 if size == 576 else 2, max(lengths) + padding
     queries = random(B, N * group, window, size, seed=seed, dtype=dtype)
     keys = random(B, N, L, size, seed=seed + 1, dtype=dtype)
     first_voter = [max(0, length - window + seed % 3) for length in lengths]
     candidate_end = [max(0, length - seed % 20) for length in lengths]
     arguments = (column(lengths), column(first_voter), column(candidate_end))
+    sinks = random(N * group, seed=seed + 2, dtype=torch.float32, scale=4.0) if has_sinks else None
     want = plain_window_attention(
-        queries.double(), keys.double(), *arguments, size**-0.5, sink, everything, summed, largest, 64
+        queries.double(), keys.double(), *arguments, size**-0.5, sink, everything, summed, largest, 64, cap, sinks
     )
     for b, length in enumerate(lengths):
         keys[b, :, length:] = float("nan")
         queries[b, :, : max(0, window - length)] = float("nan")
-    got = votes.window_attention(queries, keys, *arguments, size**-0.5, sink, everything, summed, largest)
+    got = votes.window_attention(
+        queries, keys, *arguments, size**-0.5, sink, everything, summed, largest, 64, cap, sinks
+    )
     assert got.dtype == torch.float32
     assert got.shape == want.shape
     for b, length in enumerate(lengths):
@@ -47,12 +52,15 @@ def check_votes(size, dtype, group, window, lengths, sink, everything, summed, l
     sink=st.sampled_from((0, 4)),
     everything=st.booleans(),
     kind=st.sampled_from(("sums", "largest", "both")),
+    cap=st.sampled_from((0.0, 0.0, 2.5)),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_votes(size, dtype, group, window, lengths, sink, everything, kind, seed):
+def test_votes(size, dtype, group, window, lengths, sink, everything, kind, cap, has_sinks, seed):
     summed = 0 if kind == "largest" else 1 + seed % window
     largest = 0 if kind == "sums" else 1 + seed // 2 % window
-    check_votes(size, dtype, group, window, lengths, sink, everything, summed, largest, seed)
+    special = {"cap": cap, "has_sinks": has_sinks}
+    check_votes(size, dtype, group, window, lengths, sink, everything, summed, largest, seed, **special)
 
 
 @pytest.mark.parametrize("length", [2047, 2048, 2049, 4500])

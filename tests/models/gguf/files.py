@@ -23,6 +23,7 @@ NAMES = {
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
@@ -101,6 +102,10 @@ def describe(writer, name, config, head):
         for kind in ("long", "short"):
             factors = numpy.array(rope[f"{kind}_factor"], dtype=numpy.float32)
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    if name == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if name == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -181,7 +186,7 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
                 continue
             rotated = name in IN_PAIRS and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            offset = 1.0 if name == "gemma3" and "norm" in key else 0.0
+            offset = 1.0 if name in ("gemma2", "gemma3") and "norm" in key else 0.0
             packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, next(kinds))
             stem, _, ending = key.replace("correction_bias", "correction.bias").rpartition(".")
             writer.add_tensor(f"{names.get_name(stem)}.{ending}", numpy.ascontiguousarray(packed), raw_dtype=as_kind)

@@ -56,9 +56,8 @@ class AttentionVotes(Policy):
     @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
         queries = prompt.queries[:, :, -self.queries :]
-        return observation_votes(
-            queries, prompt.keys, prompt.layout, sink=prompt.sink, scale=prompt.scale, normalize=self.normalize
-        )
+        given = (queries, prompt.keys, prompt.layout)
+        return observation_votes(*given, sink=prompt.sink, normalize=self.normalize, **prompt.attention)
 
     @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:

@@ -99,7 +99,7 @@ class Spans(WindowVotes):
                 prompt.keys,
                 prompt.layout,
                 sink=prompt.sink,
-                scale=prompt.scale,
+                **prompt.attention,
                 normalize=self.normalize,
                 summed=self.window,
                 largest=self.voters,

@@ -204,6 +204,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         scale: float,
         attend: Callable[[Tensor | None], Tensor],
         attend_causally: Callable[[Tensor | None, Tensor | None], Tensor | None] | None = None,
+        *,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention of the tokens just stored, and select the tokens to keep.
 
@@ -217,6 +220,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             attend: Attention under a mask; a mask of ``None`` means causal attention without previous tokens.
             attend_causally: Faster causal attention, if available. It takes which of all tokens and which of these
                 tokens are real (``None``: all), and returns ``None`` if it cannot handle them.
+            cap: Soft cap of the logits; 0 for none.
+            sinks: A logit more of each head, without a value, ``[H]``.
 
         Returns:
             The output of ``attend_causally`` or ``attend``.
@@ -242,7 +247,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 mask = torch.ones(tokens, before + tokens, dtype=torch.bool, device=key.device).tril(before)[None, None]
                 mask = mask if real is None else mask & real[:, None, None]
             out = attend(mask)
-        self._choose(prompt, query, fresh, key, scale)
+        softmax = {"scale": scale, "cap": cap, "sinks": None if sinks is None else sinks.detach().float()}
+        self._choose(prompt, query, fresh, key, softmax)
         if not self.chunked_prefill:
             self._settle()
         return out
@@ -296,7 +302,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), real)
 
     @torch.no_grad()
-    def _choose(self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, scale: float) -> None:
+    def _choose(
+        self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, softmax: dict[str, Any]
+    ) -> None:
         """Select the tokens that would be kept if the prompt ended here."""
         budget, (batch, _, total, _) = self.budget, key.shape
         keeps_all = budget.policy.queries == ALL
@@ -320,8 +328,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 self._values_shown(prompt, order),
                 layout,
                 budget.sink,
-                scale,
-                self.index,
+                layer=self.index,
+                **softmax,
             )
             chosen = choose_entries(shown, budget, combine=_mean_of_heads if self.latent else None)
             chosen = chosen[:, :1] if self.latent else chosen

@@ -174,7 +174,16 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     return out
 
 
-def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor, scale: float) -> Tensor:
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    scale: float,
+    *,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend from one token per sequence to the first ``valid`` entries of its cache, without expanding KV heads.
 
     Args:
@@ -183,6 +192,8 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
         values: ``[B, N, C, D]``, contiguous.
         valid: int64 ``[B]``; 0 gives zeros and reads nothing.
         scale: Factor on the logits.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``.
 
     Returns:
         ``[B, H, D]``. Row ``b`` depends only on sequence ``b``, bit for bit.
@@ -202,7 +213,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, valid: Tensor,
     check_types(keys, values)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     cache = EntryShape(keys.shape[1], D, latent=False).kind([keys, values])
-    operation = ops.Attend(Part("query", D, H), Part("out", D, H), 0, scale)
+    operation = ops.Attend(Part("query", D, H), Part("out", D, H), 0, scale, cap=cap, sinks=sinks)
     _run_once(operation, {"query": query.reshape(B, -1), "out": out.view(B, -1)}, slots=B, cache=cache, valid=valid)
     return out
 

@@ -78,10 +78,10 @@ inline void clear_state(float* state, int64_t columns) {
   std::fill_n(state + LANES, columns, 0.0f);
 }
 
-// Adds n entries to the states of HEADS heads.
+// Adds n entries to the states of HEADS heads; `cap` is the soft cap of logits, 0 for none.
 template <typename A, int HEADS>
 inline void attend_block(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t n,
-                         int64_t size, int64_t columns, float scale, float* states) {
+                         int64_t size, int64_t columns, float scale, float cap, float* states) {
   constexpr int KEYS = 4;
   const int64_t stride = state_size(columns);
   alignas(64) float scores[HEADS][ENTRIES];
@@ -90,6 +90,8 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
   for (; i < n; ++i) score_keys<A, HEADS, 1>(queries, entries, i, size, scale, scores[0]);
   for (int h = 0; h < HEADS; ++h) {
     float* state = states + h * stride;
+    if (cap > 0.0f)
+      for (i = 0; i < n; i += LANES) store(scores[h] + i, capped(load(scores[h] + i), cap));
     for (i = n; i < ENTRIES; ++i) scores[h][i] = -std::numeric_limits<float>::infinity();
     vec largest = load(scores[h]);
     for (i = LANES; i < ENTRIES; i += LANES) largest = larger(largest, load(scores[h] + i));
@@ -121,25 +123,26 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
 // The same for all `heads` heads that share a KV head; their states are contiguous.
 template <typename A>
 inline void attend_block(const typename A::Left::Number* queries, int64_t heads, const Entries<typename A::Number>& entries,
-                         int64_t n, int64_t size, int64_t columns, float scale, float* states) {
+                         int64_t n, int64_t size, int64_t columns, float scale, float cap, float* states) {
   for (int64_t h = 0; h < heads; h += HEADS_AT_ONCE) {
     const auto* q = queries + h * size;
     float* s = states + h * state_size(columns);
     switch (heads - h) {
-      case 1: attend_block<A, 1>(q, entries, n, size, columns, scale, s); break;
-      case 2: attend_block<A, 2>(q, entries, n, size, columns, scale, s); break;
-      case 3: attend_block<A, 3>(q, entries, n, size, columns, scale, s); break;
-      default: attend_block<A, 4>(q, entries, n, size, columns, scale, s);
+      case 1: attend_block<A, 1>(q, entries, n, size, columns, scale, cap, s); break;
+      case 2: attend_block<A, 2>(q, entries, n, size, columns, scale, cap, s); break;
+      case 3: attend_block<A, 3>(q, entries, n, size, columns, scale, cap, s); break;
+      default: attend_block<A, 4>(q, entries, n, size, columns, scale, cap, s);
     }
   }
 }
 
 // Merges the states of a head, `distance` apart, into the first one, and writes its output; N is the type of entries.
+// `sink` is a logit more of the softmax, without a value; no pointer: there is none.
 template <typename N, typename T>
-inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, T* out) {
-  float top = states[0];
+inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, const float* sink, T* out) {
+  float top = sink ? std::max(*sink, states[0]) : states[0];
   for (int64_t s = 1; s < count; ++s) top = std::max(top, states[s * distance]);
-  float total = 0.0f;
+  float total = sink ? std::exp(*sink - top) : 0.0f;
   for (int64_t s = 0; s < count; ++s) {
     float* state = states + s * distance;
     const float weight = std::exp(state[0] - top);

@@ -39,6 +39,8 @@ def prefill_attention(
     scale: float,
     *,
     window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     packed: Tensor | None = None,
     packed_until: Tensor | None = None,
     instructions: str | None = None,
@@ -54,6 +56,8 @@ def prefill_attention(
         start: Entry of the first token, int64 scalar; entries ``start .. start + T`` hold the chunk itself.
         scale: Factor on the logits, positive.
         window: How many tokens a token sees, itself included; 0 for all.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``.
         packed: Buffer of :func:`packed_shape` for values in multiplication order; ``None`` allocates one.
         packed_until: Entries that earlier calls have packed, int64 scalar; this call adds the rest.
         instructions: One of :data:`INSTRUCTIONS`; ``None`` for the fastest.
@@ -77,7 +81,7 @@ def prefill_attention(
         D > 0 and V > 0 and D % MULTIPLE == 0 and V % MULTIPLE == 0,
         f"head sizes are {D} and {V}; they must be multiples of {MULTIPLE}",
     )
-    _check(name, scale, query, keys, values)
+    _check(name, scale, cap, sinks, query, keys, values)
     require(0 <= at <= L - T, f"tokens {at} to {at + T} do not fit into a cache of {L}")
     require(window >= 0, f"the window is {window}; it must not be negative")
     require(0 <= until <= at, f"{until} entries are packed, but the chunk starts at {at}")
@@ -106,7 +110,9 @@ def prefill_attention(
         readable=L,
         packed_until=until,
         window=window,
+        sinks=None if sinks is None else sinks.data_ptr(),
         scale=scale,
+        cap=cap,
     )
     _run("prefill_attention", query.dtype, name, problem)
     return out
@@ -124,6 +130,9 @@ def attend_window(
     summed: int,
     largest: int,
     instructions: str | None = None,
+    *,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.scoring.window_attention`.
 
@@ -136,7 +145,7 @@ def attend_window(
     name = prefill_instructions(keys.dtype) if instructions is None else instructions
     require(keys.shape[0] == B and keys.shape[3] == D and N > 0 and H % N == 0, "shapes do not match")
     require(D > 0 and D % MULTIPLE == 0, f"the head size is {D}; it must be a multiple of {MULTIPLE}")
-    _check(name, scale, queries, keys)
+    _check(name, scale, cap, sinks, queries, keys)
     require(name == "portable" or keys.stride(2) % 2 == 0, "pairs of elements must be aligned")
     lengths = check_lengths(B, length, first_voter, candidate_end)
     require(0 <= summed <= W and 0 <= largest <= W and summed + largest > 0, "there must be voters")
@@ -154,7 +163,9 @@ def attend_window(
         key_head=keys.stride(1),
         key_row=keys.stride(2),
         readable=L,
+        sinks=None if sinks is None else sinks.data_ptr(),
         scale=scale,
+        cap=cap,
     )
     voting = STRUCTURES["Voting"](
         *(each.data_ptr() for each in (*lengths, votes)),
@@ -170,11 +181,15 @@ def attend_window(
     return votes
 
 
-def _check(instructions: str, scale: float, *tensors: Tensor) -> None:
-    """Check what both kinds of attention require of queries, keys and values."""
+def _check(instructions: str, scale: float, cap: float, sinks: Tensor | None, *tensors: Tensor) -> None:
+    """Check what both kinds of attention require of queries, which come first, keys and values."""
     require(all(tensor.stride(-1) == 1 for tensor in tensors), "the elements of a head must be contiguous")
     check_types(*tensors)
     require(scale > 0, "the scale must be positive")
+    require(cap >= 0, "the soft cap must not be negative")
+    if sinks is not None:
+        right = sinks.dtype == torch.float32 and sinks.shape == (tensors[0].shape[1],) and sinks.is_contiguous()
+        require(right, "sinks must be float32, one per query head")
     require(has_instructions(instructions), f"this processor does not support {instructions!r} instructions")
 
 

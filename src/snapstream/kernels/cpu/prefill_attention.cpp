@@ -98,22 +98,31 @@ class Rows {
     return row / group * p.query_token + (kv_head * group + row % group) * p.query_head;
   }
 
-  // Packs queries and clears outputs, sums and maxima.
+  // Packs queries and clears outputs. A row's sum and maximum begin with its sink, if there is one.
   void begin_rows(int64_t kv_head, int64_t first, int64_t end) {
     pack_queries<K>(end - first, p.size, queries, [&](int64_t row) { return p.query + query_at(kv_head, first + row); });
     const int64_t tiles = (end - first + QUERIES - 1) / QUERIES;
     std::fill_n(outputs, tiles * QUERIES * p.columns, 0.0f);
     std::fill_n(sums, tiles * QUERIES, 0.0f);
     std::fill_n(maxima, tiles * QUERIES, LOWEST);
+    if (p.sinks == nullptr) return;
+    for (int64_t row = first; row < end; ++row) {
+      maxima[row - first] = p.sinks[kv_head * group + row % group] * K::factor(1.0f);
+      sums[row - first] = 1.0f;
+    }
   }
 
   template <bool masked>
   void attend_tile(const typename K::Tile& numbers, int64_t block, int64_t keys, int64_t tile, int64_t row,
                    int64_t last_row) {
     const int64_t padded = round_up(keys, K::MULTIPLE);
-    const vec factor = vec{} + K::factor(static_cast<float>(p.scale));
+    const vec factor = vec{} + K::factor(p.cap > 0 ? 1.0f : static_cast<float>(p.scale));
     float* out = outputs + tile * QUERIES * p.columns;
     K::score(numbers, padded, p.size, queries + tile * tile_queries, scores);
+    if (p.cap > 0) {
+      for (int64_t i = 0; i < padded * QUERIES; i += LANES)
+        store(scores + i, capped(load(scores + i) * static_cast<float>(p.scale), static_cast<float>(p.cap)));
+    }
     // Weights take no more room than scores, so they never overtake the scores that they overwrite.
     auto* weights = reinterpret_cast<Operand*>(scores);
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
@@ -131,7 +140,7 @@ class Rows {
       // The maximum is updated at once: a weight of exactly one, which outweighs the others, is not rounded.
       if (any(maximum > before)) {
         store(maximum_at, maximum);
-        if (block > 0) {
+        if (block > 0 || p.sinks != nullptr) {
           const vec change = K::shrink(before - maximum);
           for (int64_t i = lane; i < p.columns * QUERIES; i += QUERIES) store(out + i, load(out + i) * change);
           sum *= change;

@@ -70,6 +70,7 @@ class AttentionOperations {
   void attend(const Attend& o, int64_t begin, int64_t end, int64_t thread) {
     const Cache& cache = cache_of(o);
     const int64_t group = o.query.heads / cache.kv_heads, width = state_size(o.target.size);
+    const auto* sinks = static_cast<const float*>(o.sinks.data);
     for (int64_t i = begin; i < end; ++i) {
       const auto [slot, head, split] = spans[i];
       const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
@@ -81,6 +82,7 @@ class AttentionOperations {
         const int64_t used = (s.sees(cache.group, row) + SPLIT - 1) / SPLIT;
         for (int64_t g = 0; g < group; ++g)
           merge_states<typename A::Number>(state_of(o, row, head, 0) + g * width, used, group * width, o.target.size,
+                                           sinks ? sinks + head * group + g : nullptr,
                                            at<T>(o.target, row, head * group + g));
       }
     }
@@ -110,7 +112,7 @@ class AttentionOperations {
       const int64_t n = std::min(ENTRIES, last - entry);
       Entries<N> block{keys + entry * D, values + entry * D, D, D};
       if (s.p.tokens > 1) block = with_pending(cache, block, row, head, entry, n, thread);
-      attend_block<A>(own, group, block, n, D, V, static_cast<float>(o.scale), states);
+      attend_block<A>(own, group, block, n, D, V, static_cast<float>(o.scale), static_cast<float>(o.cap), states);
     }
   }
 

@@ -70,6 +70,14 @@ class RowOperations {
     for (int64_t i = 0; i < o.target.size; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(o.factor));
   }
 
+  void run(const Cap& o, int64_t row) {
+    float* to = at<float>(o.target, row);
+    for (int64_t i = 0; i < o.target.size; i += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
+      put(to + i, capped(some(to + i, count), static_cast<float>(o.cap)), count);
+    }
+  }
+
   // Cosines, then sines, rounded to the type of activations.
   void run(const Angles& o, int64_t row) {
     const float *frequencies = numbers<float>(o.frequencies), scaling = static_cast<float>(o.scaling);

@@ -187,6 +187,13 @@ inline vec exp_nonpositive(vec x) {
   return (vec)((vec_i32)scaled & ~underflow);
 }
 
+// cap * tanh(x / cap); its absolute error is about 1e-7 * cap.
+inline vec capped(vec x, float cap) {
+  const vec size = select(x < vec{}, -x, x);
+  const vec e = exp_nonpositive(size * (-2.0f / cap)), y = (1.0f - e) / (1.0f + e) * cap;
+  return select(x < vec{}, -y, y);
+}
+
 // The sums of 16 vectors as one vector; all are added up in the same order.
 inline vec sums(const vec v[LANES]) {
   vec a[8], b[4], c[2];

@@ -23,6 +23,7 @@ struct Window {
   int64_t first, end;                                // keys that any softmax includes
   int64_t candidates, candidates_end;                // those that every softmax includes
   bool split;                                        // whether the two softmaxes differ
+  bool everything;                                   // whether that of sums runs over all tokens, and sinks
   std::vector<int32_t> last;                         // [tiles * QUERIES]
   std::vector<typename K::Operand> queries;          // [kv_heads][tiles][operands][QUERIES]
   std::vector<float> sum_normalizer, share_normalizer;  // [kv_heads][tiles * QUERIES]; infinite if a row has no vote
@@ -30,6 +31,11 @@ struct Window {
 
   int64_t spans() const { return (end + SPAN - 1) / SPAN; }
   int64_t width() const { return tiles * QUERIES; }
+
+  vec logits(const float* scores) const {
+    const vec x = load(scores) * static_cast<float>(p.scale);
+    return p.cap > 0 ? capped(x, static_cast<float>(p.cap)) : x;
+  }
 };
 
 // Calls visit(head, span, block, keys, tile, scores, spare) for every KV head, every block of keys and every tile of
@@ -63,7 +69,6 @@ void normalize(Window<K>& w) {
   const int64_t width = w.width(), spans = w.spans(), kinds = 1 + w.split, kind_states = w.p.kv_heads * spans * width;
   w.maxima.assign(kinds * kind_states, LOWEST);
   w.sums.assign(kinds * kind_states, 0.0f);
-  const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
     const int64_t from = std::max<int64_t>(0, w.first - block);
     const int64_t inside = w.split ? std::clamp(w.candidates - block, from, keys) : from;
@@ -76,12 +81,12 @@ void normalize(Window<K>& w) {
         const int64_t state = kind * kind_states + (head * spans + span) * width + row;
         vec highest = vec{} + LOWEST, sum = {};
         for (int64_t key = begin; key < end; ++key) {
-          const vec s = load(scores + key * QUERIES + lane) * scale;
+          const vec s = w.logits(scores + key * QUERIES + lane);
           highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
         }
         const vec before = load(&w.maxima[state]), maximum = larger(before, highest);
         for (int64_t key = begin; key < end; ++key) {
-          const vec s = load(scores + key * QUERIES + lane) * scale;
+          const vec s = w.logits(scores + key * QUERIES + lane);
           sum += exp_nonpositive(select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST) - maximum);
         }
         // A row that has seen nothing yet has added only ones, which its first real maximum clears.
@@ -93,8 +98,8 @@ void normalize(Window<K>& w) {
       add(1, outside, keys);
     }
   });
-  const auto log_total = [&](int64_t head, int64_t row, int64_t of_kinds) {
-    float top = LOWEST, sum = 0.0f;
+  const auto log_total = [&](int64_t head, int64_t row, int64_t of_kinds, const float* sink) {
+    float top = sink ? *sink : LOWEST, sum = 0.0f;
     const auto visit = [&](const auto& add) {
       for (int64_t kind = 0; kind < of_kinds; ++kind) {
         for (int64_t span = 0; span < spans; ++span) add(kind * kind_states + (head * spans + span) * width + row);
@@ -102,13 +107,15 @@ void normalize(Window<K>& w) {
     };
     visit([&](int64_t state) { top = std::max(top, w.maxima[state]); });
     visit([&](int64_t state) { sum += w.sums[state] * std::exp(w.maxima[state] - top); });
+    if (sink) sum += std::exp(*sink - top);
     return top > LOWEST ? top + std::log(sum) : std::numeric_limits<float>::infinity();
   };
   for (int64_t head = 0; head < w.p.kv_heads; ++head) {
     for (int64_t row = 0; row < w.rows; ++row) {
       float &sum = w.sum_normalizer[head * width + row], &share = w.share_normalizer[head * width + row];
-      if (sum == 0.0f) sum = log_total(head, row, kinds);
-      if (share == 0.0f) share = log_total(head, row, 1);
+      const int64_t query_head = head * (w.p.heads / w.p.kv_heads) + row / w.stride;
+      if (sum == 0.0f) sum = log_total(head, row, kinds, w.everything && w.p.sinks ? w.p.sinks + query_head : nullptr);
+      if (share == 0.0f) share = log_total(head, row, 1, nullptr);
     }
   }
 }
@@ -116,14 +123,13 @@ void normalize(Window<K>& w) {
 template <typename K>
 void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
   const int64_t width = w.width();
-  const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
     float* out = votes + head * votes_head + block;
     for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
       vec total = {};
       UNROLL for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
         const int64_t row = tile * QUERIES + lane;
-        const vec weight = exp_nonpositive(load(scores + key * QUERIES + lane) * scale -
+        const vec weight = exp_nonpositive(w.logits(scores + key * QUERIES + lane) -
                                            load(&w.sum_normalizer[head * width + row]));
         total += select((vec_i32)load_u32(w.last.data() + row) >= static_cast<int32_t>(block + key), weight, vec{});
       }
@@ -138,7 +144,6 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
 template <typename K>
 void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* shares, int64_t votes_head, float part) {
   const int64_t width = w.width();
-  const vec scale = vec{} + static_cast<float>(w.p.scale);
   visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float* most) {
     const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
     const int64_t first = std::clamp<int64_t>(w.candidates - block, 0, keys);
@@ -151,7 +156,7 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
       for (int64_t key = first; key < end; ++key) {
         const auto logits = [&](int64_t i) {
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
-          const vec s = load(scores + key * QUERIES + i - from) * scale;
+          const vec s = w.logits(scores + key * QUERIES + i - from);
           return select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
         };
         vec highest = vec{} + LOWEST, total = {};
@@ -185,6 +190,7 @@ void attend_window(const Problem<typename K::Number>& p, const Voting& a, int64_
   w.end = everything ? std::max<int64_t>(0, std::min(length, p.readable)) : candidates_end;
   w.candidates = a.sink, w.candidates_end = candidates_end;
   w.split = everything && a.largest > 0;
+  w.everything = everything;
   const int64_t width = w.width();
   constexpr float NONE = std::numeric_limits<float>::infinity();
   w.last.assign(width, -1);

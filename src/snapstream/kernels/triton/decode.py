@@ -19,6 +19,7 @@ from snapstream.cache import LayerCache
 from snapstream.kernels.parts import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
 from snapstream.kernels.triton.tiles import (
+    LOG2_E,
     SMALLEST,
     fold,
     load_parts,
@@ -29,6 +30,7 @@ from snapstream.kernels.triton.tiles import (
     shape_of_heads,
     store_parts,
     width_of,
+    with_sinks,
 )
 
 
@@ -45,7 +47,9 @@ def _attend(
     count,
     limit,
     active,
+    sinks,
     scale,
+    cap,
     query_row,
     query_head,
     out_row,
@@ -95,7 +99,7 @@ def _attend(
         entry = start + tl.arange(0, ENTRIES)
         is_entry = entry < valid
         key_first, key_second = load_parts(keys, cache_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
-        logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+        logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
         seen = is_entry[None, :] & is_row[:, None]
         if TOKENS > 1:
             # The token of this step that will overwrite the entry: tokens before it still see the entry.
@@ -118,7 +122,7 @@ def _attend(
             key_first, key_second = load_parts(
                 pending_keys, pending_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE
             )
-            logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+            logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
             # A token sees itself and those before it, unless one in between overwrites them.
             is_lasting = counted + entry < ring_start
             seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
@@ -131,6 +135,7 @@ def _attend(
             )
     divisor = tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLITS == 1:
+        divisor = with_sinks(peak, total, sinks, head * GROUP + in_group, is_row)[:, None]
         target = (slot * TOKENS + token) * out_row + (head * GROUP + in_group) * out_head
     else:
         heads = tl.num_programs(1) // BLOCKS * GROUP
@@ -146,6 +151,7 @@ def _merge(
     state,
     out,
     active,
+    sinks,
     out_row,
     out_head,
     TOKENS: tl.constexpr,
@@ -161,6 +167,8 @@ def _merge(
     peak = tl.max(weights, 0)
     weights = tl.exp2(weights - peak)  # one part contains the token itself, so the peak is finite
     total = tl.sum(weights, 0)
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head) * LOG2_E - peak)
     columns = tl.arange(0, PADDED)
     mask = columns < COLUMNS
     result = tl.zeros([PADDED], tl.float32)
@@ -207,6 +215,8 @@ def attend_slots(
     slots: Slots,
     scale: float,
     *,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
     splits: int,
     scratch: Tensor | None = None,
     group: int = 0,
@@ -223,6 +233,8 @@ def attend_slots(
         pending: ``[B, N, T, D]``, if there are several tokens per slot.
         slots: State of the slots; :attr:`Slots.active` may have any dtype of one byte, nonzero for true.
         scale: Factor on the logits.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``.
         splits: See :func:`splits_of`.
         scratch: float32, :func:`decode_scratch` elements; allocated if not given.
         group: The group of the cache's layer.
@@ -249,7 +261,9 @@ def attend_slots(
         slots.count[group],
         slots.limit[group],
         slots.active,
+        sinks,
         scale,
+        cap or None,
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -268,6 +282,7 @@ def attend_slots(
             state,
             out,
             slots.active,
+            sinks,
             out.stride(0),
             out.stride(1),
             TOKENS=T,

@@ -23,6 +23,7 @@ from snapstream.kernels.triton.tiles import (
     shape_of_heads,
     store_parts,
     width_of,
+    with_sinks,
 )
 
 
@@ -33,9 +34,11 @@ def _attend(
     values,
     out,
     start,
+    sinks,
     tokens,
     window,
     scale,
+    cap,
     query_token,
     query_head,
     out_token,
@@ -77,29 +80,30 @@ def _attend(
         for at in range(oldest, edge, ENTRIES):
             peak, total, first, second = _fold_entries(
                 peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
-                scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+                scale, cap, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
                 KEYS_ARE_VALUES, ENTRIES, True, True,
             )  # fmt: skip
     for at in range(edge, diagonal, ENTRIES):
         peak, total, first, second = _fold_entries(
             peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
-            scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            scale, cap, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
             KEYS_ARE_VALUES, ENTRIES, False, False,
         )  # fmt: skip
     for at in range(diagonal, end, ENTRIES):
         peak, total, first, second = _fold_entries(
             peak, total, first, second, query_first, query_second, keys, values, before + token, at, end, window,
-            scale, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
+            scale, cap, key_entry, value_entry, SIZE, COLUMNS, KEY_FIRST, KEY_SECOND, VALUE_FIRST, VALUE_SECOND,
             KEYS_ARE_VALUES, ENTRIES, True, WINDOWED,
         )  # fmt: skip
     # Rows past the last token may see nothing.
-    target, divisor = token.to(tl.int64) * out_token + head * out_head, tl.where(total > 0.0, total, 1.0)[:, None]
+    target = token.to(tl.int64) * out_token + head * out_head
+    divisor = with_sinks(peak, total, sinks, head + token * 0, is_row)[:, None]
     store_parts(out, target, is_row, first / divisor, second / divisor, VALUE_FIRST, VALUE_SECOND, COLUMNS)
 
 
 @triton.jit
 def _fold_entries(
-    peak, total, first, second, query_first, query_second, keys, values, position, at, end, window, scale,
+    peak, total, first, second, query_first, query_second, keys, values, position, at, end, window, scale, cap,
     key_entry, value_entry,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, KEY_FIRST: tl.constexpr, KEY_SECOND: tl.constexpr,
     VALUE_FIRST: tl.constexpr, VALUE_SECOND: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, ENTRIES: tl.constexpr,
@@ -109,7 +113,7 @@ def _fold_entries(
     entry = at + tl.arange(0, ENTRIES)
     is_entry = entry < end
     key_first, key_second = load_parts(keys, key_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
-    logits = logits_of(query_first, query_second, key_first, key_second, scale, KEY_SECOND)
+    logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
     if MASKED:
         seen = (entry[None, :] <= position[:, None]) & is_entry[None, :]
         if WINDOWED:
@@ -136,7 +140,16 @@ def tile_of(size: int, dtype: torch.dtype, memory: int) -> dict[str, int]:
     return {"ROWS": 16, "ENTRIES": 16, "num_warps": 8, "num_stages": 1}
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, scale: float, window: int = 0) -> Tensor:
+def attend_chunk(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of one chunk, as :meth:`snapstream.attention.base.AttentionBackend.prefill` describes it.
 
     No temporary has the size of ``L``.
@@ -148,6 +161,8 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         start: Entry of the first token, int64 scalar on the device.
         scale: Factor on the logits.
         window: How many tokens a token attends to, itself included; 0 for all.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: A logit more of each head, without a value, float32 ``[H]``.
 
     Returns:
         ``[T, H, V]``.
@@ -161,9 +176,11 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, start: Tensor, sca
         values,
         out,
         start,
+        sinks,
         T,
         window,
         scale,
+        cap or None,
         query.stride(0),
         query.stride(1),
         out.stride(0),

@@ -88,6 +88,8 @@ class TritonProgram:
             m.pending[o.layer] if m.slots.tokens > 1 else None,
             m.slots,
             o.scale,
+            cap=o.cap,
+            sinks=o.sinks,
             splits=self._splits,
             scratch=self._scratch,
             group=m.group_of(o.layer),

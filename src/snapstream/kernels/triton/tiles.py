@@ -71,12 +71,24 @@ def load_parts(address, stride, rows, is_row, FIRST: tl.constexpr, SECOND: tl.co
 
 
 @triton.jit
-def logits_of(query_first, query_second, key_first, key_second, scale, SECOND: tl.constexpr):
-    """Logits of tiles of queries and keys, in base 2."""
+def logits_of(query_first, query_second, key_first, key_second, scale, cap, SECOND: tl.constexpr):
+    """Logits of tiles of queries and keys, in base 2; ``cap`` is their soft cap, or ``None``."""
     logits = product(query_first, tl.trans(key_first))
     if SECOND:
         logits += product(query_second, tl.trans(key_second))
+    if cap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        logits = cap - 2.0 * cap / (tl.exp2(logits * (scale / cap * 2.0 * LOG2_E)) + 1.0)
+        return logits * LOG2_E
     return logits * (scale * LOG2_E)
+
+
+@triton.jit
+def with_sinks(peak, total, sinks, head, is_row):
+    """Sums of the weights of some rows with those of their sinks, relative to ``peak``; 1 for rows without any."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+        total += tl.exp2(sink - tl.where(peak == float("-inf"), sink, peak))
+    return tl.where(total > 0.0, total, 1.0)
 
 
 @triton.jit

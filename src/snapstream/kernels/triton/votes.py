@@ -20,7 +20,7 @@ KEYS_OF_A_PROGRAM = 2048
 
 @triton.jit
 def _logits(
-    queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
+    queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale, cap,
     window, stride, sink, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """Logits of a tile, and which of them the softmax includes; every head has ``stride`` rows."""
@@ -32,7 +32,7 @@ def _logits(
         queries, 1, member.to(tl.int64) * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
     )
     key_first, key_second = load_parts(keys, key_row, position, is_key, FIRST, SECOND, SIZE)
-    logits = logits_of(query_first, query_second, key_first, key_second, scale, SECOND)
+    logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, SECOND)
     if sink < 0:
         last_seen, first_seen = voter_position, 0
     else:
@@ -43,7 +43,7 @@ def _logits(
 
 @triton.jit(do_not_specialize=["window", "stride", "sink"])
 def _normalize(
-    queries, keys, lengths, first_voters, candidate_ends, normalizers, scale,
+    queries, keys, lengths, first_voters, candidate_ends, normalizers, scale, cap,
     query_sequence, query_head, query_row, key_sequence, key_head, key_row, window, stride, sink,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SHARE: tl.constexpr,
@@ -62,7 +62,7 @@ def _normalize(
         position = start + tl.arange(0, KEYS)
         logits, seen = _logits(
             queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-            window, stride, sink, GROUP, SIZE, FIRST, SECOND,
+            cap, window, stride, sink, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
         logits = tl.where(seen, logits, float("-inf"))
         peak, total, _, _ = weigh(peak, total, logits)
@@ -83,7 +83,7 @@ def _attention(logits, normalizers, row, is_row, votes):
     do_not_specialize_on_alignment=["sums", "shares"],
 )
 def _reduce(
-    queries, keys, lengths, first_voters, candidate_ends, of_sums, of_shares, sums, shares, scale,
+    queries, keys, lengths, first_voters, candidate_ends, of_sums, of_shares, sums, shares, scale, cap,
     query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink,
     summed, largest,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
@@ -104,7 +104,7 @@ def _reduce(
         row = start + tl.arange(0, ROWS)
         logits, seen = _logits(
             queries, keys, query_head, query_row, key_row, row, position, length, first_voter, candidate_end, scale,
-            window, stride, -1, GROUP, SIZE, FIRST, SECOND,
+            cap, window, stride, -1, GROUP, SIZE, FIRST, SECOND,
         )  # fmt: skip
         if largest > 0:  # a tile has rows of one head
             votes = seen & (row % stride >= window - largest)[:, None]
@@ -165,6 +165,8 @@ def window_attention(
     summed: int,
     largest: int,
     key_chunk: int = 0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Triton kernel for :func:`snapstream.compression.scoring.plain_window_attention`; ``key_chunk`` is ignored."""
     (B, H, W, D), (N, L) = queries.shape, keys.shape[1:3]
@@ -186,17 +188,22 @@ def window_attention(
     def normalizers(from_sink: int) -> Tensor:
         parts = torch.empty(B * N, group * stride, shares, dtype=torch.float32, device=keys.device)
         _normalize[(shares, -(-group * stride // rows), B * N)](
-            queries, keys, length, first_voter, candidate_end, parts, scale, *strides, W, stride, from_sink,
-            SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
+            queries, keys, length, first_voter, candidate_end, parts, scale, cap or None, *strides, W, stride,
+            from_sink, SHARE=KEYS_OF_A_PROGRAM, **shape, **tile,
         )  # fmt: skip
-        return (parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2).contiguous()
+        found = parts[..., 0] if shares == 1 else (parts * LN_2).logsumexp(-1) / LN_2
+        if sinks is not None and from_sink < 0:
+            own = sinks.view(1, N, group, 1).expand(B, N, group, stride).reshape(B * N, -1) / LN_2
+            found = torch.logaddexp2(found, own)
+        return found.contiguous()
 
     whole = everything and summed > 0
     of_shares = normalizers(-1 if whole and not largest else sink)
     of_sums = normalizers(-1) if whole and largest else of_shares
     votes = torch.empty((summed > 0) + (largest > 0), B, N, L, dtype=torch.float32, device=keys.device)
     _reduce[(-(-L // tile["KEYS"]), B * N)](
-        queries, keys, length, first_voter, candidate_end, of_sums, of_shares, votes[0], votes[-1], scale, *strides,
+        queries, keys, length, first_voter, candidate_end, of_sums, of_shares, votes[0], votes[-1], scale,
+        cap or None, *strides,
         L, W, stride, -1 if whole and not largest else sink, summed, largest, **shape, **tile,
     )  # fmt: skip
     return votes

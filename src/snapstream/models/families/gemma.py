@@ -1,4 +1,4 @@
-"""Gemma 3: most layers have a window and a rotation of their own; norms before and after, with weights around zero."""
+"""Gemma 2 and 3: windows in some layers, soft caps, and norms before and after, whose weights are around zero."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from snapstream.models.families.grouped import grouped_family, grouped_fields, w
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
-        value = getattr(config, name, None)
-        if value:
-            raise CheckpointError(f"{architecture} with {name}={value} is not supported; supported: null")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise CheckpointError(f"{architecture} with use_bidirectional_attention is not supported; supported: null")
     return (
         grouped_fields(config)
         | without_float16(config)
         | {
             "scale": float(config.query_pre_attn_scalar) ** -0.5,
-            "qk_norm": "head",
+            "attention_cap": float(config.attn_logit_softcapping or 0.0),
+            "logit_cap": float(config.final_logit_softcapping or 0.0),
+            "qk_norm": "head" if architecture.startswith("Gemma3") else None,
             "norms_after": True,
             "wide_norms": True,
             "norm_offset": 1.0,
@@ -30,6 +30,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
 
 
 GEMMA = grouped_family(
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     fields=_fields,
     names=BlockNames(

@@ -81,6 +81,17 @@ def _granite(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    # As llama.cpp decides it: the largest model has another factor on attention logits.
+    layers, heads = common["num_hidden_layers"], common["num_attention_heads"]
+    return {
+        "sliding_window": about.number("attention.sliding_window"),
+        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == 46 else common["head_dim"],
+        "attn_logit_softcapping": float(about.value("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": float(about.value("final_logit_softcapping", 30.0)),
+    }
+
+
 def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     pattern, layers = about.value("attention.sliding_window_pattern", 6), common["num_hidden_layers"]
     slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
@@ -153,6 +164,7 @@ ARCHITECTURES = {
     "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),
     "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM"),
     "olmoe": Architecture("OlmoeConfig", "OlmoeForCausalLM", settings=_olmoe),
+    "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", settings=_gemma2),
     "gemma3": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", settings=_gemma),
     "glm4": Architecture("Glm4Config", "Glm4ForCausalLM", partial=True, settings=_glm),
     "glm4moe": Architecture("Glm4MoeConfig", "Glm4MoeForCausalLM", partial=True, settings=_glm_experts),
