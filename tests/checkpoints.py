@@ -178,6 +178,17 @@ EXPERTS = {
         "Mixtral",
         {"head_dim": 32, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+            "sliding_window": 20,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -227,8 +238,8 @@ def make_model(family: str, seed: int = 0, **changes):
     config = getattr(transformers, kind)(**(SMALL | settings | changes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases and norms start at 0 and 1, where a mistake would not show
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):  # they start at 0 or 1, where a mistake would not show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -75,9 +75,17 @@ class CpuAttention(AttentionBackend):
         packed: Tensor | None = None,
         packed_until: Tensor | None = None,
     ) -> Tensor:
-        shared = {"packed": packed, "packed_until": packed_until}
         return kernels.prefill_attention(
-            query, keys, values, start, scale, window=window, cap=cap, sinks=sinks, **shared
+            query,
+            keys,
+            values,
+            start,
+            scale,
+            window=window,
+            cap=cap,
+            sinks=sinks,
+            packed=packed,
+            packed_until=packed_until,
         )
 
     @override

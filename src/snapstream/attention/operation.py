@@ -34,8 +34,14 @@ class AttendWith(Attend):
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
             given = (query[0], cache.keys[0], values, slots.count[0, 0], self.scale)
-            shared = {"packed": m.packed, "packed_until": m.packed_until}
-            out = self.backend.prefill(*given, window=self.window, cap=self.cap, sinks=self.sinks, **shared)
+            out = self.backend.prefill(
+                *given,
+                window=self.window,
+                cap=self.cap,
+                sinks=self.sinks,
+                packed=m.packed,
+                packed_until=m.packed_until,
+            )
             target[0] = out[..., : self.target.size]
             return
         group = m.group_of(self.layer)

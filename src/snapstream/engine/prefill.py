@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,9 @@ class Prefill:
         attends = (
             each for n in range(spec.cached_layers) for each in model.operations_of(n) if isinstance(each, Attend)
         )
-        self._softmaxes = {each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends}
+        self._softmaxes: dict[int, dict[str, Any]] = {
+            each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends
+        }
         # One memory for the layers of all groups, seen as the entries of each.
         largest = max(math.prod(group.entry.shape(1, padded)) * group.entry.kind.stored for group in spec.groups)
         memory = torch.zeros(largest, dtype=dtype, device=device)

@@ -324,7 +324,10 @@ class Sort(Operation):
 
 @dataclass(frozen=True)
 class ExpertProduct(Operation):
-    """Multiply sorted rows by the weights ``[E, out, in]`` of their experts; ``gated``: see :class:`GatedProduct`."""
+    """Multiply sorted rows by the weights ``[E, out, in]`` of their experts, and add their biases ``[E, out]``.
+
+    For ``gated``, see :class:`GatedProduct`.
+    """
 
     source: Part
     target: Part
@@ -332,6 +335,7 @@ class ExpertProduct(Operation):
     weight: Weight
     gated: bool
     activation: Activation = Activation.SILU
+    bias: Tensor | None = None
 
     @override
     def run(self, m: Machine) -> None:
@@ -340,7 +344,9 @@ class ExpertProduct(Operation):
         for expert, end in enumerate(self.ends.of(m.buffers)[0, 0].tolist()):
             if start == end:
                 continue
-            out = self.weight.matrix(expert).multiply(source[start:end])
+            out = self.weight.matrix(expert).multiply(
+                source[start:end], None if self.bias is None else self.bias[expert]
+            )
             target[start:end] = plain.gate(out, self.activation) if self.gated else out
             start = end
 

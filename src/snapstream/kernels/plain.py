@@ -10,10 +10,18 @@ from torch.nn import functional as F
 
 
 class Activation(enum.IntEnum):
-    """What a gate applies to its first half; ``GELU`` is the approximation by a hyperbolic tangent."""
+    """What a gate applies to its first half; ``GELU`` is the approximation by a hyperbolic tangent.
+
+    ``CLAMPED`` is gpt-oss's: both halves are clamped, the sigmoid is steeper, and 1 is added to the second half.
+    """
 
     SILU = 0
     GELU = 1
+    CLAMPED = 2
+
+
+GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
+"""Of ``CLAMPED``: the maximum of the first half, and of the second half's size; the factor within the sigmoid."""
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, *, wide: bool = False) -> Tensor:
@@ -52,6 +60,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, pairs: bool) -> Tensor:
 def gate(x: Tensor, activation: Activation = Activation.SILU) -> Tensor:
     """SwiGLU or GeGLU of ``[T, 2 * I]``: the activation of the first half times the second, ``[T, I]``."""
     first, second = x.chunk(2, -1)
+    if activation == Activation.CLAMPED:
+        first, second = first.clamp(max=GATE_LIMIT), second.clamp(-GATE_LIMIT, GATE_LIMIT)
+        return first * torch.sigmoid(first * GATE_SLOPE) * (second + 1)
     return (F.silu(first) if activation == Activation.SILU else F.gelu(first, approximate="tanh")).mul_(second)
 
 

@@ -17,7 +17,14 @@ from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.plain import Activation
-from snapstream.kernels.products import grouped_linear, linear, linear_into, reads_blocks, stock_grouped_linear
+from snapstream.kernels.products import (
+    add_biases,
+    grouped_linear,
+    linear,
+    linear_into,
+    reads_blocks,
+    stock_grouped_linear,
+)
 
 
 class Program(Protocol):
@@ -124,6 +131,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
         return
     else:
         out = stock_grouped_linear(x, o.weight, ends)
+    add_biases(out, o.bias, ends)
     if o.gated:
         _gate(out, target, o.activation)
     else:

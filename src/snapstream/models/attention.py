@@ -49,8 +49,8 @@ class GroupedAttention(nn.Module):
             rotated = Part("qkv", self.rotated, H + N, stride=stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
         yield Store(key, value, layer)
-        how = {"window": self.window, "cap": self.cap, "sinks": self.sinks}
-        yield Attend(query, Part("attended", D, H), layer, self.scale, **how)
+        attended = Part("attended", D, H)
+        yield Attend(query, attended, layer, self.scale, window=self.window, cap=self.cap, sinks=self.sinks)
         yield self.output.operation(Part("attended", H * D), result)
 
 

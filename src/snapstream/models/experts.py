@@ -30,6 +30,7 @@ class Router(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(shape.count)) if shape.biased else None
         self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
 
 
@@ -47,6 +48,8 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(hidden_size, shape)
         self.gate_up = Matrix(shape.count, 2 * shape.inner, hidden_size)
         self.down = Matrix(shape.count, hidden_size, shape.inner)
+        self.gate_up_bias = nn.Parameter(torch.zeros(shape.count, 2 * shape.inner)) if shape.biased else None
+        self.down_bias = nn.Parameter(torch.zeros(shape.count, hidden_size)) if shape.biased else None
         self.shared: FeedForward | None = None
         if shape.shared:
             self.shared = FeedForward(hidden_size, shape.shared * shape.inner, activation=activation)
@@ -62,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         rows = Part("sorted", source.size, copies=self.chosen)
         inner = Part("expert_inner", shape.inner, copies=self.chosen)
         made = Part("made", target.size, copies=self.chosen)
-        yield Product(source, logits, DenseWeight(self.router.weight))
+        yield Product(source, logits, DenseWeight(self.router.weight), self.router.bias)
         yield Choose(
             logits,
             weights,
@@ -75,8 +78,8 @@ class MixtureOfExperts(nn.Module):
             scale=shape.scale,
         )
         yield Sort(source, rows, experts, ends, shape.count)
-        yield ExpertProduct(rows, inner, ends, self.gate_up.value, gated=True, activation=self.activation)
-        yield ExpertProduct(inner, made, ends, self.down.value, gated=False)
+        yield ExpertProduct(rows, inner, ends, self.gate_up.value, True, self.activation, self.gate_up_bias)
+        yield ExpertProduct(inner, made, ends, self.down.value, gated=False, bias=self.down_bias)
         if self.shared is not None:
             yield from self.shared.operations(source, result)
         yield Combine(made, weights, experts, target)
@@ -103,24 +106,39 @@ def check_experts(count: int, chosen: int | None, groups: int = 1, chosen_groups
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What the tensors of an expert are called in checkpoints: gates, ups, and the product after them."""
+    """What the tensors of a mixture are called in checkpoints.
 
+    Attributes:
+        router: The router.
+        gate: Gates of an expert.
+        up: Its ups.
+        down: The product after them.
+        joined: Whether the tensors of all experts are joined; see :mod:`snapstream.models.joined`.
+    """
+
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    joined: bool = False
 
 
 def expert_places(source: str, target: str, hidden: int, shape: ExpertShape, names: ExpertNames) -> dict[str, Place]:
     """Where the tensors of a mixture go."""
-    places = {f"{source}.gate.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
+    router = f"{source}.{names.router}"
+    places = {f"{router}.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
+    if shape.biased:
+        places[f"{router}.bias"] = Place(f"{target}.router.bias", (shape.count,))
     if shape.corrected:
         places[f"{source}.gate.e_score_correction_bias"] = Place(f"{target}.router.correction", (shape.count,))
+    inner = shape.inner
+    products = ((names.gate, "gate_up", (inner, hidden), 0), (names.up, "gate_up", (inner, hidden), inner))
     for expert in range(shape.count):
-        theirs = f"{source}.experts.{expert}"
-        inner = (shape.inner, hidden)
-        places[f"{theirs}.{names.gate}.weight"] = Place(f"{target}.gate_up", inner, 0, expert)
-        places[f"{theirs}.{names.up}.weight"] = Place(f"{target}.gate_up", inner, shape.inner, expert)
-        places[f"{theirs}.{names.down}.weight"] = Place(f"{target}.down", (hidden, shape.inner), 0, expert)
+        for name, module, sizes, start in (*products, (names.down, "down", (hidden, inner), 0)):
+            theirs = f"{source}.experts.{expert}.{name}"
+            places[f"{theirs}.weight"] = Place(f"{target}.{module}", sizes, start, expert)
+            if shape.biased:
+                places[f"{theirs}.bias"] = Place(f"{target}.{module}_bias", sizes[:1], start, expert)
     if shape.shared:
         places |= gated_places(f"{source}.shared_experts", f"{target}.shared", hidden, shape.shared * shape.inner)
     return places

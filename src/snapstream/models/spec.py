@@ -52,6 +52,7 @@ class ExpertShape:
             and groups rated by their two best experts. Otherwise, it is a softmax over all experts.
         normalize: Whether the weights of the selected experts are normalized to a sum of 1 before they are scaled.
         scale: Factor on the weights.
+        biased: Whether the router and the products have biases.
     """
 
     count: int
@@ -64,6 +65,7 @@ class ExpertShape:
     corrected: bool
     normalize: bool
     scale: float
+    biased: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from snapstream.models.decoder import DecoderModel
 from snapstream.models.families import read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
+from snapstream.models.joined import BLOCKS, SCALES, expert_parts, holds_experts
 from snapstream.models.names import Place, may_be_ignored, name_within, scale_of
 from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
@@ -77,9 +79,8 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
         shapes: dict[str, tuple[int, ...]] = {}
         quantised: set[str] = set()
         for name, stored in _each_tensor(files, spec):
-            part = stored.tensors.get_slice(stored.name)
-            shapes[name] = tuple(part.get_shape())
-            if part.get_dtype() == "F8_E4M3":
+            shapes[name] = stored.shape
+            if stored.is_float8:
                 quantised.add(name)
         _check(checkpoint, spec, places, shapes, quantised)
         # Scales may be in other shards than their weights.
@@ -184,26 +185,50 @@ def _materialise(model: DecoderModel, device: torch.device) -> DecoderModel:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in an open file, under its name there."""
+    """A tensor in an open file."""
 
-    tensors: Any
-    name: str
-
-    def read(self) -> Tensor:
-        tensor: Tensor = self.tensors.get_tensor(self.name)
-        return tensor
+    shape: tuple[int, ...]
+    is_float8: bool
+    read: Callable[[], Tensor]
 
 
-def _each_tensor(files: Iterable[Path], spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
-    """Yield the names of all tensors of the model, and where they are."""
+def _each_tensor(files: Sequence[Path], spec: ModelSpec) -> Iterator[tuple[str, _Stored]]:
+    """Yield the names of all tensors of the model, and how to read them; of joined experts, one by one."""
     from safetensors import safe_open
 
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
+            names = tensors.keys()
+            for stored in names:
                 name = name_within(stored) if spec.wrapped else stored
-                if name is not None:
-                    yield name, _Stored(tensors, stored)
+                if name is None or (name.endswith(SCALES) and holds_experts(name.removesuffix(SCALES))):
+                    continue
+                part = tensors.get_slice(stored)
+                if not holds_experts(name):
+                    read = functools.partial(tensors.get_tensor, stored)
+                    yield name, _Stored(tuple(part.get_shape()), part.get_dtype() == "F8_E4M3", read)
+                    continue
+                wanted = stored.removesuffix(BLOCKS) + SCALES
+                scales = functools.partial(_slice_of, tensors if wanted in names else None, files, wanted)
+                for each in expert_parts(name, part, scales):
+                    yield each.name, _Stored(each.shape, False, each.read)
+
+
+def _slice_of(tensors: Any, files: Sequence[Path], name: str) -> Any:
+    """The slice of a tensor in an open file, or in whichever file has it.
+
+    Raises:
+        CheckpointError: None has it.
+    """
+    from safetensors import safe_open
+
+    if tensors is not None:
+        return tensors.get_slice(name)
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as others:
+            if name in others.keys():  # noqa: SIM118 (not a mapping)
+                return others.get_tensor(name)
+    raise CheckpointError(f"{files[0].parent}: the tensor {name} is missing")
 
 
 def _generation_ends(checkpoint: Path) -> tuple[int, ...]:

@@ -25,7 +25,17 @@ from snapstream.kernels.triton.program import TritonProgram
 # Those that differ in what a step is made of; the interpreter is slow.
 @pytest.fixture(
     scope="module",
-    params=["llama-biases", "qwen3-windows", "deepseek-v3", "deepseek-v2-lite", "glm4", "gemma3", "granite"],
+    params=[
+        "llama-biases",
+        "qwen3-windows",
+        "deepseek-v3",
+        "deepseek-v2-lite",
+        "glm4",
+        "gemma2",
+        "gemma3",
+        "gpt-oss",
+        "granite",
+    ],
 )
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
@@ -54,7 +64,7 @@ def load(checkpoint, dtype):
 
 def runs_here(checkpoint, dtype):
     """On CUDA torch multiplies experts in bfloat16 only."""
-    return DEVICE.type == "cpu" or dtype == torch.bfloat16 or "deepseek" not in str(checkpoint)
+    return DEVICE.type == "cpu" or dtype == torch.bfloat16 or load_spec(checkpoint).experts is None
 
 
 @pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])

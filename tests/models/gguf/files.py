@@ -4,7 +4,14 @@ import itertools
 
 import numpy
 import torch
-from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize, quantize
 
 from snapstream.kernels.formats import FORMATS, Format
@@ -24,6 +31,7 @@ NAMES = {
     "olmo2": "olmo2",
     "olmoe": "olmoe",
     "gemma2": "gemma2",
+    "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
@@ -102,8 +110,13 @@ def describe(writer, name, config, head):
         for kind in ("long", "short"):
             factors = numpy.array(rope[f"{kind}_factor"], dtype=numpy.float32)
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
-    if name == "gemma2":
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if name in ("gemma2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
+    if name == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if name == "granite":
@@ -130,9 +143,18 @@ EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 def split_experts(tensors):
     """A state with gates and ups of experts as tensors of their own, all views of the state's."""
     made = {}
+    in_turn = any(key.endswith("gate_up_proj_bias") for key in tensors)  # gpt-oss: transposed, and with biases
     for key, tensor in tensors.items():
         stem, joined, _ = key.partition("experts.gate_up_proj")
-        if joined:
+        kind = "bias" if key.endswith("proj_bias") else "weight"
+        if in_turn and ".experts." in key:
+            whole = tensor if kind == "bias" else tensor.transpose(1, 2)
+            if joined:
+                made[f"{stem}experts.gate_proj.{kind}"] = whole[:, 0::2]
+                made[f"{stem}experts.up_proj.{kind}"] = whole[:, 1::2]
+            else:
+                made[key.removesuffix("_bias") + f".{kind}"] = whole
+        elif joined:
             gates, ups = tensor.chunk(2, 1)
             made |= {f"{stem}experts.gate_proj.weight": gates, f"{stem}experts.up_proj.weight": ups}
         else:
@@ -187,8 +209,10 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
             rotated = name in IN_PAIRS and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             offset = 1.0 if name in ("gemma2", "gemma3") and "norm" in key else 0.0
-            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, next(kinds))
-            stem, _, ending = key.replace("correction_bias", "correction.bias").rpartition(".")
+            kind = GGMLQuantizationType.F32 if key.endswith("bias") else next(kinds)
+            packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, kind)
+            renamed = key.replace("correction_bias", "correction.bias").replace(".sinks", ".sinks.weight")
+            stem, _, ending = renamed.rpartition(".")
             writer.add_tensor(f"{names.get_name(stem)}.{ending}", numpy.ascontiguousarray(packed), raw_dtype=as_kind)
             back = back - offset
             if rotated:  # and back to halves

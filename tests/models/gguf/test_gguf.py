@@ -51,7 +51,20 @@ def test_logits_of_transformers(tmp_path, family, kind):
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-OTHERS = ["phi3", "granite", "smollm3", "olmo2", "glm4", "gemma2", "gemma3", "mixtral", "qwen3-moe", "olmoe", "glm4-moe"]
+OTHERS = [
+    "phi3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "glm4",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "mixtral",
+    "qwen3-moe",
+    "olmoe",
+    "glm4-moe",
+]
 # What llama.cpp takes for granted.
 GRANTED = {
     "granite": {"attention_bias": False, "mlp_bias": False},
@@ -59,6 +72,16 @@ GRANTED = {
     "olmoe": {"num_key_value_heads": 8},
     "qwen3-moe": {"mlp_only_layers": []},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "gpt-oss": {
+        "intermediate_size": 256,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
 }

@@ -81,8 +81,9 @@ def snapstream_attention(
             softcap is None and sinks is None and not dropout and is_causal and kernel_fits(query, key, value, scale)
         )
         causal = (lambda *real: attend_causally(query, key, value, scale, *real)) if fused else None
-        how = {"cap": softcap or 0.0, "sinks": sinks}
-        return layer.attend_prompt(query, key, attention_mask, scale, plain, causal, **how), None
+        return layer.attend_prompt(
+            query, key, attention_mask, scale, plain, causal, cap=softcap or 0.0, sinks=sinks
+        ), None
     valid = layer.valid()
     if softcap is None and sinks is None:
         return SdpaAttention().decode(query[:, :, 0], key, value, valid, scale)[:, None], None

@@ -19,7 +19,7 @@ TYPES = ("float32", "bfloat16", "int64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
 """Types of numbers in memory, by their number; from ``q4_0`` on, formats of weights in blocks."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
 """How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
-ACTIVATIONS = ("silu", "gelu")
+ACTIVATIONS = ("silu", "gelu", "clamped")
 """Activations of gated products, by their number in :class:`snapstream.kernels.plain.Activation`."""
 
 _STRUCTURES = {

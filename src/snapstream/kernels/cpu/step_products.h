@@ -91,7 +91,7 @@ class ProductOperations {
     }
   }
 
-  // The first `inner` rows of a matrix are gates, the others ups.
+  // The first `inner` rows of a matrix are gates, the others ups; so are the numbers of its bias.
   template <typename Target>
   void gate_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t inner, const Vector& bias,
                   int64_t activation, int64_t begin, int64_t end, const Target& target) {
@@ -105,7 +105,7 @@ class ProductOperations {
         for (int64_t m = 0; m < M; ++m) {
           vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
           if (bias.data != nullptr) a += some(bias, n, count), b += some(bias, inner + n, count);
-          put(target(first + m) + n, activated(a, activation) * b, count);
+          put(target(first + m) + n, gated(a, b, activation), count);
         }
       }
     }

@@ -8,11 +8,22 @@
 
 namespace snapstream {
 
-// x / (1 + exp(-z)), computed from exp(-|z|) alone: with z = x it is SiLU, and with another z GELU's approximation.
+// x / (1 + exp(-z)), computed from exp(-|z|) alone: with z = x it is SiLU, and with others GELU's approximation and
+// gpt-oss's gate.
 inline vec activated(vec x, int64_t activation) {
-  const vec z = activation == GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+  const vec z = activation == GELU      ? x * (1.5957691216f + 0.0713548163f * x * x)
+                : activation == CLAMPED ? x * 1.702f
+                                        : x;
   const vec e = exp_nonpositive(select(z > 0.0f, -z, z));
   return select(z > 0.0f, x, x * e) / (1.0f + e);
+}
+
+// A gate and what it lets through.
+inline vec gated(vec gate, vec up, int64_t activation) {
+  if (activation != CLAMPED) return activated(gate, activation) * up;
+  const vec limit = vec{} + 7.0f;
+  up = larger(select(up > limit, limit, up), -limit);
+  return activated(select(gate > limit, limit, gate), activation) * (up + 1.0f);
 }
 
 // Loads the first `count` elements of a vector, which may be all that memory holds of it.
@@ -145,7 +156,7 @@ class RowOperations {
     T* to = at<T>(o.target, row);
     for (int64_t i = 0; i < o.target.size; i += LANES) {
       const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
-      put(to + i, activated(some(gates + i, count), o.activation) * some(ups + i, count), count);
+      put(to + i, gated(some(gates + i, count), some(ups + i, count), o.activation), count);
     }
   }
 

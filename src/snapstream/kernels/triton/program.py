@@ -16,7 +16,7 @@ from snapstream.cache import LayerCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, PromptChunk
-from snapstream.kernels.products import stock_grouped_linear
+from snapstream.kernels.products import add_biases, stock_grouped_linear
 from snapstream.kernels.triton import blocks, rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
 from snapstream.kernels.weight import BlockWeight
@@ -261,6 +261,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
             blocks.multiply(x, o.weight, out, ends=ends)
         else:
             out = stock_grouped_linear(x, o.weight, ends)
+        add_biases(out, o.bias, ends)
         if o.gated:
             rows.gate(out, y, o.activation)
         else:

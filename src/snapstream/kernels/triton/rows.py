@@ -98,15 +98,18 @@ def _rotate(
 
 
 @triton.jit
-def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < INNER
     x = tl.load(source + row * source_row + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + row * source_row + INNER + column, mask=mask, other=0.0).to(tl.float32)
     z = x
-    if GELU:  # the approximation by a hyperbolic tangent
+    if KIND == 1:  # GELU, the approximation by a hyperbolic tangent
         z = x * (1.5957691216 + 0.0713548163 * x * x)
+    elif KIND == 2:  # gpt-oss's
+        x = tl.minimum(x, 7.0)
+        z, up = x * 1.702, tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
     gated = rounded(x / (1.0 + tl.exp(-z)), target).to(tl.float32) * up
     tl.store(target + row * target_row + column, rounded(gated, target), mask=mask)
 
@@ -185,6 +188,6 @@ def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SIL
         target.stride(0),
         INNER=inner,
         BLOCK=block,
-        GELU=activation == Activation.GELU,
+        KIND=int(activation),
         num_warps=4,
     )

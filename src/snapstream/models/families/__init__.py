@@ -13,6 +13,7 @@ from snapstream.models.families.deepseek import DEEPSEEK
 from snapstream.models.families.family import Family
 from snapstream.models.families.gemma import GEMMA
 from snapstream.models.families.glm import GLM, GLM_EXPERTS
+from snapstream.models.families.gpt_oss import GPT_OSS
 from snapstream.models.families.granite import GRANITE, GRANITE_DENSE
 from snapstream.models.families.llama import LLAMA
 from snapstream.models.families.mixtral import MIXTRAL, QWEN_EXPERTS
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GLM,
     GLM_EXPERTS,
+    GPT_OSS,
     GRANITE,
     GRANITE_DENSE,
     MIXTRAL,
@@ -163,9 +165,11 @@ def _weight_block(config: Any) -> tuple[int, int]:
         return 128, 128
     settings = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method == "mxfp4" and config.model_type == "gpt_oss":
+        return 128, 128  # four bits, which are widened on load
     if method != "fp8" or not isinstance(block, list | tuple) or len(block) != 2:
         raise CheckpointError(
             f"weights quantized with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
-            "weight_block_size, which is converted to the engine's dtype on load"
+            "weight_block_size, and 'mxfp4' of gpt-oss, which are converted to the engine's dtype on load"
         )
     return int(block[0]), int(block[1])

@@ -77,7 +77,9 @@ def without_float16(config: Any) -> dict[str, Any]:
     return {"dtype": torch.bfloat16} if config.dtype in (torch.float16, "float16") else {}
 
 
-def softmax_experts(config: Any, *, count: int, inner: int, normalize: bool, dense: Sequence[int] = ()) -> ExpertShape:
+def softmax_experts(
+    config: Any, *, count: int, inner: int, normalize: bool, dense: Sequence[int] = (), biased: bool = False
+) -> ExpertShape:
     """A mixture whose router takes a softmax over all experts.
 
     Args:
@@ -86,6 +88,7 @@ def softmax_experts(config: Any, *, count: int, inner: int, normalize: bool, den
         inner: Width inside each.
         normalize: Whether the weights of the chosen experts are normalized to a sum of 1.
         dense: Layers without experts.
+        biased: Whether the router and the experts' products have biases.
 
     Raises:
         CheckpointError: More experts are chosen than there are.
@@ -103,6 +106,7 @@ def softmax_experts(config: Any, *, count: int, inner: int, normalize: bool, den
         corrected=False,
         normalize=normalize,
         scale=1.0,
+        biased=biased,
     )
 
 

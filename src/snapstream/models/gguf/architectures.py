@@ -132,6 +132,14 @@ def _qwen_experts(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return _experts(about) | {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
+def _gpt_oss(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    return _experts(about) | {
+        "intermediate_size": about.number("expert_feed_forward_length"),
+        "sliding_window": about.number("attention.sliding_window"),
+        "rope_parameters": common["rope_parameters"] | {"truncate": False},
+    }
+
+
 def _mixtral(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return _experts(about, "feed_forward_length")
 
@@ -164,6 +172,7 @@ ARCHITECTURES = {
     "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),
     "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM"),
     "olmoe": Architecture("OlmoeConfig", "OlmoeForCausalLM", settings=_olmoe),
+    "gpt-oss": Architecture("GptOssConfig", "GptOssForCausalLM", settings=_gpt_oss),
     "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", settings=_gemma2),
     "gemma3": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", settings=_gemma),
     "glm4": Architecture("Glm4Config", "Glm4ForCausalLM", partial=True, settings=_glm),

@@ -97,6 +97,9 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
     for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = sources[name], target_of(model, place)
         order = rows_in_order(file, name, place.shape, model.spec.head_dim)
+        if source.expert is not None and len(place.shape) == 1:  # a bias is one of the rows
+            target.copy_(torch.from_numpy(file.rows(source.name, numpy.array([source.expert]))[0]))
+            continue
         first = (source.expert or 0) * place.shape[0]
         if kind is not None and file.tensors[source.name].kind == kind.number:
             rows = file.stored_rows(source.name)[first : first + place.shape[0]]
@@ -140,7 +143,8 @@ def _known_names(arch: str, layers: int) -> TensorNameMap:
 
 
 def _source(known: TensorNameMap, name: str) -> Source:
-    stem, _, kind = name.replace("correction_bias", "correction.bias").rpartition(".")
+    renamed = name.replace("correction_bias", "correction.bias").replace(".sinks", ".sinks.weight")
+    stem, _, kind = renamed.rpartition(".")
     expert = _EXPERT.search(stem)
     found = known.get_name(_EXPERT.sub(".experts.", stem))
     return Source(f"{found or stem}.{kind}", None if expert is None else int(expert[1]))

@@ -1,0 +1,120 @@
+"""Experts that a checkpoint stores as one tensor per layer, as gpt-oss does, in numbers or in four bits (MXFP4).
+
+A tensor ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has columns of gates and ups in turn, and ``down_proj`` is
+``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In MXFP4 there are two tensors for each:
+``blocks`` uint8 ``[E, rows, columns / 32, 16]``, with two numbers per byte, the first in the lower half, and ``scales``
+uint8 ``[E, rows, columns / 32]``, exponents of two plus 127. Rows are then those of products, as they are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapstream.errors import CheckpointError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PARTS = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+"""The products that each tensor holds, and which of its rows they have."""
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """A product's weight or bias of one expert.
+
+    Attributes:
+        name: Its name, with the expert's number.
+        shape: Its shape.
+        read: Reads it from the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[ExpertPart]:
+    """What a tensor of all experts consists of.
+
+    Args:
+        name: Its name, such as ``model.layers.0.mlp.experts.gate_up_proj``.
+        stored: The slice of a safetensors file with its numbers, or with its blocks.
+        scales: Finds the scales of its blocks, as a slice or as a tensor.
+
+    Raises:
+        CheckpointError: The scales do not fit the blocks.
+    """
+    source, _, kind = name.rpartition(".")
+    in_blocks, is_bias = kind.endswith(BLOCKS), kind.endswith("_bias")
+    experts, *shape = stored.get_shape()
+    if in_blocks:
+        rows, columns = shape[0], shape[1] * 32
+        found = scales()
+        given = list(found.shape if isinstance(found, Tensor) else found.get_shape())
+        if given != [experts, *shape[:2]]:
+            scaled = name.removesuffix(BLOCKS) + SCALES
+            raise CheckpointError(f"{scaled} is {given}, expected {[experts, *shape[:2]]}")
+    elif is_bias:
+        rows, columns = shape[0], 0
+    else:
+        columns, rows = shape
+    for product, chosen in _PARTS[kind.removesuffix(BLOCKS).removesuffix("_bias")].items():
+        count = len(range(rows)[chosen])
+        for expert in range(experts):
+            if in_blocks:
+                read = _reading_blocks(stored, found, expert, chosen)
+            elif is_bias:
+                read = _reading_bias(stored, expert, chosen)
+            else:
+                read = _reading_columns(stored, expert, chosen)
+            made = (count,) if is_bias else (count, columns)
+            yield ExpertPart(f"{source}.{expert}.{product}.{'bias' if is_bias else 'weight'}", made, read)
+
+
+def holds_experts(name: str) -> bool:
+    """Whether a tensor holds all experts of a layer."""
+    source, _, kind = name.rpartition(".")
+    return source.endswith(".experts") and kind.removesuffix(BLOCKS).removesuffix("_bias") in _PARTS
+
+
+def _reading_blocks(stored: Any, scales: Any, expert: int, rows: slice) -> Callable[[], Tensor]:
+    return lambda: widen(stored[expert][rows], scales[expert][rows])
+
+
+def _reading_bias(stored: Any, expert: int, rows: slice) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        whole: Tensor = stored[expert]
+        return whole[rows]
+
+    return read
+
+
+def _reading_columns(stored: Any, expert: int, columns: slice) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        whole: Tensor = stored[expert]
+        return whole[:, columns].t()
+
+    return read
+
+
+def widen(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of weights in MXFP4 (OCP Microscaling Formats, 1.0), which bfloat16 holds exactly.
+
+    Args:
+        blocks: uint8 ``[rows, columns / 32, 16]``.
+        scales: uint8 ``[rows, columns / 32]``.
+
+    Returns:
+        float32 ``[rows, columns]``.
+    """
+    table = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)))
+    both = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    return torch.ldexp(table[both.int()], scales.int()[..., None] - 127).flatten(-2)
