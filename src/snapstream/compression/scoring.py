@@ -16,10 +16,14 @@ from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
-from snapstream.kernels.plain import capped
 
 KEY_CHUNK = 1024
 """Keys scored at once. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Soft cap: ``cap * tanh(logits / cap)``, which is below ``cap``; unchanged if that is 0."""
+    return logits if cap == 0.0 else (logits / cap).tanh() * cap
 
 
 def observation_votes(

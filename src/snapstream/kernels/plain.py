@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapstream.compression.scoring import capped
+
 
 class Activation(enum.IntEnum):
     """What a gate applies to its first half; ``GELU`` is the approximation by a hyperbolic tangent.
@@ -64,11 +66,6 @@ def gate(x: Tensor, activation: Activation = Activation.SILU) -> Tensor:
         first, second = first.clamp(max=GATE_LIMIT), second.clamp(-GATE_LIMIT, GATE_LIMIT)
         return first * torch.sigmoid(first * GATE_SLOPE) * (second + 1)
     return (F.silu(first) if activation == Activation.SILU else F.gelu(first, approximate="tanh")).mul_(second)
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """Soft cap: ``cap * tanh(logits / cap)``, which is below ``cap``; unchanged if that is 0."""
-    return logits if cap == 0.0 else (logits / cap).tanh() * cap
 
 
 def attend(
