@@ -136,18 +136,21 @@ def _scales(block, lane, is_there, half: tl.constexpr, KIND: tl.constexpr, HAS_L
 
 
 @triton.jit
-def _columns(half: tl.constexpr, KIND: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr):
-    """The column of the first byte of each word in its group, ``[GROUP]``; other bytes follow."""
-    word = tl.arange(0, GROUP)
-    if KIND == "nested":
-        column = word // 8 * 64 + half * 32 + word % 8 * 4
-    elif KIND == "q6_k":
-        column = word // 16 * 128 + half * 64 + word % 16 // 8 * 32 + word % 8 * 4
-    elif KIND == "q8_0":
-        column = word * 4
-    else:
-        column = word // WORDS * 32 + half * 16 + word % WORDS * 4
-    return column
+def _numbers(low, high, scale, least, half: tl.constexpr, KIND: tl.constexpr, HAS_FIVE: tl.constexpr,
+             HAS_LEAST: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """All numbers of one half of the words, with their scale: float32 ``[GROUP * 4, rows]``."""
+    a = _number(low, high, half, 0, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+    b = _number(low, high, half, 1, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+    c = _number(low, high, half, 2, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+    d = _number(low, high, half, 3, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
+    each = tl.join(tl.join(a, c), tl.join(b, d))  # [GROUP, rows, 2, 2], byte after byte
+    return each.reshape([GROUP, ROWS, 4]).permute(0, 2, 1).reshape([GROUP * 4, ROWS])
+
+
+@triton.jit
+def _columns(number, half: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr):
+    """The columns of numbers in a group of blocks: runs of first halves alternate with runs of second halves."""
+    return number // RUN * (RUN * HALVES) + half * RUN + number % RUN
 
 
 @triton.jit
@@ -188,6 +191,8 @@ def _multiply(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
+    HALVES: tl.constexpr,
+    RUN: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -196,7 +201,6 @@ def _multiply(
     ADD: tl.constexpr,
 ):
     """Some rows of a weight with some of its columns, or of one of several weights with the rows of ``x`` it has."""
-    HALVES: tl.constexpr = 1 if KIND == "q8_0" else 2
     # 1. The rows of the weight, which lie in one tile or several, and the blocks of their columns.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < count
@@ -225,23 +229,23 @@ def _multiply(
             is_column = block + tl.arange(0, GROUP) // WORDS < last
             for half in tl.static_range(HALVES):
                 scale, least = _scales(place, lane, is_there, half, KIND, HAS_LEAST, FIELDS, WORDS, GROUP)
-                column = block * WIDTH + _columns(half, KIND, WORDS, GROUP)
                 if TOKENS == 1:
                     own = tl.zeros([GROUP, ROWS], tl.float32)
                     total = tl.zeros([GROUP], tl.float32)
-                    at = x + column  # x has one row
+                    # x has one row
+                    at = x + block * WIDTH + _columns(tl.arange(0, GROUP) * 4, half, HALVES, RUN)
                     for byte in tl.static_range(4):
                         some = tl.load(at + byte, mask=is_column, other=0.0).to(tl.float32)
                         own += some[:, None] * _number(low, high, half, byte, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP)
                         total += some
                     parts += own * scale + total[:, None] * least
                 else:
-                    at = x + token.to(tl.int64)[:, None] * x_row + column[None, :]
-                    mask = is_token[:, None] & is_column[None, :]
-                    for byte in tl.static_range(4):
-                        some = tl.load(at + byte, mask=mask, other=0.0)
-                        exact = _number(low, high, half, byte, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP)
-                        sums += product(some, rounded(exact * scale + least, x))
+                    within = tl.arange(0, GROUP * 4)
+                    column = block * WIDTH + _columns(within, half, HALVES, RUN)
+                    mask = is_token[:, None] & (column < last * WIDTH)[None, :]
+                    some = tl.load(x + token.to(tl.int64)[:, None] * x_row + column[None, :], mask=mask, other=0.0)
+                    wide = _numbers(low, high, scale, least, half, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP, ROWS)
+                    sums += product(some, rounded(wide, x))
         if TOKENS == 1:
             sums = tl.sum(parts, 0)[None, :]
         mask = is_token[:, None] & is_row[None, :]
@@ -284,11 +288,12 @@ def _widen(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
+    HALVES: tl.constexpr,
+    RUN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """A group of columns of some rows as numbers: of all rows in order, or of those whose numbers are given."""
-    HALVES: tl.constexpr = 1 if KIND == "q8_0" else 2
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = place < count
     if numbers is None:
@@ -302,14 +307,10 @@ def _widen(
     block, is_there, low, high = _words(tile, lane, is_tile, first, blocks, KIND, HAS_FIVE, FIELDS, TILE, WORDS, GROUP)
     for half in tl.static_range(HALVES):
         scale, least = _scales(block, lane, is_there, half, KIND, HAS_LEAST, FIELDS, WORDS, GROUP)
-        a = _number(low, high, half, 0, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
-        b = _number(low, high, half, 1, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
-        c = _number(low, high, half, 2, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
-        d = _number(low, high, half, 3, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP) * scale + least
-        wide = tl.join(tl.join(a, c), tl.join(b, d)).reshape([GROUP, ROWS, 4])  # byte after byte
-        column = first * WIDTH + _columns(half, KIND, WORDS, GROUP)
-        at = place.to(tl.int64)[None, :, None] * out_row + column[:, None, None] + tl.arange(0, 4)[None, None, :]
-        tl.store(out + at, rounded(wide, out), mask=(is_there & is_row[None, :])[:, :, None])
+        wide = _numbers(low, high, scale, least, half, KIND, HAS_FIVE, HAS_LEAST, WORDS, GROUP, ROWS)
+        column = first * WIDTH + _columns(tl.arange(0, GROUP * 4), half, HALVES, RUN)
+        at = out + place.to(tl.int64)[None, :] * out_row + column[:, None]
+        tl.store(at, rounded(wide, out), mask=is_row[None, :] & (column < blocks * WIDTH)[:, None])
 
 
 @functools.cache
@@ -319,7 +320,6 @@ def _described(kind: Format) -> dict[str, Any]:
     for count, width in kind.fields:
         offsets.append(at)
         at += LANES * count * width
-    words = {"q8_0": 8}.get(kind.name, kind.columns // 8)
     return {
         "KIND": {"q4_k": "nested", "q5_k": "nested", "q6_k": "q6_k", "q8_0": "q8_0"}.get(kind.name, "simple"),
         "HAS_FIVE": kind.name.startswith("q5"),
@@ -327,7 +327,9 @@ def _described(kind: Format) -> dict[str, Any]:
         "FIELDS": tuple(offsets),
         "TILE": at,
         "WIDTH": kind.columns,
-        "WORDS": words,
+        "WORDS": 8 if kind.name == "q8_0" else kind.columns // 8,
+        "HALVES": 1 if kind.name == "q8_0" else 2,
+        "RUN": {"q4_k": 32, "q5_k": 32, "q6_k": 64}.get(kind.name, 16),
         "GROUP": GROUP,
     }
 
