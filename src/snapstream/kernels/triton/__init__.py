@@ -42,7 +42,7 @@ PROGRAMS_PER_PROCESSOR = 8
 MOST_SPLITS = 32
 """Maximum number of parts into which decoding splits the entries of a slot."""
 BLOCK_ROWS = 64
-"""Rows of a weight in blocks per program."""
+"""Rows of a weight in blocks per program, for many rows of ``x``; for few, programs have fewer."""
 MOST_COLUMN_SPLITS, LEAST_COLUMNS = 16, 256
 """Maximum number of parts into which the columns of a weight in blocks are split, and minimum columns of a part."""
 

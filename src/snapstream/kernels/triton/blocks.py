@@ -387,7 +387,7 @@ def _multiply_part(
     each = -(-blocks // (splits * together)) * together
     splits = -(-blocks // each)
     at_once = _tokens_at_once(tokens) if ends is None else max(SMALLEST, _tokens_at_once(tokens))
-    rows = LANES if at_once == 1 else BLOCK_ROWS
+    rows = {1: LANES, SMALLEST: 2 * LANES}.get(at_once, BLOCK_ROWS)
     experts = 1 if ends is None else len(ends)
     partial = None
     if splits > 1:
@@ -414,7 +414,7 @@ def _multiply_part(
         SPLIT=splits > 1,
         HAS_BIAS=bias is not None,
         ADD=add,
-        num_warps=4,
+        num_warps=1 if at_once == 1 else 4,
         num_stages=1,
     )
     if partial is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from snapstream.errors import CheckpointError
 from snapstream.kernels.plain import GATE_LIMIT, GATE_SLOPE, Activation
 from snapstream.models.block import BlockNames
@@ -17,11 +19,17 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         if value != supported:
             raise CheckpointError(f"{architecture} with {name}={value} is not supported; supported: {supported}")
     count, inner = config.num_local_experts, config.intermediate_size
-    return grouped_fields(config) | {
-        "has_sinks": True,
-        "activation": Activation.CLAMPED,
-        "experts": softmax_experts(config, count=count, inner=inner, normalize=True, biased=True),
-    }
+    # Published configurations name no dtype; their tensors, apart from those in four bits, are bfloat16.
+    dtype = {"dtype": torch.bfloat16} if config.dtype is None else {}
+    return (
+        grouped_fields(config)
+        | dtype
+        | {
+            "has_sinks": True,
+            "activation": Activation.CLAMPED,
+            "experts": softmax_experts(config, count=count, inner=inner, normalize=True, biased=True),
+        }
+    )
 
 
 GPT_OSS = grouped_family(
