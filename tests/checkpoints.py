@@ -149,6 +149,10 @@ NEAR = {
         "Olmo3",
         {"head_dim": 32, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 32, "pad_token_id": 0, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    ),
     "gemma2": (
         "Gemma2",
         {

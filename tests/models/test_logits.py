@@ -78,10 +78,12 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-@pytest.mark.parametrize("outer", ["Gemma3", "Mistral3"])
-def test_the_text_model_within_a_model_of_images(outer, renamed, tmp_path):
+@pytest.mark.parametrize(
+    ("outer", "family"), [("Gemma3", "gemma3"), ("Mistral3", "mistral"), ("Mistral3", "ministral3")]
+)
+def test_the_text_model_within_a_model_of_images(outer, family, renamed, tmp_path):
     tied = outer == "Gemma3"
-    inner = make_model("gemma3" if tied else "mistral", tie_word_embeddings=tied).config
+    inner = make_model(family, tie_word_embeddings=tied).config
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8}
     config = getattr(transformers, f"{outer}Config")(

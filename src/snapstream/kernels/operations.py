@@ -194,6 +194,22 @@ class Rotate(Operation):
 
 
 @dataclass(frozen=True)
+class ScaleByPosition(Operation):
+    """Multiply a token's heads by ``1 + beta * log(1 + floor(position / length))``, in place."""
+
+    target: Part
+    beta: float
+    length: int
+
+    @override
+    def run(self, m: Machine) -> None:
+        target = self.target.of(m.buffers)
+        periods = torch.floor(m.slots.positions() / self.length)
+        wide = torch.promote_types(target.dtype, torch.float32)
+        target.mul_((1 + self.beta * torch.log1p(periods.to(wide))).to(target.dtype)[:, None, None])
+
+
+@dataclass(frozen=True)
 class Store(Operation):
     """Write keys and values to a layer's cache, or, with several tokens that are not certain, to pending entries."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from snapstream.kernels.operations import Attend, Operation, Rotate, Store
+from snapstream.kernels.operations import Attend, Operation, Rotate, ScaleByPosition, Store
 from snapstream.kernels.parts import Part
 from snapstream.models.layers import Linear, Result, RMSNorm
 from snapstream.models.names import Place, linear_places, norm_place
@@ -22,6 +22,7 @@ class GroupedAttention(nn.Module):
         self.window = spec.layer_group(layer).window or 0
         self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
         self.rotated = 0 if layer in spec.unrotated_layers else spec.rotated or spec.head_dim
+        self.growth = spec.query_growth
         self.pairs, self.cap = spec.rotates_pairs, spec.attention_cap
         self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.has_sinks else None
         self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
@@ -49,6 +50,8 @@ class GroupedAttention(nn.Module):
             rotated = Part("qkv", self.rotated, H + N, stride=stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
         yield Store(key, value, layer)
+        if self.growth is not None:
+            yield ScaleByPosition(query, *self.growth)
         attended = Part("attended", D, H)
         yield Attend(query, attended, layer, self.scale, window=self.window, cap=self.cap, sinks=self.sinks)
         yield self.output.operation(Part("attended", H * D), result)

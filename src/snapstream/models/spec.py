@@ -112,6 +112,8 @@ class ModelSpec:
         rotated: Elements of a head that are rotated; ``None`` for all of them.
         rotates_pairs: Whether neighboring elements are rotated together, instead of elements of the two halves.
         unrotated_layers: Layers whose queries and keys are not rotated.
+        query_growth: By what queries grow with their position, and after how many tokens each time; see
+            :class:`~snapstream.kernels.operations.ScaleByPosition`. ``None`` if they do not.
         activation: Activation of the feed-forward blocks.
         embedding_factor: Factor on embeddings.
         rounds_embedding_factor: Whether it is rounded to the type of the embeddings.
@@ -159,6 +161,7 @@ class ModelSpec:
     rotated: int | None = None
     rotates_pairs: bool = False
     unrotated_layers: frozenset[int] = frozenset()
+    query_growth: tuple[float, int] | None = None
     activation: Activation = Activation.SILU
     embedding_factor: float = 1.0
     rounds_embedding_factor: bool = False

@@ -151,6 +151,20 @@ class RowOperations {
     }
   }
 
+  void run(const ScaleByPosition& o, int64_t row) {
+    const int64_t periods = (s.p.position[row / s.p.tokens] + row % s.p.tokens) / o.length;
+    if (periods == 0) return;
+    const float exact = 1.0f + static_cast<float>(o.beta) * std::log1p(static_cast<float>(periods));
+    const vec factor = rounded<T>(vec{} + exact);
+    for (int64_t head = 0; head < o.target.heads; ++head) {
+      T* to = at<T>(o.target, row, head);
+      for (int64_t i = 0; i < o.target.size; i += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
+        put(to + i, some(to + i, count) * factor, count);
+      }
+    }
+  }
+
   void run(const Gate& o, int64_t row) {
     const T *gates = at<T>(o.source, row), *ups = gates + o.target.size;
     T* to = at<T>(o.target, row);

@@ -41,10 +41,10 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM,
 )
 WRAPPED = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM"),
-    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM"),
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
-"""Models of texts and images: the type and the architecture of the model of texts within, which is used alone."""
+"""Models of texts and images: types and architectures of the model of texts within, which is used alone."""
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU}
 """Supported activations, by their names in ``config.json``."""
 
@@ -87,8 +87,8 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
     architecture, whole = str(named[0]), config
     if architecture in WRAPPED:
         config = config.text_config
-        kind, within = WRAPPED[architecture]
-        if config.model_type != kind:
+        within = WRAPPED[architecture].get(config.model_type)
+        if within is None:
             raise CheckpointError(f"{architecture} with a text model of type {config.model_type!r} is not supported")
         architecture = within
     family = family_of(architecture)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models like it: Mistral, Qwen2 and Qwen3."""
+"""Llama 2 and 3, and models like it: Mistral, Ministral 3, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from snapstream.models.families.grouped import grouped_family, grouped_fields, w
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    types = windows_everywhere(config) if architecture == "MistralForCausalLM" else None
+    types = windows_everywhere(config) if "istral" in architecture else None
     fields = grouped_fields(config, types)
     if architecture == "Qwen2ForCausalLM":
         fields["qkv_bias"] = True
+    if architecture == "Ministral3ForCausalLM":
+        beta, length = (
+            config.rope_parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+        )
+        if beta:
+            fields["query_growth"] = float(beta), int(length)
     if architecture == "Qwen3ForCausalLM":
         fields["qk_norm"] = "head"
     return fields
 
 
-LLAMA = grouped_family("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", fields=_fields)
+LLAMA = grouped_family(
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    fields=_fields,
+)
