@@ -20,7 +20,7 @@ from tests.memory import measure
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4000, "max_position_embeddings": 2**17}
 GROUPED = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 LATENT = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
-SHAPES = {"llama3-gqa": GROUPED, "qwen3-windows": GROUPED, "deepseek-v3": LATENT}
+SHAPES = {"llama3-gqa": GROUPED, "qwen3-windows": GROUPED, "gemma2": GROUPED, "deepseek-v3": LATENT}
 
 
 @pytest.fixture(params=SHAPES)
@@ -86,5 +86,6 @@ def test_plans_for_a_device_that_is_not_here(checkpoint, monkeypatch):
     setup = set_up(str(checkpoint), 256, stock, must_exist=False)
     assert isinstance(setup.backend, SdpaAttention)
     masks = 512 * 2**17 * 20
-    is_masked = setup.spec.latent is not None  # torch has no flash kernel for latents
+    # Torch has no flash kernel for latents, nor for capped logits.
+    is_masked = setup.spec.latent is not None or setup.spec.attention_cap > 0
     assert (plan_engine(setup).ours.workspace > masks) == is_masked

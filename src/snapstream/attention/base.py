@@ -59,7 +59,9 @@ class AttentionBackend(ABC):
         """Shape of prefill's copy of values ``[N, L, V]`` in multiplication order; ``(0,)`` if it keeps none."""
         return (0,)
 
-    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+    def prefill_bytes(
+        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
+    ) -> int:
         """Bytes of temporaries that the prefill of one chunk needs besides the result.
 
         Args:
@@ -68,6 +70,7 @@ class AttentionBackend(ABC):
             heads: Query heads.
             size: Elements of a head.
             dtype: Dtype of the cache.
+            is_special: Whether there is a soft cap, or sinks.
         """
         return 0
 

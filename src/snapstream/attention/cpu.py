@@ -51,7 +51,9 @@ class CpuAttention(AttentionBackend):
         return kernels.packed_shape(values, kernels.prefill_instructions(dtype))
 
     @override
-    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+    def prefill_bytes(
+        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
+    ) -> int:
         # The kernel's copy of the queries, and its sums.
         return 2 * tokens * heads * size * 4
 

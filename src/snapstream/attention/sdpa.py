@@ -35,7 +35,11 @@ class SdpaAttention(AttentionBackend):
         return None
 
     @override
-    def prefill_bytes(self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype) -> int:
+    def prefill_bytes(
+        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
+    ) -> int:
+        if is_special:  # a head's logits in several stages, in float32, and the mask
+            return tokens * entries * 24
         if self.with_flash:
             return 0
         # The mask as booleans and as floats, and torch's own copies of it.

@@ -241,7 +241,9 @@ def _plan(
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += multiplied * fixed.scratch
-    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, spec.heads, spec.head_dim, types.activations)
+    is_special = spec.has_sinks or spec.attention_cap > 0
+    sizes_of_heads = (spec.heads, spec.head_dim, types.activations)
+    chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, *sizes_of_heads, is_special=is_special)
     if setup.device.type == "cpu" and (widened or fixed.has_numbers):  # the library packs a weight before the product
         chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries

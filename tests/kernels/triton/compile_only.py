@@ -92,9 +92,12 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
             store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
         for splits in (1, 16):
             decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
+        decode.attend_slots(query, out, cache, pending, slots, 0.1, cap=5.0, sinks=torch.zeros(H), splits=16)
     keys, values = staging.keys[0], staging.values[0][..., :columns]
     for window in (0, 512):
         prefill.attend_chunk(torch.zeros(512, H, size, dtype=dtype), keys, values, one[0], 0.1, window)
+    sinks, rows_of = torch.zeros(H), torch.zeros(512, H, size, dtype=dtype)
+    prefill.attend_chunk(rows_of, keys, values, one[0], 0.1, 512, cap=5.0, sinks=sinks)
     votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     votes.pool_votes(torch.zeros(1, N, L), False, 7)
     for near in (0, 32):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapstream.config import CacheBudget
@@ -65,11 +65,13 @@ class SnapStreamMLASpec(_Budgeted, MLAAttentionSpec):
 
 
 def budgeted(name: str, spec: Any, budget: CacheBudget, drafts: int = 0) -> Any:
-    """Add a budget to the spec of one layer.
+    """Add a budget to the spec of one layer; layers with a sliding window keep theirs.
 
     Raises:
-        ConfigurationError: The layer is neither plain full attention nor MLA.
+        ConfigurationError: The layer is neither plain full attention, MLA nor one with a sliding window.
     """
+    if type(spec) is SlidingWindowSpec:
+        return spec
     kinds = {FullAttentionSpec: SnapStreamSpec, MLAAttentionSpec: SnapStreamMLASpec}
     kind = kinds.get(type(spec))
     if kind is None or spec.sliding_window is not None or spec.attention_chunk_size is not None or spec.non_causal:

@@ -133,6 +133,8 @@ class LayerCompressor:
                 layout.budget.sink,
                 float(self.layer.impl.scale),
                 self.index,
+                cap=float(getattr(self.layer.impl, "logits_soft_cap", None) or 0.0),
+                sinks=self._sinks(),
             )
             positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
         else:
@@ -140,6 +142,11 @@ class LayerCompressor:
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))
         values = None if paged.latent else paged.values(pages, positions)
         paged.write(cache, kept, values, target.slots)
+
+    def _sinks(self) -> Tensor | None:
+        """The logit that each head adds to its softmax, float32 ``[H]``, or ``None``."""
+        sinks = getattr(self.layer.impl, "sinks", None)
+        return None if sinks is None else sinks.detach().float()
 
     def _absorb(self, queries: Tensor) -> Tensor:
         """For MLA, queries in the space of the latent cache, ``[T, H, rank + rope]``; otherwise unchanged."""
@@ -178,11 +185,16 @@ def _first(keys: Tensor, count: int) -> Tensor:
     return torch.arange(count, device=keys.device).expand(len(keys), -1)
 
 
+def has_window(layer: Any) -> bool:
+    """Whether a layer attends to a sliding window."""
+    return getattr(layer.impl, "sliding_window", None) not in (None, -1, (-1, -1))
+
+
 def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor]:
-    """Give every attention layer of a loaded model its compressor.
+    """Give every attention layer of a loaded model its compressor; layers with a sliding window stay vLLM's.
 
     Raises:
-        ConfigurationError: The attention of a layer depends on more than query, keys and values.
+        ConfigurationError: The attention of a layer depends on the place of entries, or there is nothing to compress.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -197,6 +209,8 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             continue
         if type(layer) not in (Attention, MLAAttention):
             raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
+        if has_window(layer):  # exact in vLLM, and its cache has a fixed size already
+            continue
         is_latent = isinstance(layer, MLAAttention)
         _check_layer(name, layer, 1 if is_latent else heads_here)
         index = 0 if sequences.budget.policy.name in _ALIKE else extract_layer_index(name)
@@ -212,6 +226,10 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             backends[backend] = _rewriting_backend(backend, sequences)
         layer.attn_backend = backends[backend]
         compressors.append(compressor)
+    if not compressors:
+        raise ConfigurationError(
+            "the SnapStream plugin has nothing to compress: all layers of this model have a sliding window"
+        )
     read_the_batch = {backend.get_name() for backend in backends} - _READ_THE_CACHE
     sequences.placing.at_end = sequences.drafts > 0 and bool(read_the_batch)
     return compressors
@@ -293,12 +311,8 @@ def _check_layer(name: str, layer: Any, heads: int) -> None:
         ConfigurationError: Names everything that is not supported.
     """
     impl, backend = layer.impl, layer.attn_backend
-    window = getattr(impl, "sliding_window", None)
     obstacles = [
         (getattr(impl, "alibi_slopes", None) is not None, "ALiBi, which depends on the place of entries"),
-        (bool(getattr(impl, "logits_soft_cap", None)), "a soft cap on its logits"),
-        (getattr(impl, "sinks", None) is not None, "learned attention sinks"),
-        (window not in (None, -1, (-1, -1)), "a sliding window"),
         (getattr(layer, "kv_sharing_target_layer_name", None) is not None, "the cache of another layer"),
         (
             backend.forward_includes_kv_cache_update and not backend.is_mla(),  # MLA's layer always writes

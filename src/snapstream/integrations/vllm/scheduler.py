@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.blocks import SnapStreamBlockManager
@@ -27,16 +28,19 @@ class SnapStreamKVCacheManager(KVCacheManager):
 
     @property
     def snapstream(self) -> SnapStreamBlockManager:
-        """The block manager of the only KV cache group."""
-        manager: SnapStreamBlockManager = self.coordinator.single_type_managers[0]
-        return manager
+        """The block manager of the KV cache group with a budget; others are vLLM's, of layers with a window."""
+        managers = self.coordinator.single_type_managers
+        return next(each for each in managers if isinstance(each, SnapStreamBlockManager))
 
     def get_computed_blocks(self, request: Any) -> Any:
         """Prefix-cache hits of ``request``, cut off where the window of a long prompt starts."""
         blocks, tokens, *rest = super().get_computed_blocks(request)
         limit = self.snapstream.reusable_tokens(request)
-        if tokens > limit:
+        if tokens > limit and len(self.coordinator.single_type_managers) == 1:
             blocks, tokens = self.truncate_computed_blocks(blocks, limit), limit
+        elif tokens > limit:  # layers with a window keep the blocks before a hit's end alone
+            found, tokens, *_ = self.coordinator.find_longest_cache_hit(request.block_hashes, limit)
+            blocks = self.create_kv_cache_blocks(found)
         return blocks, tokens, *rest
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,16 +62,21 @@ class _Budgeted:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        if len(managers) != 1 or not isinstance(managers[0], SnapStreamBlockManager):
+        budgeted = [each for each in managers if isinstance(each, SnapStreamBlockManager)]
+        windowed = [each for each in managers if isinstance(each, SlidingWindowManager)]
+        if len(budgeted) != 1 or len(budgeted) + len(windowed) != len(managers):
             kinds = ", ".join(type(manager).__name__ for manager in managers)
             raise ConfigurationError(
-                f"the SnapStream plugin needs exactly one KV cache group, with a budget, but this model has: {kinds}; "
-                "hybrid models are not supported"
+                "the SnapStream plugin needs exactly one KV cache group with a budget, and no others but those of "
+                f"layers with a sliding window; here vLLM has made: {kinds}. With windows, leave its hybrid KV cache "
+                "manager enabled"
             )
+        if windowed and self.vllm_config.kv_transfer_config is not None:
+            raise ConfigurationError("the SnapStream plugin cannot hand out caches of models with sliding windows")
         # The scheduler creates its facade itself, so its class is replaced by a subclass without additional state.
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
         self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_index)
-        self._announce(managers[0])
+        self._announce(budgeted[0], windowed)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step.
@@ -92,11 +101,13 @@ class _Budgeted:
         self._counters.write(self.kv_cache_manager.snapstream.counters)
         return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 
-    def _announce(self, manager: SnapStreamBlockManager) -> None:
+    def _announce(self, manager: SnapStreamBlockManager, windowed: list[SlidingWindowManager]) -> None:
         """Log the concurrency with compressed caches; vLLM's own "Maximum concurrency" assumes full caches."""
         blocks = self.kv_cache_config.num_blocks - 1
-        budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks
-        longest = blocks_for(self.max_model_len, manager.block_size)
+        # A window that does not begin with a block takes one more.
+        windows = sum(blocks_for(each.sliding_window, each.block_size) + 1 for each in windowed)
+        budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks + windows
+        longest = blocks_for(self.max_model_len, manager.block_size) + windows
         beside = max(0, blocks - longest - held) // held
         logger.info(
             "SnapStream: a sequence decodes in %d blocks (%d entries), so the pool of %d holds %d at once, %d while "

@@ -127,10 +127,6 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             model.is_hybrid or model.is_attention_free,
             "a hybrid or attention-free model; every layer must have attention",
         ),
-        (
-            getattr(model, "get_sliding_window", lambda: None)() is not None,
-            "a model with sliding-window layers; its window already bounds the cache",
-        ),
         *_speculative_obstacles(config),
         (
             transfer is not None and transfer.kv_connector != CONNECTOR,

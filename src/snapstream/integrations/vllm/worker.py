@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.blocks import budgeted
+from snapstream.integrations.vllm.blocks import SnapStreamMLASpec, SnapStreamSpec, budgeted
 from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook, unknown_field
 from snapstream.integrations.vllm.layers import LayerCompressor, adopt_layers
 from snapstream.integrations.vllm.runner import adopt_runner
@@ -68,9 +68,11 @@ class SnapStreamWorker(Worker):
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and determine the layout of its blocks."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
-        self.sequences.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        ours = next(number for number, spec in enumerate(specs) if isinstance(spec, SnapStreamSpec | SnapStreamMLASpec))
+        self.sequences.block_size = specs[ours].block_size
         sizes: dict[str, int] = {}
-        for group in self.model_runner.attn_groups[0]:
+        for group in self.model_runner.attn_groups[ours]:
             if getattr(group, "kernel_block_size", None) is not None:
                 raise ConfigurationError(
                     f"the SnapStream plugin cannot split blocks of {self.sequences.block_size} tokens, as "
