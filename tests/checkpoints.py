@@ -190,7 +190,15 @@ EXPERTS = {
             "num_experts_per_tok": 3,
             "intermediate_size": 64,
             "sliding_window": 20,
-            "rope_parameters": YARN | {"truncate": False},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 32.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
         },
     ),
     "qwen3-moe": (

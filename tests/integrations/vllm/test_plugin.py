@@ -9,7 +9,6 @@ from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm import compatibility, plugin
 from snapstream.integrations.vllm.step import METADATA_FIELDS, Step
-from tests.checkpoints import save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.integrations.vllm.engines import BUDGET, generate, vllm_engine
 
@@ -65,13 +64,6 @@ def test_a_drafter_with_a_cache_of_its_own_is_refused(llama):
     drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
     with pytest.raises(ConfigurationError, match='speculative decoding with draft_model; only "method": "ngram"'):
         engine_config(llama, additional_config={"snapstream": 128}, speculative_config=drafter)
-
-
-def test_a_sliding_window_is_refused(tmp_path):
-    save_checkpoint(tmp_path, "mistral", sliding_window=64)
-    save_tokenizer(tmp_path)
-    with pytest.raises(ConfigurationError, match="sliding-window layers"):
-        engine_config(tmp_path, additional_config={"snapstream": 128})
 
 
 def test_attention_that_depends_on_where_entries_lie_is_refused(tmp_path):
