@@ -113,6 +113,19 @@ def peer_generate(checkpoint, tokens, budget, steps, latent=False):
     return oracle_generate(_load(checkpoint), tokens, budget, steps, latent)
 
 
+@torch.no_grad()
+def peer_gaps(checkpoint, tokens, budget, made):
+    """How much less likely than the likeliest each token made is, in standard deviations of the logits."""
+    model, gaps = _load(checkpoint), []
+    _ORACLES["now"] = Oracle(budget, latent=False)
+    out = model(torch.tensor([list(tokens)]), use_cache=True)
+    for token in made:
+        logits = out.logits[0, -1]
+        gaps.append(float((logits.max() - logits[token]) / logits.std()))
+        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+    return gaps
+
+
 def _load(checkpoint, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="snapstream_oracle")
 

@@ -40,7 +40,11 @@ def vllm_engine(checkpoint, budget=None, **settings):
     # speculation imports.
     stumbles = "numba" in sys.modules and "vllm.triton_utils.dispatcher" in sys.modules
     with mock.patch("vllm.triton_utils.dispatcher._rebind_kernels") if stumbles else contextlib.nullcontext():
-        llm = LLM(model=str(checkpoint), **settings)
+        try:
+            llm = LLM(model=str(checkpoint), **settings)
+        except Exception:  # groups of processes are made already, and the next engine may need others
+            cleanup_dist_env_and_memory()
+            raise
     try:
         yield llm
     finally:

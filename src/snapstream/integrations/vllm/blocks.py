@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapstream.config import CacheBudget
@@ -65,12 +65,12 @@ class SnapStreamMLASpec(_Budgeted, MLAAttentionSpec):
 
 
 def budgeted(name: str, spec: Any, budget: CacheBudget, drafts: int = 0) -> Any:
-    """Add a budget to the spec of one layer; layers with a sliding window keep theirs.
+    """Add a budget to the spec of one layer; layers with a sliding window or a state keep theirs.
 
     Raises:
-        ConfigurationError: The layer is neither plain full attention, MLA nor one with a sliding window.
+        ConfigurationError: The layer is none of these, and neither plain full attention nor MLA.
     """
-    if type(spec) is SlidingWindowSpec:
+    if type(spec) in (SlidingWindowSpec, MambaSpec):
         return spec
     kinds = {FullAttentionSpec: SnapStreamSpec, MLAAttentionSpec: SnapStreamMLASpec}
     kind = kinds.get(type(spec))

@@ -191,13 +191,14 @@ def has_window(layer: Any) -> bool:
 
 
 def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor]:
-    """Give every attention layer of a loaded model its compressor; layers with a sliding window stay vLLM's.
+    """Give every attention layer of a loaded model its compressor; those with a window or a state stay vLLM's.
 
     Raises:
         ConfigurationError: The attention of a layer depends on the place of entries, or there is nothing to compress.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.models.utils import extract_layer_index
 
     compressors = []
@@ -205,11 +206,11 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
     heads_total = vllm_config.model_config.get_total_num_kv_heads()
     heads_here = max(1, heads_total // vllm_config.parallel_config.tensor_parallel_size)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
-        if not isinstance(layer, AttentionLayerBase):
-            continue
+        if not isinstance(layer, AttentionLayerBase) or isinstance(layer, MambaBase):
+            continue  # a state of fixed size is vLLM's
         if type(layer) not in (Attention, MLAAttention):
             raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
-        if has_window(layer):  # exact in vLLM, and its cache has a fixed size already
+        if has_window(layer):  # likewise
             continue
         is_latent = isinstance(layer, MLAAttention)
         _check_layer(name, layer, 1 if is_latent else heads_here)

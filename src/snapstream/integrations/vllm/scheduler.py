@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 
 from snapstream.errors import ConfigurationError
 from snapstream.integrations.vllm.blocks import SnapStreamBlockManager
@@ -28,7 +28,7 @@ class SnapStreamKVCacheManager(KVCacheManager):
 
     @property
     def snapstream(self) -> SnapStreamBlockManager:
-        """The block manager of the KV cache group with a budget; others are vLLM's, of layers with a window."""
+        """The block manager of the KV cache group with a budget; others are vLLM's, of layers of fixed size."""
         managers = self.coordinator.single_type_managers
         return next(each for each in managers if isinstance(each, SnapStreamBlockManager))
 
@@ -38,7 +38,7 @@ class SnapStreamKVCacheManager(KVCacheManager):
         limit = self.snapstream.reusable_tokens(request)
         if tokens > limit and len(self.coordinator.single_type_managers) == 1:
             blocks, tokens = self.truncate_computed_blocks(blocks, limit), limit
-        elif tokens > limit:  # layers with a window keep the blocks before a hit's end alone
+        elif tokens > limit:  # layers with a window or a state keep what is before a hit's end alone
             found, tokens, *_ = self.coordinator.find_longest_cache_hit(request.block_hashes, limit)
             blocks = self.create_kv_cache_blocks(found)
         return blocks, tokens, *rest
@@ -63,20 +63,18 @@ class _Budgeted:
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         budgeted = [each for each in managers if isinstance(each, SnapStreamBlockManager)]
-        windowed = [each for each in managers if isinstance(each, SlidingWindowManager)]
-        if len(budgeted) != 1 or len(budgeted) + len(windowed) != len(managers):
+        fixed = [each for each in managers if isinstance(each, SlidingWindowManager | MambaManager)]
+        if len(budgeted) != 1 or len(budgeted) + len(fixed) != len(managers):
             kinds = ", ".join(type(manager).__name__ for manager in managers)
             raise ConfigurationError(
                 "the SnapStream plugin needs exactly one KV cache group with a budget, and no others but those of "
-                f"layers with a sliding window; here vLLM has made: {kinds}. With windows, leave its hybrid KV cache "
-                "manager enabled"
+                f"layers with a sliding window or a state; here vLLM has made: {kinds}. For such models, leave its "
+                "hybrid KV cache manager enabled"
             )
-        if windowed and self.vllm_config.kv_transfer_config is not None:
-            raise ConfigurationError("the SnapStream plugin cannot hand out caches of models with sliding windows")
         # The scheduler creates its facade itself, so its class is replaced by a subclass without additional state.
         self.kv_cache_manager.__class__ = SnapStreamKVCacheManager
         self._counters = CounterWriter(self.vllm_config.parallel_config.data_parallel_index)
-        self._announce(budgeted[0], windowed)
+        self._announce(budgeted[0], fixed)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step.
@@ -101,13 +99,16 @@ class _Budgeted:
         self._counters.write(self.kv_cache_manager.snapstream.counters)
         return super().make_stats(*args, **kwargs)  # type: ignore[misc]
 
-    def _announce(self, manager: SnapStreamBlockManager, windowed: list[SlidingWindowManager]) -> None:
+    def _announce(self, manager: SnapStreamBlockManager, fixed: list[SlidingWindowManager | MambaManager]) -> None:
         """Log the concurrency with compressed caches; vLLM's own "Maximum concurrency" assumes full caches."""
         blocks = self.kv_cache_config.num_blocks - 1
-        # A window that does not begin with a block takes one more.
-        windows = sum(blocks_for(each.sliding_window, each.block_size) + 1 for each in windowed)
-        budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks + windows
-        longest = blocks_for(self.max_model_len, manager.block_size) + windows
+        # A window that does not begin with a block takes one more; a state takes one.
+        others = sum(
+            blocks_for(each.sliding_window, each.block_size) + 1 if isinstance(each, SlidingWindowManager) else 1
+            for each in fixed
+        )
+        budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks + others
+        longest = blocks_for(self.max_model_len, manager.block_size) + others
         beside = max(0, blocks - longest - held) // held
         logger.info(
             "SnapStream: a sequence decodes in %d blocks (%d entries), so the pool of %d holds %d at once, %d while "

@@ -124,13 +124,18 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
         (model.runner_type != "generate", f"runner type {model.runner_type!r}; only generation is supported"),
         (model.is_encoder_decoder, "an encoder-decoder model; only decoder-only models are supported"),
         (
-            model.is_hybrid or model.is_attention_free,
-            "a hybrid or attention-free model; every layer must have attention",
+            model.is_attention_free,
+            "a model without attention, whose state has a fixed size already",
         ),
         *_speculative_obstacles(config),
         (
             transfer is not None and transfer.kv_connector != CONNECTOR,
             f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} supports compressed caches",
+        ),
+        (
+            transfer is not None
+            and (model.is_hybrid or getattr(model, "get_sliding_window", lambda: None)() is not None),
+            "a KV connector with a model whose layers have sliding windows or states, which are not handed out",
         ),
         (
             transfer is not None and parallel.pipeline_parallel_size > 1,

@@ -69,7 +69,14 @@ class SnapStreamWorker(Worker):
         """Allocate the cache, and determine the layout of its blocks."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        ours = next(number for number, spec in enumerate(specs) if isinstance(spec, SnapStreamSpec | SnapStreamMLASpec))
+        ours, *others = (
+            number for number, spec in enumerate(specs) if isinstance(spec, SnapStreamSpec | SnapStreamMLASpec)
+        )
+        if others:
+            raise ConfigurationError(
+                f"the SnapStream plugin needs all layers with a budget in one KV cache group, but vLLM has made "
+                f"{1 + len(others)}, as it does where they outnumber layers with a sliding window or a state"
+            )
         self.sequences.block_size = specs[ours].block_size
         sizes: dict[str, int] = {}
         for group in self.model_runner.attn_groups[ours]:

@@ -1,10 +1,12 @@
-"""Models whose layers have windows, caps or sinks in a real vLLM: layers without a window are compressed."""
+"""Models with layers of windows or states in a real vLLM, and with caps or sinks: all other layers are compressed."""
 
 import pytest
+import torch
+import transformers
 
 from snapstream import CacheBudget
 from snapstream.errors import ConfigurationError
-from tests.checkpoints import prompt, save_checkpoint
+from tests.checkpoints import SMALL, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.integrations.vllm.engines import (
     BUDGET,
@@ -20,7 +22,7 @@ from tests.integrations.vllm.engines import (
 from tests.integrations.vllm.offline import run_offline
 from tests.integrations.vllm.test_speculation import NGRAM
 from tests.integrations.vllm.travel import transfer
-from tests.peers import peer_generate
+from tests.peers import peer_gaps, peer_generate
 
 pytest.importorskip("vllm")
 
@@ -103,7 +105,7 @@ def test_guesses_of_n_grams(gemma, prompts):
 
 def test_caches_do_not_travel(gemma, tmp_path):
     with (
-        pytest.raises(ConfigurationError, match="cannot hand out caches of models with sliding windows"),
+        pytest.raises(ConfigurationError, match="a KV connector with a model whose layers have sliding windows"),
         vllm_engine(gemma, BUDGET, kv_transfer_config=transfer(tmp_path)),
     ):
         pass
@@ -117,6 +119,42 @@ def test_windows_in_all_layers_leave_nothing_to_compress(tmp_path):
         vllm_engine(tmp_path, BUDGET),
     ):
         pass
+
+
+def test_a_hybrid(tmp_path, prompts):
+    """Gated DeltaNet, which runs in bfloat16 alone on a CPU: tokens are the reference's, or nearly as likely.
+
+    All experts are chosen; otherwise rounding would choose others.
+    """
+    settings = SMALL | {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    torch.manual_seed(0)
+    transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**settings)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    made = {}
+    for budget in (None, CacheBudget.of(2048), BUDGET):
+        with vllm_engine(tmp_path, budget, dtype="bfloat16") as llm:
+            before = free_blocks(llm)
+            made[budget] = generate(llm, prompts, 60)
+            assert generate(llm, prompts, 60) == made[budget]
+            assert free_blocks(llm) == before
+    stock, whole, compressed = made.values()
+    assert whole == stock
+    for tokens, said in zip(prompts, compressed, strict=True):
+        assert max(peer_gaps(tmp_path, tokens, BUDGET, said)) < 0.06
+        if len(tokens) + 60 > BUDGET.capacity:
+            assert max(peer_gaps(tmp_path, tokens, CacheBudget.of(2048), said)) > 0.1  # so it can be seen
 
 
 @pytest.mark.slow
