@@ -227,7 +227,7 @@ class Bench:
         layer = WidenedLayer(widened_numbers(products), torch.bfloat16, self.device)
         for tokens in self.scale.widened:
             machine = prefill.chunk_at(0, tokens)
-            stored = self.clock(program_for_rows(products, machine).run)
+            stored = self.clock(lambda machine=machine: program_for_rows(products, machine).run())
             widened = self.clock(lambda machine=machine: program_for_rows(layer.widen(products), machine).run())
             row: Row = {"tokens": tokens, "format": kind, "stored": stored, "widened": widened}
             yield row | {"times_as_fast": stored["median"] / widened["median"]}

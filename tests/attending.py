@@ -27,7 +27,7 @@ class AttendBy(Operation):
 
 
 def sinks_of(model):
-    """Of each layer, a logit more per head, or None."""
+    """Of each layer, one extra logit per head, or None."""
     return [
         next(each.sinks for each in model.operations_of(layer) if isinstance(each, Attend))
         for layer in range(model.spec.layers)

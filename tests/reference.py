@@ -204,7 +204,7 @@ def naive_given_later(budget) -> int:
 
 
 def naive_attention(query: Tensor, keys: Tensor, values: Tensor, cap: float = 0.0, sink=None) -> Tensor:
-    """One query [D] over keys and values [n, D], in float64; a sink is a logit more, without a value."""
+    """One query [D] over keys and values [n, D], in float64; a sink is an extra logit, without a value."""
     query, keys, values = query.double(), keys.double(), values.double()
     logits = keys @ query / math.sqrt(query.shape[-1])
     if cap:

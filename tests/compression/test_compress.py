@@ -23,7 +23,7 @@ from snapstream.compression import (
 )
 from snapstream.compression import compress as compress_module
 from snapstream.compression import keys as keys_module
-from snapstream.compression.scoring import KEY_CHUNK
+from snapstream.compression.scoring import KEY_CHUNK, kept_attention
 from snapstream.config import CacheBudget, LayerPrompt
 from tests.compression.test_layout import budgets
 from tests.reference import naive_attention, naive_compress, naive_select, naive_votes
@@ -290,3 +290,24 @@ def test_half_precision_votes_are_summed_in_float32():
     )
     assert votes.dtype == torch.float32
     torch.testing.assert_close(votes.sum(), torch.tensor(float(window)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -2.0, 3.0, 200.0])])
+def test_kept_attention_is_a_share_of_what_went_to_tokens(cap, sinks):
+    H, N, W, L = 4, 2, 3, 20
+    queries, keys = torch.randn(1, H, W, D), torch.randn(1, N, L, D)
+    positions = torch.tensor([[[0, 3, 7, 19], [2, 18, -1, -1]]])
+    layout = layout_tensors([lay_out(L, CacheBudget(2, 10, 4, window=W))], torch.device("cpu"))
+    got = kept_attention(queries, keys, positions, layout, scale=0.4, cap=cap, sinks=sinks)
+    for n in range(N):
+        kept, all_tokens = 0.0, 0.0
+        for h in (2 * n, 2 * n + 1):
+            for w in range(W):
+                logits = keys[0, n, : L - W + w + 1].double() @ queries[0, h, w].double() * 0.4
+                logits = cap * (logits / cap).tanh() if cap else logits
+                weights = logits if sinks is None else torch.cat((logits, sinks[h, None].double()))
+                shares = weights.softmax(0)[: len(logits)]
+                kept += sum(float(shares[p]) for p in positions[0, n].tolist() if 0 <= p < len(shares))
+                all_tokens += float(shares.sum())
+        assert float(got[0, n]) == pytest.approx(kept / all_tokens, abs=1e-4)

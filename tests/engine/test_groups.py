@@ -105,6 +105,19 @@ def test_turns_of_every_family_equal_naive_turns(tmp_path, family):
     check_turns(tmp_path, [(70, 30), (5, 10)])
 
 
+@pytest.mark.parametrize("family", [*NEAR, *EXPERTS])
+def test_every_family_in_bfloat16(tmp_path, family):
+    """About the logarithms of float32; rounding may choose other experts."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    settings = {"budget": 64, "max_model_len": 200, "slots": 1}
+    (want,) = make(tmp_path, dtype="float32", **settings).generate([prompt(100)], greedy(6, logprobs=2))
+    params = greedy(6, logprobs=2, forced=tuple(want.token_ids))
+    (got,) = make(tmp_path, dtype="bfloat16", **settings).generate([prompt(100)], params)
+    mine, theirs = ([each.logprob for each in one.logprobs] for one in (got, want))
+    assert sum(abs(a - b) for a, b in zip(mine, theirs, strict=True)) / 6 < 1.0, (mine, theirs)
+
+
 @pytest.mark.parametrize("family", ["qwen3-windows", "two-windows"])
 @pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}], ids=["steps", "guesses"])
 def test_turns_by_tritons_kernels_equal_naive_turns(family, settings, tmp_path, monkeypatch):

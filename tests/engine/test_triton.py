@@ -19,7 +19,12 @@ from tests.engine.test_stored_weights import MODELS, widened
 pytest.importorskip("triton")
 DEVICE = choose_device("auto").type
 # The interpreter takes its time for latents and experts: they are in `make test-slow`.
-FAMILIES = ["qwen3", pytest.param("deepseek-v3", marks=pytest.mark.slow)]
+FAMILIES = ["qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("deepseek-v3", "gemma2", "gpt-oss"))]
+
+
+def dtype_of(family):
+    """On CUDA torch multiplies experts in bfloat16 only."""
+    return "bfloat16" if DEVICE == "cuda" and family in ("deepseek-v3", "gpt-oss") else "float32"
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,7 @@ def test_tokens_of_the_cpu(tmp_path, family):
     """Prompts shorter and longer than the cache, greedy and sampled, other budgets and policies, turn by turn."""
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
-    settings = {"dtype": "bfloat16" if DEVICE == "cuda" and "deepseek" in family else "float32", "max_model_len": 200}
+    settings = {"dtype": dtype_of(family), "max_model_len": 200}
     prompts = [prompt(n, seed=n) for n in (1, 20, 130 if DEVICE == "cuda" else 80, 47)]
     params = [
         greedy(7),
@@ -98,7 +103,7 @@ def test_verified_tokens_of_the_cpu(tmp_path, family):
     """With guesses that are mostly right, in a ring that turns; greedy and sampled."""
     config = save_checkpoint(tmp_path, family).config
     save_tokenizer(tmp_path)
-    settings = {"dtype": "bfloat16" if DEVICE == "cuda" and "deepseek" in family else "float32", "max_model_len": 200}
+    settings = {"dtype": dtype_of(family), "max_model_len": 200}
     prompts, budget = [prompt(n, seed=n) for n in (20, 60)], CacheBudget(2, 9, 7, window=8, kernel=5)
     params = [greedy(11), greedy(8, temperature=0.8, top_p=0.9, seed=4)]
     cpu = make(tmp_path, budget, device="cpu", attention="auto", **settings).generate(prompts, params)

@@ -49,7 +49,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     Where it is said how many guesses slots have, what comes of them is verified.
     """
     spec, generator = model.spec, torch.Generator().manual_seed(seed)
-    dtype = dtype or model.norm.weight.dtype
+    dtype = dtype or model.dtype
     stored = stored or dtype
     groups = [spec.group_of(layer) for layer in range(spec.layers)]
     layouts = [[group.lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)] for group in spec.groups]

@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
             scale: Factor on the logits.
             window: How many tokens a token attends to, itself included; 0 for all.
             cap: Soft cap of the logits; 0 for none.
-            sinks: A logit more of each head, without a value, float32 ``[H]``.
+            sinks: One extra logit per head, without a value, float32 ``[H]``.
             packed: Buffer of :meth:`packed_shape` that the chunks of one layer share.
             packed_until: Entries that earlier chunks have packed, int64 scalar tensor.
 

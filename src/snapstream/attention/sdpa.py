@@ -88,6 +88,24 @@ class SdpaAttention(AttentionBackend):
         mask = torch.arange(C, device=query.device) < valid.clamp(min=1)[:, None]
         mask = mask[:, None, None].expand(B, 1, H // N, C)
         wide = torch.promote_types(query.dtype, keys.dtype)
-        grouped, keys, values = query.reshape(B, N, H // N, D).to(wide), keys.to(wide), values.to(wide)
-        out = plain.attend(grouped, keys, values, mask, scale, cap, None if sinks is None else sinks.view(N, -1))
+        grouped = query.reshape(B, N, H // N, D)
+        if cap == 0.0 and sinks is None:
+            out = plain.attend(grouped.to(wide), keys.to(wide), values.to(wide), mask, scale)
+        else:  # head by head, as all logits are held, and a copy of keys and values
+            own = None if sinks is None else sinks.view(N, -1)
+            out = torch.stack(
+                [
+                    plain.attend(
+                        grouped[b, n],
+                        keys[b, n],
+                        values[b, n],
+                        mask[b, 0],
+                        scale,
+                        cap,
+                        None if own is None else own[n],
+                    )
+                    for b in range(B)
+                    for n in range(N)
+                ]
+            )
         return out.reshape(B, H, -1).to(query.dtype)

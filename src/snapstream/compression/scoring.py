@@ -48,7 +48,7 @@ def observation_votes(
         sink: Sinks (``S``); candidates are the tokens ``[S, candidate_end)``.
         scale: Factor on the logits, usually ``D ** -0.5``.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``; it takes part in the softmax over all.
+        sinks: One extra logit per head, without a value, float32 ``[H]``; it takes part in the softmax over all.
         normalize: Softmax over the whole causal prompt (``all``) or over the candidates alone.
         key_chunk: Keys scored at once; bounds memory and affects the result only by rounding.
 
@@ -86,7 +86,7 @@ def votes_and_largest_shares(
         sink: Sinks (``S``).
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head.
+        sinks: One extra logit per head.
         normalize: Softmax of the votes.
         summed: Queries whose attention is summed.
         largest: Queries of whose shares the largest is taken.
@@ -122,7 +122,7 @@ def kept_attention(
         layout: Layout of each sequence.
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head.
+        sinks: One extra logit per head.
 
     Returns:
         Share between 0 and 1, float32 ``[B, N]``, averaged over the window and the ``G`` query heads of a group.
@@ -130,7 +130,7 @@ def kept_attention(
     sums = _attention(queries, keys, layout, scale, cap, sinks, 0, True, queries.shape[2], 0)
     kept = sums[0].gather(2, positions.clamp(min=0)).masked_fill(positions < 0, 0.0).sum(-1)
     if sinks is not None:  # what went to sinks went to no token
-        return (kept / sums[0].sum(-1)).clamp(max=1.0)
+        return (kept / sums[0].sum(-1).clamp(min=torch.finfo(sums.dtype).tiny)).clamp(max=1.0)
     voters = (layout.length - layout.first_voter).clamp(max=queries.shape[2])
     return (kept / voters[:, None]).clamp(max=1.0)
 
@@ -185,7 +185,7 @@ def plain_window_attention(
         largest: Of how many of the last voters the largest share is taken; 0 for none.
         key_chunk: Keys scored at once.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``; only in softmaxes over everything.
+        sinks: One extra logit per head, without a value, float32 ``[H]``; only in softmaxes over everything.
 
     Returns:
         float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees. With

@@ -58,7 +58,7 @@ class LayerPrompt:
         sink: Sinks (``S``); candidates are the tokens ``[S, layout.candidate_end)``.
         scale: Factor on attention logits, usually ``D ** -0.5``.
         cap: Soft cap of attention logits; 0 for none.
-        sinks: A logit more of each head in the softmax, without a value, float32 ``[H]``; ``None`` for none.
+        sinks: One extra logit per head in the softmax, without a value, float32 ``[H]``; ``None`` for none.
         layer: Index of the layer.
         top_k: Maximum number of candidates that are kept; set for :meth:`Policy.smooth`.
     """

@@ -212,7 +212,7 @@ def _smaller_weights(setup: Setup, available: int) -> str:
     if dtype.itemsize > 2 and parameter_bytes(setup.spec, torch.bfloat16) < available:
         return "in bfloat16 they would (dtype)"
     if keeps_blocks(setup.device, dtype) and not setup.spec.stored_as:
-        for name in ("q8_0", "q4_k"):
+        for name in ("q8_0", "q4_k", "q4_0"):  # rows that blocks of 256 do not fit have 8 bits in the second
             formats = quantized_formats(tensor_places(setup.spec), FORMATS[name])
             if parameter_bytes(with_formats(setup.spec, formats), dtype) < available:
                 return f"in {name} they would (weights)"
@@ -391,7 +391,8 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
     if spec.experts is not None:
         many, width = spec.experts.chosen, spec.experts.inner
         choosing = spec.experts.count * 4 * 4
-        gathered, combined = many * max(hidden, 2 * width) * item, many * hidden * (item + 4) + hidden * 4
+        biases = 2 if spec.experts.biased else 1  # of each row's expert, gathered beside the rows
+        gathered, combined = many * max(hidden, 2 * width) * item * biases, many * hidden * (item + 4) + hidden * 4
         feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
     return angles + max(attention, projections, feed_forward, 2 * hidden * item)
 

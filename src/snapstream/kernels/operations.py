@@ -238,7 +238,7 @@ class Attend(Operation):
 
     If values are shorter than keys, they are the first elements of the entries. Within a prompt, tokens attend to the
     last ``window`` tokens only, themselves included, or to all if that is 0. In a slot, the ring holds no others.
-    ``cap`` is a soft cap of logits, 0 for none; ``sinks`` are a logit more of each head, without a value, float32
+    ``cap`` is a soft cap of logits, 0 for none; ``sinks`` are one extra logit per head, without a value, float32
     ``[H]``: :func:`snapstream.kernels.plain.attend`.
     """
 

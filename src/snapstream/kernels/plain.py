@@ -86,7 +86,7 @@ def attend(
         mask: Which keys each row sees, broadcastable to ``[..., R, L]``.
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each row, without a value, broadcastable to ``[..., R]``.
+        sinks: One extra logit per row, without a value, broadcastable to ``[..., R]``.
 
     Returns:
         ``[..., R, V]``.
@@ -123,7 +123,7 @@ def attend_chunk(
         scale: Factor on the logits.
         window: How many tokens a token attends to, itself included; 0 for all.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, ``[H]``.
+        sinks: One extra logit per head, without a value, ``[H]``.
 
     Returns:
         ``[T, H, V]``.

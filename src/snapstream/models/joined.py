@@ -1,6 +1,6 @@
 """Experts that a checkpoint stores as one tensor per layer, as gpt-oss does, in numbers or in four bits (MXFP4).
 
-A tensor ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has columns of gates and ups in turn, and ``down_proj`` is
+A tensor ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has alternating columns of gates and ups, and ``down_proj`` is
 ``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In MXFP4 there are two tensors for each:
 ``blocks`` uint8 ``[E, rows, columns / 32, 16]``, with two numbers per byte, the first in the lower half, and ``scales``
 uint8 ``[E, rows, columns / 32]``, exponents of two plus 127. Rows are then those of products, as they are here.
@@ -50,18 +50,24 @@ def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[
         scales: Finds the scales of its blocks, as a slice or as a tensor.
 
     Raises:
-        CheckpointError: The scales do not fit the blocks.
+        CheckpointError: The tensor has another shape, or the scales do not fit the blocks.
     """
     source, _, kind = name.rpartition(".")
     in_blocks, is_bias = kind.endswith(BLOCKS), kind.endswith("_bias")
     experts, *shape = stored.get_shape()
+    wanted = 3 if in_blocks else 1 if is_bias else 2
+    if len(shape) != wanted or (in_blocks and (shape[2] != 16 or stored.get_dtype() != "U8")):
+        what = "[experts, rows, columns / 32, 16] of bytes" if in_blocks else f"of {wanted + 1} dimensions"
+        raise CheckpointError(f"{name} is {[experts, *shape]} ({stored.get_dtype()}), expected {what}")
     if in_blocks:
         rows, columns = shape[0], shape[1] * 32
         found = scales()
-        given = list(found.shape if isinstance(found, Tensor) else found.get_shape())
-        if given != [experts, *shape[:2]]:
+        is_here = isinstance(found, Tensor)
+        given = list(found.shape if is_here else found.get_shape())
+        are_bytes = found.dtype == torch.uint8 if is_here else found.get_dtype() == "U8"
+        if given != [experts, *shape[:2]] or not are_bytes:
             scaled = name.removesuffix(BLOCKS) + SCALES
-            raise CheckpointError(f"{scaled} is {given}, expected {[experts, *shape[:2]]}")
+            raise CheckpointError(f"{scaled} is {given}, expected {[experts, *shape[:2]]} of bytes")
     elif is_bias:
         rows, columns = shape[0], 0
     else:

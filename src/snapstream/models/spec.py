@@ -97,7 +97,7 @@ class ModelSpec:
         head_dim: Elements of a cache entry's key (``D``); with latent attention, of the whole latent.
         scale: Factor on attention logits.
         attention_cap: Soft cap of attention logits; 0 for none.
-        has_sinks: Whether each head has a logit more in its softmax, without a value.
+        has_sinks: Whether each head has an extra logit in its softmax, without a value.
         norm_epsilon: Added to the variance in RMS norms.
         max_position: Maximum sequence length that the model was trained for, including RoPE scaling.
         tied_embeddings: Whether the output projection is the embedding.

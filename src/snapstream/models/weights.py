@@ -17,7 +17,7 @@ from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.formats import FORMATS
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
-from snapstream.models.families import read_spec, tensor_places
+from snapstream.models.families import family_of, read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.joined import BLOCKS, SCALES, expert_parts, holds_experts
@@ -196,15 +196,16 @@ def _each_tensor(files: Sequence[Path], spec: ModelSpec) -> Iterator[tuple[str, 
     """Yield the names of all tensors of the model, and how to read them; of joined experts, one by one."""
     from safetensors import safe_open
 
+    joins = family_of(spec.architecture).joins_experts
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             names = tensors.keys()
             for stored in names:
                 name = name_within(stored) if spec.wrapped else stored
-                if name is None or (name.endswith(SCALES) and holds_experts(name.removesuffix(SCALES))):
+                if name is None or (joins and name.endswith(SCALES) and holds_experts(name.removesuffix(SCALES))):
                     continue
                 part = tensors.get_slice(stored)
-                if not holds_experts(name):
+                if not joins or not holds_experts(name):
                     read = functools.partial(tensors.get_tensor, stored)
                     yield name, _Stored(tuple(part.get_shape()), part.get_dtype() == "F8_E4M3", read)
                     continue

@@ -73,6 +73,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     """
     from snapstream.cache import EntryShape
     from snapstream.kernels.parts import Slots
+    from snapstream.kernels.plain import Activation
     from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
     from snapstream.kernels.triton import keys as differences
     from snapstream.kernels.triton.store import RING, STRAIGHT, Places
@@ -99,6 +100,8 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     sinks, rows_of = torch.zeros(H), torch.zeros(512, H, size, dtype=dtype)
     prefill.attend_chunk(rows_of, keys, values, one[0], 0.1, 512, cap=5.0, sinks=sinks)
     votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
+    windows = (torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
+    votes.window_attention(*windows, cap=5.0, sinks=sinks)
     votes.pool_votes(torch.zeros(1, N, L), False, 7)
     for near in (0, 32):
         differences.key_differences(staging.keys, one, 4, near)
@@ -106,7 +109,8 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     select.gather(keys, positions[0], shape.empty(1, 1024, dtype=dtype).keys[0])
     wide = torch.zeros(B, 14336, dtype=dtype)
     rows.norm(wide[:, None, :4096], wide[:, None, :4096], wide[0, :4096], 1e-5)
-    rows.gate(wide, wide[:, :7168])
+    for activation in Activation:
+        rows.gate(wide, wide[:, :7168], activation)
     angles = torch.zeros(B, size // 2, dtype=dtype)
     rows.rotate(wide.view(B, -1, 64), wide.view(B, -1, 64), angles, angles, pairs=True)
     places = (Places(RING, 1, state, state, state, active), Places(STRAIGHT, B, one))
@@ -125,7 +129,7 @@ def compile_products(dtype: torch.dtype) -> None:
     from snapstream.kernels.weight import BlockWeight
 
     for kind in FORMATS.values():
-        for rows, columns, tokens in ((256, 1536, 1), (40_000, 256, 100)):
+        for rows, columns, tokens in ((256, 1536, 1), (256, 1536, 9), (40_000, 256, 100)):
             weight = BlockWeight(torch.zeros(kind.stored_shape((rows, columns)), dtype=torch.uint8), kind, rows)
             blocks.widen(weight, torch.zeros(rows, columns, dtype=dtype))
             blocks.widen(weight, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, dtype=torch.int64))
@@ -133,8 +137,9 @@ def compile_products(dtype: torch.dtype) -> None:
             blocks.multiply(x, weight, out, out[0])
             blocks.multiply(x, weight, out.float(), add=True, like=x)
         experts = BlockWeight(torch.zeros(kind.stored_shape((4, 256, 256)), dtype=torch.uint8), kind, 256)
-        rows_of = torch.zeros(100, 256, dtype=dtype)
-        blocks.multiply(rows_of, experts, rows_of, ends=torch.zeros(4, dtype=torch.int64))
+        for count in (9, 100):
+            rows_of = torch.zeros(count, 256, dtype=dtype)
+            blocks.multiply(rows_of, experts, rows_of, ends=torch.zeros(4, dtype=torch.int64))
 
 
 def make_engine(directory: str, **settings):

@@ -84,11 +84,9 @@ def snapstream_attention(
         return layer.attend_prompt(
             query, key, attention_mask, scale, plain, causal, cap=softcap or 0.0, sinks=sinks
         ), None
-    valid = layer.valid()
-    if softcap is None and sinks is None:
-        return SdpaAttention().decode(query[:, :, 0], key, value, valid, scale)[:, None], None
-    mask = (torch.arange(key.shape[2], device=key.device) < valid[:, None])[:, None, None]
-    return written_out_attention(query, key, value, mask, scale, causal=False, softcap=softcap, sinks=sinks), None
+    given = (query[:, :, 0], key, value, layer.valid(), scale)
+    own = None if sinks is None else sinks.float()
+    return SdpaAttention().decode(*given, cap=softcap or 0.0, sinks=own)[:, None], None
 
 
 def written_out_attention(

@@ -221,7 +221,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             attend_causally: Faster causal attention, if available. It takes which of all tokens and which of these
                 tokens are real (``None``: all), and returns ``None`` if it cannot handle them.
             cap: Soft cap of the logits; 0 for none.
-            sinks: A logit more of each head, without a value, ``[H]``.
+            sinks: One extra logit per head, without a value, ``[H]``.
 
         Returns:
             The output of ``attend_causally`` or ``attend``.

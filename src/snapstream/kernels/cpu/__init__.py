@@ -193,7 +193,7 @@ def decode_attention(
         valid: int64 ``[B]``; 0 gives zeros and reads nothing.
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``.
+        sinks: One extra logit per head, without a value, float32 ``[H]``.
 
     Returns:
         ``[B, H, D]``. Row ``b`` depends only on sequence ``b``, bit for bit.

@@ -137,7 +137,7 @@ inline void attend_block(const typename A::Left::Number* queries, int64_t heads,
 }
 
 // Merges the states of a head, `distance` apart, into the first one, and writes its output; N is the type of entries.
-// `sink` is a logit more of the softmax, without a value; no pointer: there is none.
+// `sink` is one extra logit of the softmax, without a value; no pointer: there is none.
 template <typename N, typename T>
 inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, const float* sink, T* out) {
   float top = sink ? std::max(*sink, states[0]) : states[0];

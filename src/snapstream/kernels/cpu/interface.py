@@ -72,7 +72,7 @@ _STRUCTURES = {
         "int64_t start, readable;"  # position of the first token; entries that memory holds
         "int64_t packed_until;"  # entries that are already packed
         "int64_t window;"  # keys that a token sees, its own included; 0: all
-        "const float* sinks;"  # a logit more of each head, [heads]; no pointer: there are none
+        "const float* sinks;"  # one extra logit per head, [heads]; no pointer: there are none
         "double scale, cap"  # factor on logits, and their soft cap; 0: none
     ),
     # The votes of the last queries, for all sequences of a batch.

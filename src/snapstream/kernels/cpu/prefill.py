@@ -57,7 +57,7 @@ def prefill_attention(
         scale: Factor on the logits, positive.
         window: How many tokens a token sees, itself included; 0 for all.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``.
+        sinks: One extra logit per head, without a value, float32 ``[H]``.
         packed: Buffer of :func:`packed_shape` for values in multiplication order; ``None`` allocates one.
         packed_until: Entries that earlier calls have packed, int64 scalar; this call adds the rest.
         instructions: One of :data:`INSTRUCTIONS`; ``None`` for the fastest.

@@ -146,6 +146,8 @@ class CpuProgram:
         for field, value in vars(operation).items():
             if isinstance(value, Part) and field not in _OWN_TYPE.get(name, ()):
                 require(value.dtype in (None, dtype), f"{field} of {name} is {value.dtype}; activations are {dtype}")
+        if isinstance(operation, ops.Attend) and operation.sinks is not None:
+            require(operation.sinks.shape == (operation.query.heads,), f"sinks of {name} are not one per query head")
         if isinstance(operation, ops.GatedProduct) or (isinstance(operation, ops.ExpertProduct) and operation.gated):
             in_blocks = any(isinstance(part, BlockWeight) for part in operation.weight.parts)
             require(not in_blocks or operation.target.size % LANES == 0, f"gates of {name} end within a tile")
@@ -170,10 +172,15 @@ class CpuProgram:
 
 
 _MADE = interface.STRUCTURES
-_WANTED = {"Angles": {"frequencies": torch.float32}, "Choose": {"correction": torch.float32}}
+_WANTED = {
+    "Angles": {"frequencies": torch.float32},
+    "Attend": {"sinks": torch.float32},
+    "Choose": {"correction": torch.float32},
+}
 """Vectors of one type only; others may be float32 or bfloat16."""
 _OWN_TYPE = {
     "Angles": ("target",),
+    "Cap": ("target",),
     "Product": ("target",),
     "Rotate": ("angles",),
     "Choose": ("logits", "weights", "experts"),

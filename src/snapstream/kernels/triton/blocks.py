@@ -345,7 +345,10 @@ def multiply(
     like: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Compute ``(x @ weight.T + bias) * factor``; the result of a row of ``x`` depends on that row alone.
+    """Compute ``(x @ weight.T + bias) * factor``.
+
+    The result of a row depends on that row, and on whether it is the only one: among others, numbers of the weight are
+    rounded to the type of ``x``.
 
     Args:
         x: ``[T, in]``; the elements of a row must be contiguous, as in ``out``.

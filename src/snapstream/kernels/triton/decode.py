@@ -234,7 +234,7 @@ def attend_slots(
         slots: State of the slots; :attr:`Slots.active` may have any dtype of one byte, nonzero for true.
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``.
+        sinks: One extra logit per head, without a value, float32 ``[H]``.
         splits: See :func:`splits_of`.
         scratch: float32, :func:`decode_scratch` elements; allocated if not given.
         group: The group of the cache's layer.

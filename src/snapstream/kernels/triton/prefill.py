@@ -1,7 +1,7 @@
 """Attention of a prefill chunk to everything before it and to itself; logits never leave a tile.
 
-For what torch's flash kernels do not support (float32, and latents, whose heads are too large for them), and for the
-usual heads on Hopper, where it takes two thirds of their time (docs/gpu.md).
+For what torch's flash kernels do not support (float32, soft caps, sinks, and latents, whose heads are too large), and
+for the usual heads on Hopper, where it takes two thirds of their time (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def attend_chunk(
         scale: Factor on the logits.
         window: How many tokens a token attends to, itself included; 0 for all.
         cap: Soft cap of the logits; 0 for none.
-        sinks: A logit more of each head, without a value, float32 ``[H]``.
+        sinks: One extra logit per head, without a value, float32 ``[H]``.
 
     Returns:
         ``[T, H, V]``.

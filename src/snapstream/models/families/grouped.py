@@ -43,6 +43,7 @@ def grouped_family(
             attention_places(f"{source}.self_attn", f"{target}.attention", spec, joined=names.joined_qkv),
             names,
         ),
+        joins_experts=names.experts.joined,
     )
 
 

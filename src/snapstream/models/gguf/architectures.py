@@ -85,7 +85,7 @@ def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     # As llama.cpp decides it: the largest model has another factor on attention logits.
     layers, heads = common["num_hidden_layers"], common["num_attention_heads"]
     return {
-        "sliding_window": about.number("attention.sliding_window"),
+        "sliding_window": about.number("attention.sliding_window", 4096),
         "query_pre_attn_scalar": common["hidden_size"] // heads if layers == 46 else common["head_dim"],
         "attn_logit_softcapping": float(about.value("attn_logit_softcapping", 50.0)),
         "final_logit_softcapping": float(about.value("final_logit_softcapping", 30.0)),
