@@ -408,7 +408,7 @@ def test_no_graph_of_gradients_is_kept(model):
 def test_a_forward_that_breaks_off_is_noticed(model, monkeypatch):
     cache = SnapStreamCache(model.config, SMALL)
     with monkeypatch.context() as patched:
-        patched.setattr(SnapStreamLayer, "attend_prompt", lambda *_: 1 / 0)
+        patched.setattr(SnapStreamLayer, "attend_prompt", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             generate(model, [prompt(50)], cache, 2)
     with pytest.raises(RequestError, match="reset"):

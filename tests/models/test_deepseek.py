@@ -182,6 +182,30 @@ def test_float8_weights_are_dequantised(tmp_path, block):
     assert original.blocks[1].feed_forward.gate_up.value.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_per_weight(tmp_path, shape):
+    """As Ministral 3 is published, with scales of activations, which are not needed."""
+    for name in ("fp8", "plain"):
+        save_checkpoint(tmp_path / name, "ministral3")
+    settings = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    edit_config(tmp_path / "fp8", quantization_config=settings)
+
+    def round_all(tensors, *, keep):
+        for name in [name for name in tensors if "_proj" in name]:
+            scale = (tensors[name].abs().max() / 448).to(torch.bfloat16)
+            small = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            tensors[name] = small if keep else small.float() * scale.float()
+            if keep:
+                tensors[f"{name}_scale_inv"] = scale.reshape(shape)
+                tensors[name.replace(".weight", ".activation_scale")] = torch.ones(shape)
+
+    rewrite(tmp_path / "fp8", lambda tensors: round_all(tensors, keep=True))
+    rewrite(tmp_path / "plain", lambda tensors: round_all(tensors, keep=False))
+    one, other = load(tmp_path / "fp8"), load(tmp_path / "plain")
+    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_dequantise_is_a_product_per_block():
     weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
     scale = torch.rand(3, 2)

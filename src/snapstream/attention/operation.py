@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -27,6 +27,11 @@ class AttendWith(Attend):
 
     backend: AttentionBackend
 
+    @property
+    def _special(self) -> dict[str, Any]:
+        """What most models do not have, so that backends of others need not know it."""
+        return {} if self.cap == 0.0 and self.sinks is None else {"cap": self.cap, "sinks": self.sinks}
+
     @override
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
@@ -34,14 +39,8 @@ class AttendWith(Attend):
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
             given = (query[0], cache.keys[0], values, slots.count[0, 0], self.scale)
-            out = self.backend.prefill(
-                *given,
-                window=self.window,
-                cap=self.cap,
-                sinks=self.sinks,
-                packed=m.packed,
-                packed_until=m.packed_until,
-            )
+            packed, until = m.packed, m.packed_until
+            out = self.backend.prefill(*given, window=self.window, packed=packed, packed_until=until, **self._special)
             target[0] = out[..., : self.target.size]
             return
         group = m.group_of(self.layer)
@@ -55,7 +54,7 @@ class AttendWith(Attend):
                     key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
                     cache.write(place, key.transpose(1, 2), value.transpose(1, 2), slots.active)
                 given = (query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
-                out = self.backend.decode(*given, cap=self.cap, sinks=self.sinks)
+                out = self.backend.decode(*given, **self._special)
                 out = out[..., : self.target.size].reshape(B, self.target.heads, -1)
                 target[:, t] = torch.where(valid[:, t, None, None] > 0, out, target[:, t])
         finally:  # the last one first: a short ring may have given one entry to several tokens

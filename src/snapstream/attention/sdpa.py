@@ -10,6 +10,9 @@ from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import plain
 
+WRITTEN_OUT = 2**22
+"""Maximum numbers of keys that attention with caps or sinks takes at once in decoding."""
+
 
 class SdpaAttention(AttentionBackend):
     """``scaled_dot_product_attention`` with masks built from lengths, or flash attention for prefill."""
@@ -88,24 +91,11 @@ class SdpaAttention(AttentionBackend):
         mask = torch.arange(C, device=query.device) < valid.clamp(min=1)[:, None]
         mask = mask[:, None, None].expand(B, 1, H // N, C)
         wide = torch.promote_types(query.dtype, keys.dtype)
-        grouped = query.reshape(B, N, H // N, D)
-        if cap == 0.0 and sinks is None:
-            out = plain.attend(grouped.to(wide), keys.to(wide), values.to(wide), mask, scale)
-        else:  # head by head, as all logits are held, and a copy of keys and values
-            own = None if sinks is None else sinks.view(N, -1)
-            out = torch.stack(
-                [
-                    plain.attend(
-                        grouped[b, n],
-                        keys[b, n],
-                        values[b, n],
-                        mask[b, 0],
-                        scale,
-                        cap,
-                        None if own is None else own[n],
-                    )
-                    for b in range(B)
-                    for n in range(N)
-                ]
-            )
+        grouped, keys, values = query.reshape(B, N, H // N, D).to(wide), keys.to(wide), values.to(wide)
+        own = None if sinks is None else sinks.view(N, -1)
+        if (cap == 0.0 and sinks is None) or keys.numel() <= WRITTEN_OUT:
+            out = plain.attend(grouped, keys, values, mask, scale, cap, own)
+        else:  # slot by slot, as there are copies of keys and values in float32, and all logits
+            each = zip(grouped, keys, values, mask, strict=True)
+            out = torch.stack([plain.attend(q, k, v, seen, scale, cap, own) for q, k, v, seen in each])
         return out.reshape(B, H, -1).to(query.dtype)

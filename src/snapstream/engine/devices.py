@@ -154,7 +154,8 @@ class Devices:
                 routed |= {id(part) for matrix in (module.gate_up, module.down) for part in matrix.parts}
             if isinstance(module, Router):
                 routers.add(id(module.weight))
-        rows, columns = self.spec.weight_block
+        block = self.spec.weight_block
+        per_scale = None if block is None else block[0] * block[1]  # numbers; None: a whole weight
         replicated = split = experts = 0
         for parameter in model.parameters():
             size = parameter.nbytes
@@ -162,7 +163,7 @@ class Devices:
                 replicated += size
                 continue
             if self._is_float8 and id(parameter) not in wide:
-                size = parameter.numel() + parameter.numel() // (rows * columns) * 4
+                size = parameter.numel() + (0 if per_scale is None else parameter.numel() // per_scale * 4)
             if id(parameter) in routed:
                 experts += size
             else:

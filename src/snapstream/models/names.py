@@ -43,6 +43,8 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
         return True
     if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
         return True
+    if spec.weight_block is None and name.endswith(".activation_scale"):  # activations are not rounded to float8
+        return True
     layer = _LAYER.match(name)  # multi-token prediction: layers after the last
     return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers + spec.ignored_layers
 

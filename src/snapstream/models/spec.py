@@ -132,7 +132,8 @@ class ModelSpec:
         reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
         stored_as: Formats of the rows of weights, by the name of the module that holds them; of others, all rows are
             tensors of numbers.
-        weight_block: Rows and columns of a block of a float8 weight; each block has one scale.
+        weight_block: Rows and columns of a block of a float8 weight; each block has one scale. ``None``: one scale per
+            weight.
     """
 
     architecture: str
@@ -175,7 +176,7 @@ class ModelSpec:
     extra_layers: int = 0
     ignored_layers: int = 0
     reads_ahead: bool = False
-    weight_block: tuple[int, int] = (128, 128)
+    weight_block: tuple[int, int] | None = (128, 128)
     groups: tuple[LayerGroup, ...] = ()
     wrapped: bool = False
     longest: int | None = None

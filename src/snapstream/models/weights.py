@@ -149,17 +149,19 @@ def with_chosen_formats(checkpoint: Path, spec: ModelSpec, weights: str) -> Mode
     return with_formats(spec, quantized_formats(places, FORMATS[weights]))
 
 
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Multiply every block of a float8 weight by its scale (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
     Args:
         weight: float8 ``[rows, columns]``.
-        scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
-        block: Rows and columns of a block; blocks at the edges may be smaller.
+        scale: float32 ``[ceil(rows / block[0]), ceil(columns / block[1])]``, or a single number.
+        block: Rows and columns of a block; blocks at the edges may be smaller. ``None``: the weight is one.
 
     Returns:
         float32 ``[rows, columns]``.
     """
+    if block is None:
+        return weight.float() * scale.float()
     rows, columns = weight.shape
     each = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return weight.float() * each
@@ -248,10 +250,13 @@ def _check(
     quantised: set[str],
 ) -> None:
     expected = {name: place.shape for name, place in places.items()}
-    rows, columns = spec.weight_block
     for name in quantised & set(places):
-        shape = places[name].shape
-        expected[scale_of(name)] = (-(-shape[0] // rows), -(-shape[-1] // columns))
+        shape, scale = places[name].shape, scale_of(name)
+        if spec.weight_block is None:
+            expected[scale] = (1,) if shapes.get(scale) == (1,) else ()
+        else:
+            rows, columns = spec.weight_block
+            expected[scale] = (-(-shape[0] // rows), -(-shape[-1] // columns))
     missing = sorted(set(expected) - set(shapes))
     extra = sorted(name for name in set(shapes) - set(expected) if not may_be_ignored(name, spec))
     misshaped = [

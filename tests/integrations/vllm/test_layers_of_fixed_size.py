@@ -31,8 +31,8 @@ RECENT = CacheBudget(sink=4, recent=124, top_k=0, window=1, policy="streaming")
 
 
 def save(directory, family):
-    """Twice a layer with a window, and one without."""
-    types = ["sliding_attention", "full_attention"] * 2
+    """Twice a layer with a window, and one without; in gpt-oss the other way round."""
+    types = ["sliding_attention", "full_attention"][:: -1 if family == "gpt-oss" else 1] * 2
     save_checkpoint(directory, family, num_hidden_layers=4, layer_types=types)
     save_tokenizer(directory)
     return directory
@@ -112,11 +112,28 @@ def test_caches_do_not_travel(gemma, tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("types", "said"),
+    [
+        (["full_attention", "full_attention", "sliding_attention"], r"has made: .*SnapStreamSpec .*SnapStreamSpec"),
+        (None, "--disable-hybrid-kv-cache-manager"),
+    ],
+)
+def test_groups_that_cannot_be_served(tmp_path, types, said):
+    save_checkpoint(tmp_path, "gemma3", **({} if types is None else {"num_hidden_layers": 3, "layer_types": types}))
+    save_tokenizer(tmp_path)
+    with (
+        pytest.raises(ConfigurationError, match=said),
+        vllm_engine(tmp_path, BUDGET, **({"disable_hybrid_kv_cache_manager": True} if types is None else {})),
+    ):
+        pass
+
+
 def test_windows_in_all_layers_leave_nothing_to_compress(tmp_path):
     save_checkpoint(tmp_path, "mistral", sliding_window=64)
     save_tokenizer(tmp_path)
     with (
-        pytest.raises(ConfigurationError, match="nothing to compress: all layers of this model have a sliding window"),
+        pytest.raises(ConfigurationError, match="nothing to compress"),
         vllm_engine(tmp_path, BUDGET),
     ):
         pass

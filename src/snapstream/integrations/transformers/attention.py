@@ -63,6 +63,7 @@ def snapstream_attention(
     layer = take_updated_layer(getattr(module, "layer_idx", None), key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    special: dict[str, Any] = {"cap": softcap or 0.0, "sinks": sinks}
     is_causal = kwargs.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
@@ -77,16 +78,10 @@ def snapstream_attention(
     if layer is None:
         return plain(attention_mask), None
     if not layer.decoding:
-        fused = (
-            softcap is None and sinks is None and not dropout and is_causal and kernel_fits(query, key, value, scale)
-        )
-        causal = (lambda *real: attend_causally(query, key, value, scale, *real)) if fused else None
-        return layer.attend_prompt(
-            query, key, attention_mask, scale, plain, causal, cap=softcap or 0.0, sinks=sinks
-        ), None
-    given = (query[:, :, 0], key, value, layer.valid(), scale)
-    own = None if sinks is None else sinks.float()
-    return SdpaAttention().decode(*given, cap=softcap or 0.0, sinks=own)[:, None], None
+        fused = not dropout and is_causal and kernel_fits(query, key, value, scale, sinks)
+        causal = (lambda *real: attend_causally(query, key, value, scale, *real, **special)) if fused else None
+        return layer.attend_prompt(query, key, attention_mask, scale, plain, causal, **special), None
+    return SdpaAttention().decode(query[:, :, 0], key, value, layer.valid(), scale, **special)[:, None], None
 
 
 def written_out_attention(

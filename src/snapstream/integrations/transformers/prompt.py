@@ -14,9 +14,10 @@ MASK_ROWS = 1024
 """Number of mask rows that are checked together."""
 
 
-def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> bool:
     """Whether the kernel supports these tensors, ``[B, H, T, D]``, ``[B, N, L, D]`` and ``[B, N, L, D_v]``, here."""
-    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
@@ -33,7 +34,15 @@ def kernel_fits(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool
 
 
 def attend_causally(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None = None, fresh: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    real: Tensor | None = None,
+    fresh: Tensor | None = None,
+    *,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor | None:
     """Attend from each of the last ``T`` of ``L`` tokens to the real tokens up to itself.
 
@@ -44,6 +53,8 @@ def attend_causally(
         scale: Factor on the logits.
         real: Which tokens are neither padding nor unused entries, bool ``[B, L]``; ``None``: all.
         fresh: Which of the last ``T`` tokens are not padding, bool ``[B, T]``; ``None``: all.
+        cap: Soft cap of the logits; 0 for none.
+        sinks: One extra logit per head, without a value, ``[H]``.
 
     Returns:
         ``[B, T, H, D_v]``, zero for tokens that are not real; ``None`` if the last ``T`` tokens have padding anywhere
@@ -59,11 +70,12 @@ def attend_causally(
     unseen = [0] * B if real is None else (~real).sum(1).tolist()
     skipped = [0] * B if fresh is None else (~fresh).sum(1).tolist()
     out = query.new_zeros(B, T, H, value.shape[-1])
+    own = None if sinks is None else sinks.detach().float().contiguous()
     for b in range(B):
         rows, keys, values = query[b, :, skipped[b] :].transpose(0, 1), key[b, :, unseen[b] :], value[b, :, unseen[b] :]
         if len(rows):
             start = torch.tensor(keys.shape[1] - len(rows))
-            out[b, skipped[b] :] = kernels.prefill_attention(rows, keys, values, start, scale)
+            out[b, skipped[b] :] = kernels.prefill_attention(rows, keys, values, start, scale, cap=cap, sinks=own)
     return out
 
 

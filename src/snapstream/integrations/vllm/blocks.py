@@ -11,7 +11,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapstream.config import CacheBudget
@@ -81,6 +87,13 @@ def budgeted(name: str, spec: Any, budget: CacheBudget, drafts: int = 0) -> Any:
         )
     given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
     return kind(**given, budget=budget, drafts=drafts)
+
+
+def is_budgeted(spec: Any) -> bool:
+    """Whether the spec of a group has a budget, for plain full attention in all its layers."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(is_budgeted(each) for each in spec.kv_cache_specs.values())
+    return isinstance(spec, SnapStreamSpec | SnapStreamMLASpec) and spec.sliding_window is None
 
 
 class SnapStreamBlockManager(FullAttentionManager):

@@ -27,6 +27,10 @@ CORE_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ("self", "request"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": ("self", "request"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": ("self", "blocks", "num_computed_tokens"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks": ("self", "blocks"),
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": (
+        *("self", "block_hashes", "max_cache_hit_length"),
+    ),
     f"{_MANAGER}.get_num_blocks_to_allocate": ("self", "request_id", "num_tokens"),
     f"{_MANAGER}.allocate_new_blocks": ("self", "request_id", "num_tokens"),
     f"{_MANAGER}.remove_skipped_blocks": ("self", "request_id", "processed_computed_tokens"),

@@ -194,7 +194,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
     """Give every attention layer of a loaded model its compressor; those with a window or a state stay vLLM's.
 
     Raises:
-        ConfigurationError: The attention of a layer depends on the place of entries, or there is nothing to compress.
+        ConfigurationError: The attention of a layer depends on the place of entries.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -227,10 +227,6 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             backends[backend] = _rewriting_backend(backend, sequences)
         layer.attn_backend = backends[backend]
         compressors.append(compressor)
-    if not compressors:
-        raise ConfigurationError(
-            "the SnapStream plugin has nothing to compress: all layers of this model have a sliding window"
-        )
     read_the_batch = {backend.get_name() for backend in backends} - _READ_THE_CACHE
     sequences.placing.at_end = sequences.drafts > 0 and bool(read_the_batch)
     return compressors

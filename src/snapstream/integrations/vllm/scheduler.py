@@ -39,8 +39,10 @@ class SnapStreamKVCacheManager(KVCacheManager):
         if tokens > limit and len(self.coordinator.single_type_managers) == 1:
             blocks, tokens = self.truncate_computed_blocks(blocks, limit), limit
         elif tokens > limit:  # layers with a window or a state keep what is before a hit's end alone
-            found, tokens, *_ = self.coordinator.find_longest_cache_hit(request.block_hashes, limit)
+            found, tokens, *uncached = self.coordinator.find_longest_cache_hit(request.block_hashes, limit)
             blocks = self.create_kv_cache_blocks(found)
+            if rest and uncached:  # where a later request may resume, which the first of `rest` says
+                rest[0] = tokens + uncached[0] if uncached[0] else 0
         return blocks, tokens, *rest
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +106,9 @@ class _Budgeted:
         blocks = self.kv_cache_config.num_blocks - 1
         # A window that does not begin with a block takes one more; a state takes one.
         others = sum(
-            blocks_for(each.sliding_window, each.block_size) + 1 if isinstance(each, SlidingWindowManager) else 1
+            blocks_for(min(each.sliding_window, self.max_model_len), each.block_size) + 1
+            if isinstance(each, SlidingWindowManager)
+            else 1
             for each in fixed
         )
         budget, held = manager.kv_cache_spec.budget, manager.kv_cache_spec.cache_blocks + others

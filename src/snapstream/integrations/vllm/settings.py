@@ -120,6 +120,7 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     tensor_parallel, transfer = parallel.tensor_parallel_size, config.kv_transfer_config
+    has_fixed = model.is_hybrid or getattr(model, "get_sliding_window", lambda: None)() is not None
     obstacles = [
         (model.runner_type != "generate", f"runner type {model.runner_type!r}; only generation is supported"),
         (model.is_encoder_decoder, "an encoder-decoder model; only decoder-only models are supported"),
@@ -133,8 +134,15 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
             f"the KV connector {getattr(transfer, 'kv_connector', None)}; only {CONNECTOR} supports compressed caches",
         ),
         (
-            transfer is not None
-            and (model.is_hybrid or getattr(model, "get_sliding_window", lambda: None)() is not None),
+            has_fixed and bool(getattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", False)),
+            "--disable-hybrid-kv-cache-manager with a model whose layers have sliding windows or states; remove it",
+        ),
+        (
+            model.is_hybrid and config.speculative_config is not None,
+            "speculative decoding of a model with states; disable it",
+        ),
+        (
+            transfer is not None and has_fixed,
             "a KV connector with a model whose layers have sliding windows or states, which are not handed out",
         ),
         (

@@ -28,7 +28,7 @@ _LENGTHS_ON_HOST = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")
 _REWRITTEN = frozenset(
     {
         *("seq_lens", "max_seq_len", "block_table_tensor", "slot_mapping"),
-        *("_num_computed_tokens_cpu", "_num_computed_tokens_cache"),
+        *("_num_computed_tokens_cpu", "_num_computed_tokens_cache", "mm_req_doc_ranges"),
         *_LENGTHS_ON_HOST,
     }
 )
@@ -37,7 +37,7 @@ _LEFT_ALONE = frozenset(
     {
         *("query_start_loc", "query_start_loc_cpu", "num_reqs", "num_actual_tokens", "max_query_len", "causal"),
         *("logits_indices_padded", "num_logits_indices", "max_logits_per_req", "positions", "is_prefilling"),
-        *("encoder_seq_lens", "encoder_seq_lens_cpu", "req_idx", "mm_req_doc_ranges", "rswa_prefix_lens"),
+        *("encoder_seq_lens", "encoder_seq_lens_cpu", "req_idx", "rswa_prefix_lens"),
         *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound"),
         *("replayssm_decode_base_cpu", "_token_to_req_indices_cache"),
     }
@@ -217,6 +217,11 @@ class Step:
                 changes[one.name] = value
             elif one.name == "_num_computed_tokens_cache":
                 changes[one.name] = None
+            elif (
+                one.name == "mm_req_doc_ranges" and value
+            ):  # of images in prompts, which tokens that follow do not join
+                decoding = set(self.rows.tolist())
+                changes[one.name] = {row: ranges for row, ranges in value.items() if row not in decoding} or None
         return changes
 
 

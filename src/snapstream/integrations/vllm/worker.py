@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.blocks import SnapStreamMLASpec, SnapStreamSpec, budgeted
+from snapstream.integrations.vllm.blocks import budgeted, is_budgeted
 from snapstream.integrations.vllm.compatibility import WORKER_HOOKS, missing_hook, unknown_field
 from snapstream.integrations.vllm.layers import LayerCompressor, adopt_layers
 from snapstream.integrations.vllm.runner import adopt_runner
@@ -60,26 +60,28 @@ class SnapStreamWorker(Worker):
         available: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
             return available  # an explicit setting of the user is not reduced
-        per_token = max(spec.page_size_bytes // spec.block_size for spec in self.get_kv_cache_spec().values())
-        heads = max(compressor.layer.num_heads for compressor in self.compressors)
+        names, specs = {each.name for each in self.compressors}, self.get_kv_cache_spec().items()
+        sizes = (spec.page_size_bytes // spec.block_size for name, spec in specs if name in names)
+        per_token = max(sizes, default=0)  # a rank of a pipeline may have nothing to compress
+        heads = max((compressor.layer.num_heads for compressor in self.compressors), default=0)
         logits = heads * self.sequences.budget.queries * min(KEY_CHUNK, self.model_config.max_model_len) * 4
         return available - 2 * per_token * self.model_config.max_model_len - 3 * logits
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and determine the layout of its blocks."""
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        ours, *others = (
-            number for number, spec in enumerate(specs) if isinstance(spec, SnapStreamSpec | SnapStreamMLASpec)
-        )
-        if others:
+        groups, names = kv_cache_config.kv_cache_groups, {each.name for each in self.compressors}
+        ours = [number for number, group in enumerate(groups) if is_budgeted(group.kv_cache_spec)]
+        if len(ours) != 1 or set(groups[ours[0]].layer_names) != names:
+            made = ", ".join(f"{type(each.kv_cache_spec).__name__} ({len(each.layer_names)} layers)" for each in groups)
             raise ConfigurationError(
-                f"the SnapStream plugin needs all layers with a budget in one KV cache group, but vLLM has made "
-                f"{1 + len(others)}, as it does where they outnumber layers with a sliding window or a state"
+                "the SnapStream plugin compresses layers with full attention, which vLLM must put into one KV cache "
+                f"group without others, but it has made: {made}. It makes several if another kind of layer is rarer, "
+                "and none where all layers have a sliding window or a state: there is nothing to compress"
             )
-        self.sequences.block_size = specs[ours].block_size
+        self.sequences.block_size = groups[ours[0]].kv_cache_spec.block_size
         sizes: dict[str, int] = {}
-        for group in self.model_runner.attn_groups[ours]:
+        for group in self.model_runner.attn_groups[ours[0]]:
             if getattr(group, "kernel_block_size", None) is not None:
                 raise ConfigurationError(
                     f"the SnapStream plugin cannot split blocks of {self.sequences.block_size} tokens, as "

@@ -201,7 +201,8 @@ def _multiply(
     ADD: tl.constexpr,
 ):
     """Some rows of a weight with some of its columns, or of one of several weights with the rows of ``x`` it has."""
-    # 1. The rows of the weight, which lie in one tile or several, and the blocks of their columns.
+    # 1. The rows of the weight, which lie in one tile or several, and the blocks of their columns. Lanes and tiles are
+    #    written so that the compiler sees which rows are neighbors in memory: it then loads 16 bytes at once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < count
     expert, split = tl.program_id(1), tl.program_id(2)

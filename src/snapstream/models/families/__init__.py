@@ -154,8 +154,8 @@ def _dtype(config: Any) -> torch.dtype:
     return dtype
 
 
-def _weight_block(config: Any) -> tuple[int, int]:
-    """The block size of float8 weights.
+def _weight_block(config: Any) -> tuple[int, int] | None:
+    """The block size of float8 weights; ``None`` for one scale per weight.
 
     Raises:
         CheckpointError: The weights are quantized in another way.
@@ -167,9 +167,11 @@ def _weight_block(config: Any) -> tuple[int, int]:
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     if method == "mxfp4" and config.model_type == "gpt_oss":
         return 128, 128  # four bits, which are widened on load
+    if method == "fp8" and block is None:
+        return None
     if method != "fp8" or not isinstance(block, list | tuple) or len(block) != 2:
         raise CheckpointError(
-            f"weights quantized with {method!r} (blocks {block}) are not supported; supported: 'fp8' with "
-            "weight_block_size, and 'mxfp4' of gpt-oss, which are converted to the engine's dtype on load"
+            f"weights quantized with {method!r} (blocks {block}) are not supported; supported: 'fp8' with scales per "
+            "block or per weight, and 'mxfp4' of gpt-oss, which are converted to the engine's dtype on load"
         )
     return int(block[0]), int(block[1])
