@@ -31,8 +31,8 @@ RECENT = CacheBudget(sink=4, recent=124, top_k=0, window=1, policy="streaming")
 
 
 def save(directory, family):
-    """Twice a layer with a window, and one without; in gpt-oss the other way round."""
-    types = ["sliding_attention", "full_attention"][:: -1 if family == "gpt-oss" else 1] * 2
+    """Twice a layer with a window, and one without; in Gemma 2 the other way round."""
+    types = ["sliding_attention", "full_attention"][:: -1 if family == "gemma2" else 1] * 2
     save_checkpoint(directory, family, num_hidden_layers=4, layer_types=types)
     save_tokenizer(directory)
     return directory
