@@ -16,9 +16,9 @@ def calls(monkeypatch):
     """Shapes of the queries that the kernel was given."""
     made, kernel = [], kernels.prefill_attention
 
-    def counted(query, *rest):
+    def counted(query, *rest, **how):
         made.append(tuple(query.shape))
-        return kernel(query, *rest)
+        return kernel(query, *rest, **how)
 
     monkeypatch.setattr(kernels, "prefill_attention", counted)
     return made
@@ -77,7 +77,7 @@ def test_what_the_kernel_does_not_do_is_left_to_torch(models, calls):
     assert not prompt.kernel_fits(query[..., :24], key[..., :24], key[..., :24], 0.1)
     assert not prompt.kernel_fits(query[:, :3], key, key, 0.1)
     snapstream_attention = AttentionInterface()["snapstream"]
-    for unusual in ({"dropout": 0.1}, {"softcap": 20.0}, {"s_aux": torch.zeros(4)}):
+    for unusual in ({"dropout": 0.1}, {"s_aux": torch.zeros(4, requires_grad=True)}):
         taken = SnapStreamCache(own.config, 512)
         keys, values = taken.update(key, key, 0)
         snapstream_attention(own.model.layers[0].self_attn, query, keys, values, None, **unusual)
@@ -91,7 +91,8 @@ def test_what_the_kernel_does_not_do_is_left_to_torch(models, calls):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", [0, 37])
-def test_attend_causally_equals_float64(dtype, before):
+@pytest.mark.parametrize("special", [False, True])
+def test_attend_causally_equals_float64(dtype, before, special):
     """Padding may end in what comes before, or among the queries; heads of values may have another size."""
     generator = torch.Generator().manual_seed(3)
     length = before + 140
@@ -102,10 +103,17 @@ def test_attend_causally_equals_float64(dtype, before):
     real = torch.arange(length) >= torch.tensor([0, 20, 60])[:, None]
     real[2, before // 2 : before] = False  # entries that are not in use yet
     fresh = real[:, before:]
-    got = prompt.attend_causally(query, key, value, 0.1, real, fresh)
+    sinks = torch.linspace(-2, 3, 6)
+    how = {"cap": 1.5, "sinks": sinks.to(dtype)} if special else {}
+    got = prompt.attend_causally(query, key, value, 0.1, real, fresh, **how)
     mask = torch.ones(140, length, dtype=torch.bool).tril(before) & real[:, None]
     key, value = (t.repeat_interleave(3, 1).double() for t in (key, value))
     want = F.scaled_dot_product_attention(query.double(), key, value, attn_mask=mask[:, None], scale=0.1)
+    if special:
+        logits = (query.double() @ key.transpose(2, 3) * 0.1 / 1.5).tanh() * 1.5
+        weights = logits.masked_fill(~mask[:, None], -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + how["sinks"].double().exp()[:, None, None]
+        want = weights / total @ value
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     want = want.transpose(1, 2)
     torch.testing.assert_close(got[fresh].double(), want[fresh], rtol=tolerance, atol=tolerance)
