@@ -70,12 +70,11 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     return stock_grouped_linear(x, weight, ends)
 
 
-def add_biases(out: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
+def add_biases(out: Tensor, biases: Tensor | None, ends: Tensor) -> None:
     """Add the biases ``[E, out]`` of experts to their rows, in place; rows past the last end are undefined."""
     if biases is not None:
         rows = torch.arange(len(out), device=out.device)
         out += biases[torch.bucketize(rows, ends, right=True).clamp(max=len(biases) - 1)]
-    return out
 
 
 def keeps_blocks(device: torch.device, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ uint8 ``[E, rows, columns / 32]``, exponents of two plus 127. Rows are then thos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,43 +73,25 @@ def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[
         rows, columns = shape[0], 0
     else:
         columns, rows = shape
+
+    def read(expert: int, rows: slice) -> Tensor:
+        whole: Tensor = stored[expert]
+        if in_blocks:
+            return widen(whole[rows], found[expert][rows])
+        return whole[rows] if is_bias else whole[:, rows].t()
+
     for product, chosen in _PARTS[kind.removesuffix(BLOCKS).removesuffix("_bias")].items():
         count = len(range(rows)[chosen])
         for expert in range(experts):
-            if in_blocks:
-                read = _reading_blocks(stored, found, expert, chosen)
-            elif is_bias:
-                read = _reading_bias(stored, expert, chosen)
-            else:
-                read = _reading_columns(stored, expert, chosen)
             made = (count,) if is_bias else (count, columns)
-            yield ExpertPart(f"{source}.{expert}.{product}.{'bias' if is_bias else 'weight'}", made, read)
+            part = f"{source}.{expert}.{product}.{'bias' if is_bias else 'weight'}"
+            yield ExpertPart(part, made, functools.partial(read, expert, chosen))
 
 
 def holds_experts(name: str) -> bool:
     """Whether a tensor holds all experts of a layer."""
     source, _, kind = name.rpartition(".")
     return source.endswith(".experts") and kind.removesuffix(BLOCKS).removesuffix("_bias") in _PARTS
-
-
-def _reading_blocks(stored: Any, scales: Any, expert: int, rows: slice) -> Callable[[], Tensor]:
-    return lambda: widen(stored[expert][rows], scales[expert][rows])
-
-
-def _reading_bias(stored: Any, expert: int, rows: slice) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        whole: Tensor = stored[expert]
-        return whole[rows]
-
-    return read
-
-
-def _reading_columns(stored: Any, expert: int, columns: slice) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        whole: Tensor = stored[expert]
-        return whole[:, columns].t()
-
-    return read
 
 
 def widen(blocks: Tensor, scales: Tensor) -> Tensor:

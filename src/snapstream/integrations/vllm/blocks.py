@@ -74,7 +74,7 @@ def budgeted(name: str, spec: Any, budget: CacheBudget, drafts: int = 0) -> Any:
     """Add a budget to the spec of one layer; layers with a sliding window or a state keep theirs.
 
     Raises:
-        ConfigurationError: The layer is none of these, and neither plain full attention nor MLA.
+        ConfigurationError: The layer's cache is of any other kind than these, plain full attention and MLA.
     """
     if type(spec) in (SlidingWindowSpec, MambaSpec):
         return spec

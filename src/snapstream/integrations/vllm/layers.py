@@ -185,7 +185,7 @@ def _first(keys: Tensor, count: int) -> Tensor:
     return torch.arange(count, device=keys.device).expand(len(keys), -1)
 
 
-def has_window(layer: Any) -> bool:
+def _has_window(layer: Any) -> bool:
     """Whether a layer attends to a sliding window."""
     return getattr(layer.impl, "sliding_window", None) not in (None, -1, (-1, -1))
 
@@ -210,7 +210,7 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
             continue  # a state of fixed size is vLLM's
         if type(layer) not in (Attention, MLAAttention):
             raise ConfigurationError(f"the SnapStream plugin cannot serve layer {name}, a {type(layer).__name__}")
-        if has_window(layer):  # likewise
+        if _has_window(layer):  # likewise
             continue
         is_latent = isinstance(layer, MLAAttention)
         _check_layer(name, layer, 1 if is_latent else heads_here)

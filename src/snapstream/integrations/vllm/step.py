@@ -217,9 +217,8 @@ class Step:
                 changes[one.name] = value
             elif one.name == "_num_computed_tokens_cache":
                 changes[one.name] = None
-            elif (
-                one.name == "mm_req_doc_ranges" and value
-            ):  # of images in prompts, which tokens that follow do not join
+            elif one.name == "mm_req_doc_ranges" and value:
+                # Images of prompts, whose tokens see each other; tokens that are decoded do not belong to them.
                 decoding = set(self.rows.tolist())
                 changes[one.name] = {row: ranges for row, ranges in value.items() if row not in decoding} or None
         return changes

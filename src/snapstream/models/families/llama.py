@@ -8,7 +8,8 @@ from snapstream.models.families.grouped import grouped_family, grouped_fields, w
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    types = windows_everywhere(config) if "istral" in architecture else None
+    is_mistral = architecture in ("MistralForCausalLM", "Ministral3ForCausalLM")
+    types = windows_everywhere(config) if is_mistral else None
     fields = grouped_fields(config, types)
     if architecture == "Qwen2ForCausalLM":
         fields["qkv_bias"] = True

@@ -81,12 +81,17 @@ def _granite(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma_scalar(common: dict[str, Any], largest: int) -> int:
+    """As llama.cpp decides it: the largest model, of so many layers, has another factor on attention logits."""
+    is_largest = common["num_hidden_layers"] == largest
+    scalar: int = common["hidden_size"] // common["num_attention_heads"] if is_largest else common["head_dim"]
+    return scalar
+
+
 def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    # As llama.cpp decides it: the largest model has another factor on attention logits.
-    layers, heads = common["num_hidden_layers"], common["num_attention_heads"]
     return {
         "sliding_window": about.number("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": common["hidden_size"] // heads if layers == 46 else common["head_dim"],
+        "query_pre_attn_scalar": _gemma_scalar(common, 46),
         "attn_logit_softcapping": float(about.value("attn_logit_softcapping", 50.0)),
         "final_logit_softcapping": float(about.value("final_logit_softcapping", 30.0)),
     }
@@ -96,13 +101,11 @@ def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     pattern, layers = about.value("attention.sliding_window_pattern", 6), common["num_hidden_layers"]
     slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
-    # As llama.cpp decides it: the largest model has another factor on attention logits.
-    scalar = common["hidden_size"] // common["num_attention_heads"] if layers == 62 else common["head_dim"]
     return {
         "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": own},
         "sliding_window": about.number("attention.sliding_window"),
         "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _gemma_scalar(common, 62),
         "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
     }
 
