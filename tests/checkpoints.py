@@ -238,7 +238,38 @@ EXPERTS = {
         },
     ),
 }
-FAMILIES = GROUPED | LATENT | WINDOWED | NEAR | EXPERTS
+STATE = {
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": HALF,
+}
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
+# Layers with a state instead of a cache, around one with full attention and a gate.
+HYBRIDS = {
+    "qwen3-next": ("Qwen3Next", STATE | MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        STATE
+        | {
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 64,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", STATE | MOE | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
+}
+FAMILIES = GROUPED | LATENT | WINDOWED | NEAR | EXPERTS | HYBRIDS
 OTHER_THETA = 70.0
 """Base of the rotation of Qwen3's layers with a window."""
 
@@ -246,7 +277,7 @@ OTHER_THETA = 70.0
 def make_model(family: str, seed: int = 0, **changes):
     name, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    kind = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
     config = getattr(transformers, kind)(**(SMALL | settings | changes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():

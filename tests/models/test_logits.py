@@ -1,5 +1,7 @@
 """Logits against transformers, for every family, prefilled in chunks and decoded step by step."""
 
+import itertools
+
 import pytest
 import torch
 import transformers
@@ -7,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from snapstream.attention import SdpaAttention
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.operations import PlainProgram
 from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
-from tests.attending import logits_with, sinks_of
+from tests.attending import logits_with, read_in_chunks, sinks_of
 from tests.checkpoints import FAMILIES, make_model, save_checkpoint
 
 
@@ -54,10 +57,13 @@ def test_logits_equal_transformers(family, tmp_path):
     tokens = torch.randint(0, 96, (700,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = peer(tokens[None]).logits[0]
-        cache = DenseCache(model, 700)
-        parts = [cache.run(model, tokens[a:b]) for a, b in ((0, 200), (200, 201), (201, 690))]
-        parts += [cache.run(model, tokens[i : i + 1]) for i in range(690, 700)]
-    torch.testing.assert_close(torch.cat(parts), want, rtol=1e-3, atol=1e-3)
+        ends = (200, 201, 690, *range(691, 701))
+        if spec.has_states:
+            got = read_in_chunks(model, tokens, ends, PlainProgram)
+        else:
+            cache = DenseCache(model, 700)
+            got = torch.cat([cache.run(model, tokens[a:b]) for a, b in itertools.pairwise((0, *ends))])
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits_of(model, tokens), want, rtol=1e-3, atol=1e-3)
 
 

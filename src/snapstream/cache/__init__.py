@@ -1,4 +1,4 @@
-"""KV caches: one layer's entries, groups of layers, and one sequence's compressed cache.
+"""KV caches: one layer's entries or state, groups of layers, and one sequence's compressed cache.
 
 They hold prompts during prefill, slots during decoding, sessions between two turns, and files on disk. Shapes use the
 letters of :mod:`snapstream.compression`.
@@ -7,6 +7,7 @@ letters of :mod:`snapstream.compression`.
 from snapstream.cache.compressed import CompressedSequence
 from snapstream.cache.groups import CacheSizes, LayerGroup, reported_layers
 from snapstream.cache.layer import EntryShape, GroupedCache, LatentCache, LayerCache
+from snapstream.cache.state import StateCache, StateShape
 
 __all__ = [
     "CacheSizes",
@@ -16,5 +17,7 @@ __all__ = [
     "LatentCache",
     "LayerCache",
     "LayerGroup",
+    "StateCache",
+    "StateShape",
     "reported_layers",
 ]

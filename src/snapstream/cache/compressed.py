@@ -34,9 +34,10 @@ class CompressedSequence:
 
     Attributes:
         groups: The model's groups of layers.
-        layers: Per layer, a cache of one row, ``[1, N, E, D]``; entries beyond its layout's ``count`` are undefined.
-        positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``; empty if positions
-            were not requested.
+        layers: Per layer, a cache of one row, ``[1, N, E, D]``; entries beyond its layout's ``count`` are undefined. Or
+            its state.
+        positions: Per layer, the true position of each entry in the conversation, int32 ``[N, E]``, and nothing for one
+            with a state; empty if positions were not requested.
         layouts: Per group, where the ring is, and how many entries are in use.
         tokens: All tokens of the conversation that the cache was built from, kept or dropped.
         logits: Logits of the last token, float32 ``[1, vocab]``, from which the next one is sampled. ``None`` after an
@@ -64,7 +65,7 @@ class CompressedSequence:
     @property
     def limit(self) -> int:
         """Entries that a slot needs to decode it, in layers with a budget; 0 if there are none."""
-        return self.layouts[0].limit if self.groups[0].window is None else 0
+        return self.layouts[0].limit if self.groups[0].has_budget else 0
 
     @property
     def nbytes(self) -> int:
@@ -108,15 +109,18 @@ class CompressedSequence:
             _require(0 <= layout.base <= layout.limit and 1 <= layout.count <= layout.limit, "a layout is invalid")
             _require(layout.count <= len(self.tokens), "there are more entries than tokens")
             for layer in group.layers:
-                self._check_layer(layer, layout.count)
+                self._check_layer(layer, layout.count, has_state=group.has_state)
 
-    def _check_layer(self, layer: int, count: int) -> None:
+    def _check_layer(self, layer: int, count: int, *, has_state: bool) -> None:
         cache = self.layers[layer]
         _require(cache.rows == 1 and cache.entries >= count, "entries are missing")
-        finite = (torch.isfinite(tensor[:, :, :count].float()).all() for tensor in cache.tensors)
+        finite = (torch.isfinite(tensor.float()).all() for tensor in cache.first(count).tensors)
         _require(all(map(bool, finite)), "an entry is not finite")
         if self.positions:
             positions = self.positions[layer]
+            if has_state:
+                _require(positions.numel() == 0, "a state has positions")
+                return
             _require(positions.shape == (cache.keys.shape[1], count), "positions have another shape")
             in_order = positions.sort(dim=-1).values  # a pinned recent token precedes older ones in the ring
             _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry occurs twice")
@@ -249,11 +253,11 @@ class CompressedSequence:
         entries = {layer: group.entry for group in groups for layer in group.layers}
         for layer, entry in entries.items():
             stored = [tensors[f"layer.{layer}.{part}"] for part in range(entry.kind.stored)]
-            if stored[0].dtype != dtype:
-                raise CacheFileError(
-                    f"{path} holds {stored[0].dtype}, but caches are {dtype} here; run with the dtype of the file"
-                )
             caches[layer] = entry.of(stored)
+            if caches[layer].dtype != dtype:
+                raise CacheFileError(
+                    f"{path} holds {caches[layer].dtype}, but caches are {dtype} here; run with the dtype of the file"
+                )
         names = [f"positions.{layer}" for layer in range(layers)]
         positions = [tensors[name] for name in names if name in tensors]
         sequence = cls(
@@ -276,8 +280,8 @@ class CompressedSequence:
         """All tensors with their names in a file; unused entries are left out."""
         for group, layout in zip(self.groups, self.layouts, strict=True):
             for layer in group.layers:
-                for part, tensor in enumerate(self.layers[layer].tensors):
-                    yield f"layer.{layer}.{part}", tensor[:, :, : layout.count]
+                for part, tensor in enumerate(self.layers[layer].first(layout.count).tensors):
+                    yield f"layer.{layer}.{part}", tensor
         for layer, positions in enumerate(self.positions):
             yield f"positions.{layer}", positions
         yield "tokens", torch.tensor(self.tokens, dtype=torch.int64)

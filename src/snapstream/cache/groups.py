@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from snapstream.cache.layer import EntryShape
+from snapstream.cache.state import StateShape
 from snapstream.compression import Layout, lay_out, lay_out_window
 from snapstream.config import CacheBudget
 
@@ -17,23 +18,41 @@ class LayerGroup:
     """Layers whose sequences have the same layout.
 
     A model lists the groups with the budget first. Layers with a sliding window need no budget: their ring is the
-    window, without sinks and pinned entries, so it holds exactly what they attend to.
+    window, without sinks and pinned entries, so it holds exactly what they attend to. Layers with a state have a window
+    too: as many inputs as their convolution looks back.
 
     Attributes:
         layers: Their indices.
-        entry: Shape of an entry.
+        entry: Shape of an entry, or of the state.
         window: How many tokens a token attends to, itself included; ``None`` for all. Then the budget applies.
         rotation: Name of their RoPE parameters in the configuration; ``None`` if it has only one set.
+        taken_back: How many more inputs a slot keeps, so that a state can be taken back.
     """
 
     layers: tuple[int, ...]
-    entry: EntryShape
+    entry: EntryShape | StateShape
     window: int | None = None
     rotation: str | None = None
+    taken_back: int = 0
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a cache budget applies."""
+        return self.window is None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether layers have a state."""
+        return isinstance(self.entry, StateShape)
+
+    @property
+    def slides(self) -> bool:
+        """Whether layers attend to a sliding window."""
+        return self.window is not None and not self.has_state
 
     def entries(self, capacity: int) -> int:
-        """Entries per sequence, if a budget has ``capacity``."""
-        return capacity if self.window is None else self.window
+        """Entries per slot, if a budget has ``capacity``."""
+        return capacity if self.window is None else self.window + self.taken_back
 
     def lay_out(self, length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
         """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
@@ -45,9 +64,13 @@ class LayerGroup:
         """The layout of a saved sequence here: its window may have been cut to a shorter ``max_model_len``."""
         return layout if self.window is None else lay_out_window(layout.count, self.window)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one entry over all its layers."""
-        return len(self.layers) * self.entry.nbytes(dtype)
+    def nbytes(self, entries: int, dtype: torch.dtype) -> int:
+        """Bytes of so many entries of a sequence over all its layers, and of its states."""
+        return len(self.layers) * (entries * self.entry.nbytes(dtype) + self.entry.fixed_nbytes(dtype))
+
+    def positions(self, entries: int) -> int:
+        """Number of true positions that a saved sequence of so many entries has: of each, unless there is a state."""
+        return 0 if self.has_state else entries * len(self.layers) * self.entry.heads
 
 
 def reported_layers(groups: Sequence[LayerGroup]) -> list[int]:
@@ -68,8 +91,8 @@ class CacheSizes:
     dtype: torch.dtype
 
     def of(self, entries: Sequence[int]) -> int:
-        """Bytes of so many entries per group."""
-        return sum(count * group.nbytes(self.dtype) for group, count in zip(self.groups, entries, strict=True))
+        """Bytes of a sequence with so many entries per group."""
+        return sum(group.nbytes(count, self.dtype) for group, count in zip(self.groups, entries, strict=True))
 
     def of_slot(self, capacity: int) -> int:
         """Bytes of a slot whose budget has ``capacity``."""
@@ -78,11 +101,8 @@ class CacheSizes:
     def of_prompt(self, tokens: int, capacity: int | None = None) -> int:
         """Bytes of the entries of a prompt; without a budget of ``capacity`` of all that its layers attend to."""
         capacity = tokens if capacity is None else capacity
-        return self.of([min(tokens, group.entries(capacity)) for group in self.groups])
+        return self.of([min(tokens, group.window or capacity) for group in self.groups])
 
     def saved(self, entries: Sequence[int]) -> int:
         """Bytes of a saved sequence of so many entries per group: entries, and the true position of each."""
-        positions = (
-            4 * count * len(group.layers) * group.entry.heads for group, count in zip(self.groups, entries, strict=True)
-        )
-        return self.of(entries) + sum(positions)
+        return self.of(entries) + sum(4 * group.positions(count) for group, count in zip(self.groups, entries, strict=True))

@@ -1,4 +1,7 @@
-"""One layer's keys and values, in whatever form they are stored. No other module writes, gathers or sizes them."""
+"""One layer's keys and values, in whatever form they are stored. Nothing else writes, gathers or sizes them.
+
+Layers with linear attention have a state instead: :mod:`snapstream.cache.state`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,14 @@ class EntryShape:
         """Shape of each tensor of a cache of ``entries`` entries for ``rows`` sequences."""
         return (rows, self.heads, entries, self.size)
 
+    def tensors(self, rows: int, entries: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the tensors of such a cache."""
+        return [(self.shape(rows, entries), dtype)] * self.kind.stored
+
     def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
-        kind, shape = self.kind, self.shape(rows, entries)
-        return kind([torch.zeros(shape, dtype=dtype, device=device) for _ in range(kind.stored)])
+        made = self.tensors(rows, entries, dtype)
+        return self.kind([torch.zeros(shape, dtype=kind, device=device) for shape, kind in made])
 
     def within(self, memory: Tensor, rows: int, entries: int) -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences at the start of a flat tensor that has room for it."""
@@ -70,6 +77,10 @@ class EntryShape:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one entry."""
         return self.kind.stored * self.heads * self.size * dtype.itemsize
+
+    def fixed_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a sequence besides its entries: none."""
+        return 0
 
     @property
     def kind(self) -> type[GroupedCache] | type[LatentCache]:
@@ -148,6 +159,10 @@ class LayerCache(ABC):
         """A view of the first ``entries`` entries of one sequence: a cache with ``B = 1``."""
         return type(self)([tensor[row : row + 1, :, :entries] for tensor in self.tensors])
 
+    def first(self, entries: int) -> LayerCache:
+        """A view of the first ``entries`` entries of every sequence."""
+        return self.span(0, entries)
+
     def span(self, first: int, end: int) -> LayerCache:
         """A view of entries ``first .. end`` of every sequence."""
         return type(self)([tensor[:, :, first:end] for tensor in self.tensors])
@@ -198,8 +213,13 @@ class LayerCache(ABC):
             for head in range(mine.shape[1]):
                 mine[0, head, :entries].copy_(theirs[0, head, :entries])
 
-    def put(self, other: LayerCache) -> None:
-        """Copy all entries of a cache with one row to the first entries of this one, which has one row, too."""
+    def put(self, other: LayerCache, tokens: int = 0) -> None:
+        """Copy all entries of a cache with one row to the first entries of this one, which has one row, too.
+
+        Args:
+            other: The other cache.
+            tokens: Tokens of the sequence so far; only a state needs to know.
+        """
         self._require_same_dtype(other)
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine[0, :, : other.entries].copy_(theirs[0])

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from snapstream.cache import StateCache
 from snapstream.kernels import plain
 from snapstream.kernels.parts import Machine, Part, PromptChunk, Slots
 from snapstream.kernels.plain import Activation
@@ -157,6 +158,21 @@ class Gate(Operation):
     @override
     def run(self, m: Machine) -> None:
         self.target.of(m.buffers).copy_(plain.gate(self.source.of(m.buffers), self.activation))
+
+
+@dataclass(frozen=True)
+class GateBy(Operation):
+    """Multiply heads by the SiLU of others, or with ``sigmoid`` by their sigmoid; those may have a single element."""
+
+    source: Part
+    target: Part
+    sigmoid: bool
+
+    @override
+    def run(self, m: Machine) -> None:
+        gate, target = self.source.of(m.buffers), self.target.of(m.buffers)
+        wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        target.copy_(target * (wide.sigmoid() if self.sigmoid else F.silu(wide)))
 
 
 @dataclass(frozen=True)
@@ -435,13 +451,15 @@ class Verify(Operation):
 
 @dataclass(frozen=True)
 class Commit(Operation):
-    """Write the pending entries of accepted tokens to the caches of all layers."""
+    """Write the pending entries of accepted tokens to the caches of all layers; states are settled separately."""
 
     @override
     def run(self, m: Machine) -> None:
         slots, places = m.slots, [m.slots.entries(group) for group in range(len(m.slots.base))]
         assert slots.accepted is not None
         for layer, (cache, pending) in enumerate(zip(m.caches, m.pending, strict=True)):
+            if isinstance(cache, StateCache):  # see Recur
+                continue
             entries = places[m.group_of(layer)]
             for t in range(slots.tokens):
                 key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]

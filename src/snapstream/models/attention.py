@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from snapstream.kernels.operations import Attend, Operation, Rotate, ScaleByPosition, Store
+from snapstream.kernels.operations import Attend, GateBy, Operation, Rotate, ScaleByPosition, Store
 from snapstream.kernels.parts import Part
 from snapstream.models.layers import Linear, Result, RMSNorm
-from snapstream.models.names import Place, linear_places, norm_place
+from snapstream.models.names import Interleaved, Place, linear_places, norm_place
 from snapstream.models.spec import ModelSpec
 
 
@@ -25,7 +25,10 @@ class GroupedAttention(nn.Module):
         self.growth = spec.query_growth
         self.pairs, self.cap = spec.rotates_pairs, spec.attention_cap
         self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.has_sinks else None
-        self.qkv = Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
+        # Gates, if there are any, then queries, keys and values.
+        self.gates = spec.heads if spec.gates_attention else 0
+        heads = self.gates + spec.heads + 2 * spec.kv_heads
+        self.qkv = Linear(spec.hidden_size, heads * spec.head_dim, bias=spec.qkv_bias)
         self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
@@ -37,9 +40,10 @@ class GroupedAttention(nn.Module):
     def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
         """Attention as operations."""
         H, N, D = self.heads, self.kv_heads, self.head_dim
-        query, key = Part("qkv", D, H), Part("qkv", D, N, offset=H * D)
-        value = Part("qkv", D, N, offset=(H + N) * D)
-        yield self.qkv.operation(source, Part("qkv", (H + 2 * N) * D))
+        start = self.gates * D
+        query, key = Part("qkv", D, H, start), Part("qkv", D, N, start + H * D)
+        value = Part("qkv", D, N, start + (H + N) * D)
+        yield self.qkv.operation(source, Part("qkv", start + (H + 2 * N) * D))
         if self.query_norm is not None and self.key_norm is not None:
             for norm, part in ((self.query_norm, query), (self.key_norm, key)):
                 size = len(norm.weight)
@@ -47,13 +51,15 @@ class GroupedAttention(nn.Module):
                 yield norm.operation(normed, normed)
         if self.rotated:
             stride = 0 if self.rotated == D else D
-            rotated = Part("qkv", self.rotated, H + N, stride=stride)
+            rotated = Part("qkv", self.rotated, H + N, start, stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
         yield Store(key, value, layer)
         if self.growth is not None:
             yield ScaleByPosition(query, *self.growth)
         attended = Part("attended", D, H)
         yield Attend(query, attended, layer, self.scale, window=self.window, cap=self.cap, sinks=self.sinks)
+        if self.gates:
+            yield GateBy(Part("qkv", D, H), attended, sigmoid=True)
         yield self.output.operation(Part("attended", H * D), result)
 
 
@@ -67,9 +73,13 @@ def attention_places(source: str, target: str, spec: ModelSpec, *, joined: bool 
     """Where the tensors of grouped-query attention go; ``joined``: queries, keys and values are one tensor."""
     queries, keys, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
     rows = {"qkv_proj": queries + 2 * keys} if joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    with_gates = None
+    if spec.gates_attention:  # each head's query, then its gate
+        with_gates, rows["q_proj"] = Interleaved((spec.head_dim, spec.head_dim), (1, 0)), 2 * queries
     places, start = dict[str, Place](), 0
     for name, count in rows.items():
-        places |= linear_places(f"{source}.{name}", f"{target}.qkv", count, hidden, spec.qkv_bias, start)
+        order = with_gates if name == "q_proj" else None
+        places |= linear_places(f"{source}.{name}", f"{target}.qkv", count, hidden, spec.qkv_bias, start, order)
         start += count
     if spec.has_sinks:
         places[f"{source}.sinks"] = Place(f"{target}.sinks", (spec.heads,))

@@ -13,8 +13,9 @@ from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operat
 from snapstream.kernels.parts import Part
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import DenseWeight
+from snapstream.models.joined import Joined
 from snapstream.models.layers import FeedForward, Matrix, Result
-from snapstream.models.names import Place, gated_places
+from snapstream.models.names import Place, gated_places, linear_places
 from snapstream.models.spec import ExpertShape
 
 
@@ -51,8 +52,10 @@ class MixtureOfExperts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(shape.count, 2 * shape.inner)) if shape.biased else None
         self.down_bias = nn.Parameter(torch.zeros(shape.count, hidden_size)) if shape.biased else None
         self.shared: FeedForward | None = None
-        if shape.shared:
-            self.shared = FeedForward(hidden_size, shape.shared * shape.inner, activation=activation)
+        if shape.shared_inner:
+            self.shared = FeedForward(
+                hidden_size, shape.shared_inner, activation=activation, gated=shape.gates_shared
+            )
 
     def operations(self, source: Part, result: Result) -> Iterator[Operation]:
         """The mixture as operations; the result must be one that is added, with a factor of 1."""
@@ -113,14 +116,16 @@ class ExpertNames:
         gate: Gates of an expert.
         up: Its ups.
         down: The product after them.
-        joined: Whether the tensors of all experts are joined; see :mod:`snapstream.models.joined`.
+        shared: The experts that process every token.
+        joined: How the tensors of all experts may be joined; see :mod:`snapstream.models.joined`.
     """
 
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    joined: bool = False
+    shared: str = "shared_experts"
+    joined: Joined | None = None
 
 
 def expert_places(source: str, target: str, hidden: int, shape: ExpertShape, names: ExpertNames) -> dict[str, Place]:
@@ -139,6 +144,8 @@ def expert_places(source: str, target: str, hidden: int, shape: ExpertShape, nam
             places[f"{theirs}.weight"] = Place(f"{target}.{module}", sizes, start, expert)
             if shape.biased:
                 places[f"{theirs}.bias"] = Place(f"{target}.{module}_bias", sizes[:1], start, expert)
-    if shape.shared:
-        places |= gated_places(f"{source}.shared_experts", f"{target}.shared", hidden, shape.shared * shape.inner)
+    if shape.shared_inner:
+        places |= gated_places(f"{source}.{names.shared}", f"{target}.shared", hidden, shape.shared_inner)
+    if shape.gates_shared:
+        places |= linear_places(f"{source}.{names.shared}_gate", f"{target}.shared.gate", 1, hidden)
     return places

@@ -1,13 +1,17 @@
-"""Experts that a checkpoint stores as one tensor per layer, as gpt-oss does, in numbers or in four bits (MXFP4).
+"""Experts that a checkpoint stores as one tensor per layer, as gpt-oss and Qwen3.5 do.
 
-A tensor ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has alternating columns of gates and ups, and ``down_proj`` is
-``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In MXFP4 there are two tensors for each:
+In gpt-oss, ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has alternating columns of gates and ups, and ``down_proj`` is
+``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In Qwen3.5, experts have the rows of products:
+gates, then ups, and there are no biases.
+
+gpt-oss is published in four bits (MXFP4). Then there are two tensors for each:
 ``blocks`` uint8 ``[E, rows, columns / 32, 16]``, with two numbers per byte, the first in the lower half, and ``scales``
 uint8 ``[E, rows, columns / 32]``, exponents of two plus 127. Rows are then those of products, as they are here.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,11 +24,15 @@ from snapstream.errors import CheckpointError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_PARTS = {
-    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
-    "down_proj": {"down_proj": slice(None)},
-}
-"""The products that each tensor holds, and which of its rows they have."""
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The products that each tensor holds."""
+
+
+class Joined(enum.Enum):
+    """How the experts of a layer are joined: their columns, gates and ups in turn, or their rows, gates before ups."""
+
+    COLUMNS = enum.auto()
+    ROWS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,11 @@ class ExpertPart:
     read: Callable[[], Tensor]
 
 
-def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[ExpertPart]:
+def expert_parts(kind: Joined, name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[ExpertPart]:
     """What a tensor of all experts consists of.
 
     Args:
+        kind: How they are joined.
         name: Its name, such as ``model.layers.0.mlp.experts.gate_up_proj``.
         stored: The slice of a safetensors file with its numbers, or with its blocks.
         scales: Finds the scales of its blocks, as a slice or as a tensor.
@@ -53,8 +62,8 @@ def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[
     Raises:
         CheckpointError: The tensor has another shape, or the scales do not fit the blocks.
     """
-    source, _, kind = name.rpartition(".")
-    in_blocks, is_bias = kind.endswith(BLOCKS), kind.endswith("_bias")
+    source, _, own = name.rpartition(".")
+    in_blocks, is_bias, in_rows = own.endswith(BLOCKS), own.endswith("_bias"), kind is Joined.ROWS
     experts, *shape = stored.get_shape()
     wanted = 3 if in_blocks else 1 if is_bias else 2
     if len(shape) != wanted or (in_blocks and (shape[2] != 16 or stored.get_dtype() != "U8")):
@@ -72,16 +81,18 @@ def expert_parts(name: str, stored: Any, scales: Callable[[], Any]) -> Iterator[
     elif is_bias:
         rows, columns = shape[0], 0
     else:
-        columns, rows = shape
+        rows, columns = shape if in_rows else reversed(shape)
 
     def read(expert: int, rows: slice) -> Tensor:
         whole: Tensor = stored[expert]
         if in_blocks:
             return widen(whole[rows], found[expert][rows])
-        return whole[rows] if is_bias else whole[:, rows].t()
+        return whole[rows] if is_bias or in_rows else whole[:, rows].t()
 
-    for product, chosen in _PARTS[kind.removesuffix(BLOCKS).removesuffix("_bias")].items():
-        count = len(range(rows)[chosen])
+    products = _PARTS[own.removesuffix(BLOCKS).removesuffix("_bias")]
+    many, count = len(products), rows // len(products)
+    for at, product in enumerate(products):
+        chosen = slice(at * count, (at + 1) * count) if in_rows else slice(at, None, many)
         for expert in range(experts):
             made = (count,) if is_bias else (count, columns)
             part = f"{source}.{expert}.{product}.{'bias' if is_bias else 'weight'}"

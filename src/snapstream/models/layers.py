@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from snapstream.kernels.operations import GatedProduct, Norm, Operation, Product
+from snapstream.kernels.operations import GateBy, GatedProduct, Norm, Operation, Product
 from snapstream.kernels.parts import Part
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight, joined
@@ -95,7 +95,10 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU or GeGLU with the gate and up projections in one matrix product."""
+    """SwiGLU or GeGLU with the gate and up projections in one matrix product.
+
+    With ``gated``, the result is multiplied by the sigmoid of one number per token.
+    """
 
     def __init__(
         self,
@@ -104,14 +107,20 @@ class FeedForward(nn.Module):
         *,
         bias: bool = False,
         activation: Activation = Activation.SILU,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate = Linear(hidden_size, 1) if gated else None
 
     def operations(self, source: Part, result: Result) -> Iterator[Operation]:
         """The layer as operations."""
         inner = Part("inner", self.down.in_features)
         yield GatedProduct(source, inner, self.gate_up.weight.value, self.gate_up.bias, self.activation)
+        if self.gate is not None:  # before the last product, which adds its result to others
+            gate = Part("gate", 1)
+            yield self.gate.operation(source, gate)
+            yield GateBy(gate, inner, sigmoid=True)
         yield self.down.operation(inner, result)

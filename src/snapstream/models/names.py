@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from snapstream.models.spec import ModelSpec
 
@@ -14,8 +18,40 @@ _WITHIN = {
     "language_model.lm_head.": "lm_head.",
 }
 _OTHER_PARTS = tuple(
-    f"{beginning}{part}." for beginning in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+    f"{beginning}{part}."
+    for beginning in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "visual")
 )
+
+
+class Form(enum.Enum):
+    """What the numbers of a tensor are, if not simply those of the parameter.
+
+    ``LOGARITHMS`` of negated ones; GGUF files contain the results. ``TAPS`` of a convolution, ``[channels, 1, taps]``,
+    which become ``[taps, channels]``.
+    """
+
+    NUMBERS = enum.auto()
+    LOGARITHMS = enum.auto()
+    TAPS = enum.auto()
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Rows of several matrices in one tensor, a few of each in turn.
+
+    Attributes:
+        sizes: How many of each come in turn.
+        matrices: In which order they follow each other in the parameter.
+    """
+
+    sizes: tuple[int, ...]
+    matrices: tuple[int, ...]
+
+    def order(self, count: int) -> Tensor:
+        """Which of ``count`` rows comes first, second, ..."""
+        turns = torch.arange(count).view(-1, sum(self.sizes)).split(self.sizes, 1)
+        return torch.cat([turns[each].flatten() for each in self.matrices])
 
 
 @dataclass(frozen=True)
@@ -30,6 +66,18 @@ class Place:
     start: int = 0
     expert: int | None = None
     offset: float = 0.0
+    form: Form = Form.NUMBERS
+    rows: Interleaved | None = None
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What a tensor of a Hugging Face checkpoint becomes."""
+        if self.offset:
+            tensor = tensor.float() + self.offset
+        if self.form is Form.LOGARITHMS:
+            tensor = -tensor.float().exp()
+        if self.form is Form.TAPS:
+            tensor = tensor[:, 0].t()
+        return tensor if self.rows is None else tensor[self.rows.order(len(tensor))]
 
 
 def scale_of(name: str) -> str:
@@ -44,6 +92,8 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
     if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
         return True
     if spec.weight_block is None and name.endswith(".activation_scale"):  # activations are not rounded to float8
+        return True
+    if spec.ignored_layers and name.startswith("mtp."):
         return True
     layer = _LAYER.match(name)  # multi-token prediction: layers after the last
     return layer is not None and spec.layers <= int(layer[1]) < spec.layers + spec.extra_layers + spec.ignored_layers
@@ -76,12 +126,18 @@ def norm_place(target: str, size: int, spec: ModelSpec) -> Place:
 
 
 def linear_places(
-    source: str, target: str, rows: int, columns: int, bias: bool = False, start: int = 0
+    source: str,
+    target: str,
+    count: int,
+    columns: int,
+    bias: bool = False,
+    start: int = 0,
+    rows: Interleaved | None = None,
 ) -> dict[str, Place]:
-    """Where a product's weight ``[rows, columns]`` and bias go, from row ``start`` of the parameter."""
-    places = {f"{source}.weight": Place(f"{target}.weight", (rows, columns), start)}
+    """Where a product's weight ``[count, columns]`` and bias go, from row ``start`` of the parameter."""
+    places = {f"{source}.weight": Place(f"{target}.weight", (count, columns), start, rows=rows)}
     if bias:
-        places[f"{source}.bias"] = Place(f"{target}.bias", (rows,), start)
+        places[f"{source}.bias"] = Place(f"{target}.bias", (count,), start, rows=rows)
     return places
 
 

@@ -44,7 +44,6 @@ class ExpertShape:
         count: Number of routed experts.
         chosen: Number of routed experts per token.
         inner: Width inside each expert.
-        shared: Number of experts that process every token.
         dense_layers: Layers without experts.
         groups: Number of groups of experts.
         chosen_groups: Number of groups that a token's experts come from.
@@ -53,12 +52,13 @@ class ExpertShape:
         normalize: Whether the weights of the selected experts are normalized to a sum of 1 before they are scaled.
         scale: Factor on the weights.
         biased: Whether the router and the products have biases.
+        shared_inner: Width of the experts that process every token, together; 0 if there are none.
+        gates_shared: Whether their result is multiplied by the sigmoid of a gate.
     """
 
     count: int
     chosen: int
     inner: int
-    shared: int
     dense_layers: frozenset[int]
     groups: int
     chosen_groups: int
@@ -66,6 +66,8 @@ class ExpertShape:
     normalize: bool
     scale: float
     biased: bool = False
+    shared_inner: int = 0
+    gates_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ class ModelSpec:
         unrotated_layers: Layers whose queries and keys are not rotated.
         query_growth: By what queries grow with their position, and after how many tokens each time; see
             :class:`~snapstream.kernels.operations.ScaleByPosition`. ``None`` if they do not.
+        gates_attention: Whether attention's results are multiplied by the sigmoid of gates, which are projected with the
+            queries.
+        joined_inputs: Whether checkpoints join the projections of layers with a state (Qwen3-Next).
+        value_heads_in_turn: Whether value heads of such layers take key heads in turn; see
+            :class:`~snapstream.kernels.recurrence.Recur`.
         activation: Activation of the feed-forward blocks.
         embedding_factor: Factor on embeddings.
         rounds_embedding_factor: Whether it is rounded to the type of the embeddings.
@@ -163,6 +170,9 @@ class ModelSpec:
     rotates_pairs: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     query_growth: tuple[float, int] | None = None
+    gates_attention: bool = False
+    joined_inputs: bool = False
+    value_heads_in_turn: bool = False
     activation: Activation = Activation.SILU
     embedding_factor: float = 1.0
     rounds_embedding_factor: bool = False
@@ -185,8 +195,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (LayerGroup(tuple(range(self.layers)), self.entry),))
-        windows = [group.window is not None for group in self.groups]
-        assert windows == sorted(windows), "groups with a budget come first"
+        kinds = [(group.has_state, group.slides) for group in self.groups]
+        assert kinds == sorted(kinds), "groups with a budget come first, those with a state last"
         assert sorted(layer for group in self.groups for layer in group.layers) == list(range(self.cached_layers))
 
     def with_next_token(self) -> ModelSpec:
@@ -198,7 +208,7 @@ class ModelSpec:
     def for_sequences_of(self, longest: int) -> ModelSpec:
         """The same model for sequences of at most ``longest`` tokens: no window needs to be longer."""
         cut = (
-            group if group.window is None else replace(group, window=min(group.window, longest))
+            replace(group, window=min(group.window, longest)) if group.window and group.slides else group
             for group in self.groups
         )
         return replace(self, groups=tuple(cut), longest=longest)
@@ -206,7 +216,7 @@ class ModelSpec:
     @property
     def has_budget(self) -> bool:
         """Whether a cache budget applies to any layer; if not, all have sliding windows."""
-        return self.groups[0].window is None
+        return self.groups[0].has_budget
 
     def group_of(self, layer: int) -> int:
         """Index of a layer's group."""
@@ -245,12 +255,26 @@ class ModelSpec:
         """Approximate number of weights of one layer that a token is multiplied with."""
         inner = self.intermediate_size
         if self.experts is not None:
-            inner = (self.experts.chosen + self.experts.shared) * self.experts.inner
+            inner = self.experts.chosen * self.experts.inner + self.experts.shared_inner
         return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * inner)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
-        return self.sizes(dtype).of([1] * len(self.groups))
+        return sum(len(group.layers) * group.entry.nbytes(dtype) for group in self.groups if not group.has_state)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the states of one sequence, with the inputs that their convolutions look back to."""
+        return sum(group.nbytes(group.window or 0, dtype) for group in self.groups if group.has_state)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer has a state."""
+        return self.groups[-1].has_state
+
+    def that_takes_back(self, inputs: int) -> ModelSpec:
+        """The same model with slots that keep so many more inputs to layers with a state."""
+        groups = (replace(group, taken_back=inputs) if group.has_state else group for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
     def sizes(self, dtype: torch.dtype) -> CacheSizes:
         """Sizes of caches with entries of a dtype."""

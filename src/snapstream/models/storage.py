@@ -20,6 +20,7 @@ from snapstream.models.experts import Router
 from snapstream.models.families import tensor_places
 from snapstream.models.layers import Matrix, RMSNorm
 from snapstream.models.names import Place
+from snapstream.models.recurrent import GatedDeltaNet
 from snapstream.models.spec import ModelSpec, StoredRows
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
             module.correction = nn.Parameter(module.correction.float())
         if isinstance(module, GroupedAttention) and module.sinks is not None:
             module.sinks = nn.Parameter(module.sinks.float())
+        if isinstance(module, GatedDeltaNet):
+            wide = torch.promote_types(dtype, torch.float32)
+            module.rates, module.shifts = (nn.Parameter(each.to(wide)) for each in (module.rates, module.shifts))
         if isinstance(module, RMSNorm) and module.wide:
             module.weight = nn.Parameter(module.weight.to(torch.promote_types(dtype, torch.float32)))
     return model

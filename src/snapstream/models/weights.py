@@ -95,9 +95,7 @@ def load_model(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, device: to
                     tensor = stored.read()
                     if name in quantised:
                         tensor = dequantise(tensor, scales[scale_of(name)], spec.weight_block)
-                    if place.offset:
-                        tensor = tensor.float() + place.offset
-                    fill(*target_of(model, place), tensor)
+                    fill(*target_of(model, place), place.read(tensor))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: weights could not be read: {first_line(error)}") from error
     return model
@@ -198,22 +196,22 @@ def _each_tensor(files: Sequence[Path], spec: ModelSpec) -> Iterator[tuple[str, 
     """Yield the names of all tensors of the model, and how to read them; of joined experts, one by one."""
     from safetensors import safe_open
 
-    joins = family_of(spec.architecture).joins_experts
+    joined = family_of(spec.architecture).joined_experts
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             names = tensors.keys()
             for stored in names:
                 name = name_within(stored) if spec.wrapped else stored
-                if name is None or (joins and name.endswith(SCALES) and holds_experts(name.removesuffix(SCALES))):
+                if name is None or (joined and name.endswith(SCALES) and holds_experts(name.removesuffix(SCALES))):
                     continue
                 part = tensors.get_slice(stored)
-                if not joins or not holds_experts(name):
+                if joined is None or not holds_experts(name):
                     read = functools.partial(tensors.get_tensor, stored)
                     yield name, _Stored(tuple(part.get_shape()), part.get_dtype() == "F8_E4M3", read)
                     continue
                 wanted = stored.removesuffix(BLOCKS) + SCALES
                 scales = functools.partial(_slice_of, tensors if wanted in names else None, files, wanted)
-                for each in expert_parts(name, part, scales):
+                for each in expert_parts(joined, name, part, scales):
                     yield each.name, _Stored(each.shape, False, each.read)
 
 

@@ -19,6 +19,7 @@ from snapstream.models.families.llama import LLAMA
 from snapstream.models.families.mixtral import MIXTRAL, QWEN_EXPERTS
 from snapstream.models.families.olmo import OLMO, OLMOE
 from snapstream.models.families.phi import PHI
+from snapstream.models.families.qwen_next import QWEN_NEXT
 from snapstream.models.families.smollm import SMOLLM
 from snapstream.models.names import Place, linear_places, norm_place, norm_places
 from snapstream.models.rope import longest_sequence
@@ -38,10 +39,13 @@ FAMILIES: tuple[Family, ...] = (
     OLMOE,
     PHI,
     QWEN_EXPERTS,
+    QWEN_NEXT,
     SMOLLM,
 )
 WRAPPED = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 """Models of texts and images: types and architectures of the model of texts within, which is used alone."""
@@ -99,7 +103,7 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
         "architecture": architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": getattr(config, "intermediate_size", 0),
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "norm_epsilon": config.rms_norm_eps,

@@ -147,7 +147,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
         count=count,
         chosen=chosen,
         inner=config.moe_intermediate_size,
-        shared=config.n_shared_experts or 0,
+        shared_inner=(config.n_shared_experts or 0) * config.moe_intermediate_size,
         dense_layers=frozenset(range(first)),
         groups=groups,
         chosen_groups=chosen_groups,

@@ -10,6 +10,7 @@ from torch import nn
 
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Part
+from snapstream.models.joined import Joined
 from snapstream.models.names import Place
 from snapstream.models.spec import ModelSpec
 
@@ -43,11 +44,11 @@ class Family:
         block: Makes a layer, given its index.
         places: Where the tensors of a layer go, given the beginning of their names, the name of its module, the model
             and the layer's index.
-        joins_experts: Whether checkpoints join the tensors of all experts; see :mod:`snapstream.models.joined`.
+        joined_experts: How checkpoints may join the tensors of all experts; see :mod:`snapstream.models.joined`.
     """
 
     architectures: tuple[str, ...]
     fields: Callable[[Any, str], dict[str, Any]]
     block: Callable[[ModelSpec, int], nn.Module]
     places: Callable[[str, str, ModelSpec, int], dict[str, Place]]
-    joins_experts: bool = False
+    joined_experts: Joined | None = None

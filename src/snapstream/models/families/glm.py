@@ -23,7 +23,7 @@ def _expert_fields(config: Any, architecture: str) -> dict[str, Any]:
         count=count,
         chosen=chosen,
         inner=config.moe_intermediate_size,
-        shared=config.n_shared_experts or 0,
+        shared_inner=(config.n_shared_experts or 0) * config.moe_intermediate_size,
         dense_layers=frozenset(range(config.first_k_dense_replace or 0)),
         groups=groups,
         chosen_groups=chosen_groups,

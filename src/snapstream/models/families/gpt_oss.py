@@ -11,6 +11,7 @@ from snapstream.kernels.plain import GATE_LIMIT, GATE_SLOPE, Activation
 from snapstream.models.block import BlockNames
 from snapstream.models.experts import ExpertNames
 from snapstream.models.families.grouped import grouped_family, grouped_fields, softmax_experts
+from snapstream.models.joined import Joined
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
@@ -33,5 +34,5 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
 
 
 GPT_OSS = grouped_family(
-    "GptOssForCausalLM", fields=_fields, names=BlockNames(experts=ExpertNames(router="router", joined=True))
+    "GptOssForCausalLM", fields=_fields, names=BlockNames(experts=ExpertNames(router="router", joined=Joined.COLUMNS))
 )

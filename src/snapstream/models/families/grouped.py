@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from snapstream.cache import EntryShape, LayerGroup
 from snapstream.errors import CheckpointError
@@ -13,8 +14,10 @@ from snapstream.models.attention import GroupedAttention, attention_places
 from snapstream.models.block import Block, BlockNames, block_places
 from snapstream.models.experts import check_experts
 from snapstream.models.families.family import Family
+from snapstream.models.names import Place
+from snapstream.models.recurrent import GatedDeltaNet, recurrent_places
 from snapstream.models.rope import longest_sequence, rope_sets
-from snapstream.models.spec import ExpertShape
+from snapstream.models.spec import ExpertShape, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -34,17 +37,24 @@ def grouped_family(
     return Family(
         architectures=architectures,
         fields=fields,
-        block=lambda spec, layer: Block(spec, layer, GroupedAttention(spec, layer)),
+        block=lambda spec, layer: Block(spec, layer, _attention(spec, layer)),
         places=lambda source, target, spec, layer: block_places(
-            source,
-            target,
-            spec,
-            layer,
-            attention_places(f"{source}.self_attn", f"{target}.attention", spec, joined=names.joined_qkv),
-            names,
+            source, target, spec, layer, _attention_places(source, target, spec, layer, names), names
         ),
-        joins_experts=names.experts.joined,
+        joined_experts=names.experts.joined,
     )
+
+
+def _attention(spec: ModelSpec, layer: int) -> nn.Module:
+    has_state = spec.layer_group(layer).has_state
+    return GatedDeltaNet(spec, layer) if has_state else GroupedAttention(spec, layer)
+
+
+def _attention_places(source: str, target: str, spec: ModelSpec, layer: int, names: BlockNames) -> dict[str, Place]:
+    target = f"{target}.attention"
+    if spec.layer_group(layer).has_state:
+        return recurrent_places(f"{source}.linear_attn", target, spec, layer)
+    return attention_places(f"{source}.self_attn", target, spec, joined=names.joined_qkv)
 
 
 def grouped_fields(config: Any, types: Sequence[str] | None = None) -> dict[str, Any]:
@@ -100,7 +110,6 @@ def softmax_experts(
         count=count,
         chosen=chosen,
         inner=inner,
-        shared=0,
         dense_layers=frozenset(dense),
         groups=1,
         chosen_groups=1,

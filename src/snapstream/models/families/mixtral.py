@@ -15,16 +15,17 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def _qwen_fields(config: Any, architecture: str) -> dict[str, Any]:
-    step = config.decoder_sparse_step
-    dense = [
-        layer
-        for layer in range(config.num_hidden_layers)
-        if layer in (config.mlp_only_layers or ()) or (layer + 1) % step
-    ]
+    dense = dense_layers(config)
     count, inner, experts = config.num_experts, config.moe_intermediate_size, None
     if count and len(dense) < config.num_hidden_layers:
         experts = softmax_experts(config, count=count, inner=inner, normalize=bool(config.norm_topk_prob), dense=dense)
     return grouped_fields(config, windows_everywhere(config)) | {"qk_norm": "head", "experts": experts}
+
+
+def dense_layers(config: Any) -> list[int]:
+    """Layers without experts in models of Qwen."""
+    step, named = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+    return [layer for layer in range(config.num_hidden_layers) if layer in named or (layer + 1) % step]
 
 
 MIXTRAL = grouped_family(

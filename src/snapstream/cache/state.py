@@ -1,0 +1,141 @@
+"""The state of one layer with linear attention (Gated DeltaNet, arXiv 2412.06464), which has a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from snapstream.cache.layer import LayerCache
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The shape of a layer's state, and of what one token feeds to it.
+
+    Attributes:
+        heads: Value heads, each of which has a matrix.
+        key_heads: Heads of queries and keys, each of which serves several value heads.
+        key: Elements of a query or key head; rows of a matrix.
+        value: Elements of a value head; columns of a matrix.
+    """
+
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's queries, keys and values, which a short convolution mixes with those before."""
+        return 2 * self.key_heads * self.key + self.heads * self.value
+
+    @property
+    def size(self) -> int:
+        """Elements that a token feeds: its channels, then of each value head what gives strength and decay."""
+        return self.channels + 2 * self.heads
+
+    @property
+    def kind(self) -> type[StateCache]:
+        """The class of caches of such states."""
+        return StateCache
+
+    def tensors(self, rows: int, entries: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the tensors of a cache that holds ``entries`` latest inputs of ``rows`` sequences."""
+        matrices = (rows, self.heads, self.key, self.value), torch.promote_types(dtype, torch.float32)
+        return [matrices, ((rows, 1, entries, self.size), dtype)]
+
+    def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> StateCache:
+        """A cache for ``rows`` sequences, all zero."""
+        made = self.tensors(rows, entries, dtype)
+        return StateCache([torch.zeros(shape, dtype=kind, device=device) for shape, kind in made])
+
+    def of(self, tensors: Sequence[Tensor]) -> StateCache:
+        """A cache of one row from its tensors.
+
+        Raises:
+            ValueError: The tensors have another shape.
+        """
+        if [(*tensor.shape[:2], *tensor.shape[-1:]) for tensor in tensors] != [
+            (1, self.heads, self.value),
+            (1, 1, self.size),
+        ] or tensors[0].shape[2] != self.key:
+            raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are not a state of {self}")
+        return StateCache(tensors)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's input."""
+        return self.size * dtype.itemsize
+
+    def fixed_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the matrices of one sequence, which are float32."""
+        return self.heads * self.key * self.value * torch.promote_types(dtype, torch.float32).itemsize
+
+
+class StateCache(LayerCache):
+    """States of ``B`` sequences in one layer, and the latest inputs to each.
+
+    ``matrices`` is ``[B, heads, key, value]``. ``inputs`` is ``[B, 1, E, size]``: the input of the token at position
+    ``p`` is entry ``p mod E``. The convolution of the next token reads the last few. Slots have more: a state can be
+    taken back to an earlier token by feeding an older one the inputs since then.
+    """
+
+    stored = 2
+
+    @property
+    def matrices(self) -> Tensor:
+        """The states, ``[B, heads, key, value]``."""
+        return self.tensors[0]
+
+    @property
+    def inputs(self) -> Tensor:
+        """The latest inputs, ``[B, E, size]``."""
+        return self.tensors[1][:, 0]
+
+    @property
+    @override
+    def values(self) -> Tensor:
+        return self.tensors[1]
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        return self.tensors[1].dtype
+
+    @property
+    @override
+    def entries(self) -> int:
+        return self.tensors[1].shape[2]
+
+    @override
+    def row(self, row: int, entries: int | None = None) -> StateCache:
+        """A view of one sequence; all of its inputs, however many ``entries``."""
+        return StateCache([tensor[row : row + 1] for tensor in self.tensors])
+
+    @override
+    def first(self, entries: int) -> StateCache:
+        return self
+
+    @override
+    def to_host(self, entries: int) -> StateCache:
+        return StateCache([tensor.to("cpu", copy=True) for tensor in self.tensors])
+
+    @override
+    def put_from_host(self, other: LayerCache, entries: int) -> None:
+        self.put(other, entries)
+
+    @override
+    def put(self, other: LayerCache, tokens: int = 0) -> None:
+        """Copy the state of a cache with one row after ``tokens`` tokens to this one, which has one row, too."""
+        self._require_same_dtype(other)
+        assert isinstance(other, StateCache)
+        self.matrices.copy_(other.matrices)
+        for token in range(max(0, tokens - min(self.entries, other.entries)), tokens):
+            self.inputs[:, token % self.entries].copy_(other.inputs[:, token % other.entries])
+
+    @override
+    def converted(self, dtype: torch.dtype) -> StateCache:
+        return self if self.dtype == dtype else StateCache([self.matrices, self.tensors[1].to(dtype)])
