@@ -7,7 +7,7 @@ letters of :mod:`snapstream.compression`.
 from snapstream.cache.compressed import CompressedSequence
 from snapstream.cache.groups import CacheSizes, LayerGroup, reported_layers
 from snapstream.cache.layer import EntryShape, GroupedCache, LatentCache, LayerCache
-from snapstream.cache.state import StateCache, StateShape
+from snapstream.cache.state import StateCache, StateShape, no_positions
 
 __all__ = [
     "CacheSizes",
@@ -19,5 +19,6 @@ __all__ = [
     "LayerGroup",
     "StateCache",
     "StateShape",
+    "no_positions",
     "reported_layers",
 ]

@@ -139,3 +139,8 @@ class StateCache(LayerCache):
     @override
     def converted(self, dtype: torch.dtype) -> StateCache:
         return self if self.dtype == dtype else StateCache([self.matrices, self.tensors[1].to(dtype)])
+
+
+def no_positions(device: torch.device | str = "cpu") -> Tensor:
+    """True positions of the entries of a layer with a state, which has none, int32 ``[0, 0]``."""
+    return torch.empty(0, 0, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.cache import CompressedSequence, LayerCache, no_positions
 from snapstream.compression import (
     Layout,
     choose_entries,
@@ -29,6 +29,7 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.ahead import Ahead
 from snapstream.engine.evicted import Evicted
 from snapstream.engine.graphs import StaticGraph
+from snapstream.engine.lagging import Lagging
 from snapstream.engine.programs import Programs
 from snapstream.engine.renewal import Placement
 from snapstream.engine.settings import Setup, Types
@@ -128,6 +129,7 @@ class Decode:
             for tokens in most_tokens(guesses, device)
         }
         self.evicted = Evicted(spec.groups, self.layers, most) if goes_on else None
+        self.lagging = Lagging(spec, programs, self.layers, state, most) if goes_on and spec.has_states else None
         self.greedy_step = StaticGraph(self._greedy_step, device, captured=not eager)
         self.sampled_step = StaticGraph(self._sampled_step, device, captured=not eager)
 
@@ -187,6 +189,8 @@ class Decode:
             self.limit[group, slot].fill_(layout.limit)
         if sampling is not None:
             self.sampling.copy_row(slot, sampling, 0)
+        if self.lagging is not None:
+            self.lagging.begin(slot, position)
         self.active[slot].fill_(active)
 
     def slot(self, slot: int, layouts: Sequence[Layout]) -> list[LayerCache]:
@@ -198,7 +202,7 @@ class Decode:
     def put(self, slot: int, sequence: CompressedSequence) -> None:
         """Copy a sequence's cache into a free slot."""
         for mine, theirs in zip(self.layers, sequence.layers, strict=True):
-            mine.row(slot).put(theirs)
+            mine.row(slot).put(theirs, len(sequence.tokens))
 
     @torch.inference_mode()
     def extract(
@@ -229,7 +233,7 @@ class Decode:
         """
         layers, known, layouts = dict[int, LayerCache](), dict[int, Tensor](), list[Layout]()
         for number, group in enumerate(self.model.spec.groups):
-            if group.window is None:
+            if group.has_budget:
                 taken = self._entries(indices, layout)
                 layouts.append(layout.turned_to(len(indices)))
                 for layer in group.layers:
@@ -237,7 +241,14 @@ class Decode:
                     known[layer] = taken.positions(positions[layer], position)
                 continue
             assert self.evicted is not None
+            assert group.window is not None
             layouts.append(lay_out_window(len(tokens), group.window))
+            if group.has_state:
+                assert self.lagging is not None
+                states = self.lagging.states(slot, len(tokens), group.window)
+                layers |= states
+                known |= {layer: no_positions(self.token.device) for layer in states}
+                continue
             last = range(layouts[-1].dropped, len(tokens))
             # A launch may have stored more tokens.
             stored, count = int(self.position[slot]), int(self.count[number, slot])
@@ -284,7 +295,7 @@ class Decode:
         layout, chosen_by = after.layout, after.choice()
         laid_out = layout_tensors([layout], self.token.device)
         aged = self._entries(surviving_tokens(placement.layout, count, count), placement.layout)
-        with_budget = [group for group in self.model.spec.groups if group.window is None]
+        with_budget = [group for group in self.model.spec.groups if group.has_budget]
         moved = list(positions)
         for number in (layer for group in with_budget for layer in group.layers):
             layer = self.layers[number]
@@ -402,6 +413,8 @@ class Decode:
     def _keep_evicted(self, keep: bool) -> None:
         if keep and self.evicted is not None:
             self.evicted.before_launch(self.position, self.count)
+        if keep and self.lagging is not None:
+            self.lagging.before_launch()
 
     def _force(self, forced: dict[int, Sequence[int]] | None) -> None:
         for slot, tokens in (forced or {}).items():
@@ -416,9 +429,9 @@ class Decode:
                 group.entry.empty(self.slots, group.entries(capacity), dtype=dtype, device=device) for group in groups
             ]
         shapes = [
-            (group.entry.shape(self.slots, group.entries(capacity)), dtype)
+            tensor
             for group in groups
-            for _ in range(group.entry.kind.stored)
+            for tensor in group.entry.tensors(self.slots, group.entries(capacity), dtype)
         ]
         memory = iter(tensors_of_zeros(shapes))
         caches = [group.entry.kind(list(itertools.islice(memory, group.entry.kind.stored))) for group in groups]

@@ -34,7 +34,7 @@ class Evicted:
                 caches[layer].rows, kept_entries(most), dtype=caches[layer].dtype, device=caches[layer].keys.device
             )
             for group in groups
-            if group.window is not None
+            if group.slides
             for layer in group.layers
         }
 
@@ -49,8 +49,9 @@ class Evicted:
         coming = torch.arange(self._most, device=position.device)
         held = (position[:, None] + coming) % kept_entries(self._most)
         for number, group in enumerate(self._groups):
-            if group.window is None:
+            if not group.slides:
                 continue
+            assert group.window is not None
             places = (count[number, :, None] + coming) % group.window
             for layer in group.layers:
                 tensors = self._caches[layer].read(places)

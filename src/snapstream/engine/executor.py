@@ -62,8 +62,10 @@ class Executor:
         self.drafter = drafter if self.decode.ahead is None else NextToken(self.decode.ahead)
         self.reading: Reading | None = None
         self.readers: list[tuple[Request, Target]] = []
-        self.prefixes = Prefixes(config.prefix_contexts, setup.chunk) if config.prefix_contexts else None
-        self._windows = sorted(group.window for group in spec.groups if group.window is not None)
+        self.prefixes: Prefixes | None = None
+        if config.prefix_contexts:
+            self.prefixes = Prefixes(config.prefix_contexts, setup.chunk, only_whole=spec.has_states)
+        self._windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
         if not eager:
             with current_device(self.device):
@@ -403,9 +405,10 @@ class Executor:
         )
 
     def _window_is_gone(self, request: Request, tokens: int) -> bool:
-        """Whether entries of a window were overwritten for good by decoded tokens after the first ``tokens``."""
+        """Whether decoded tokens after the first ``tokens`` have changed windows or states for good."""
         stored = request.before + len(request.prompt) + request.decoded + self.steps
-        return request.decoded - tokens > FURTHEST and any(stored > window for window in self._windows)
+        is_gone = self.spec.has_states or any(stored > window for window in self._windows)
+        return request.decoded - tokens > FURTHEST and is_gone
 
     def clear(self) -> None:
         """Abandon the current prefill, reset the drafter, and free all slots."""

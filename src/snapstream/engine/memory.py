@@ -233,9 +233,12 @@ def _plan(
     slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
-    shapes = [torch.Size((group.entry.heads, padded, spec.value_size)) for group in spec.groups]
+    entries_of = [group.entry for group in spec.groups if not group.has_state]
+    shapes = [torch.Size((entry.heads, padded, spec.value_size)) for entry in entries_of]
     packed = max(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
-    entry_bytes = max(group.entry.nbytes(types.activations) for group in spec.groups)
+    entry_bytes = max(entry.nbytes(types.activations) for entry in entries_of)
+    states = [group for group in spec.groups if group.has_state]
+    one_state = max((group.nbytes(group.window or 0, types.activations) // len(group.layers) for group in states), default=0)
     long = least_tokens(setup.device, types.activations)
     widened = fixed.widened if long is not None and padded >= long else 0
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
@@ -260,6 +263,7 @@ def _plan(
         weights=fixed.weights,
         slots=slots * slot_bytes,
         staging=padded * entry_bytes
+        + one_state
         + packed
         + widened * item
         + (padded + 1) * spec.hidden_size * item
@@ -267,9 +271,9 @@ def _plan(
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * sizes.saved([group.entries(entries) for group in spec.groups]),
+        sessions=config.sessions * sizes.saved([group.window or entries for group in spec.groups]),
         contexts=config.context_bytes,
-        prefixes=_prefixes(setup, length) * spec.kv_bytes_per_token(types.activations),
+        prefixes=_prefixes(setup, length),
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
         # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a chunk and of
@@ -292,23 +296,25 @@ def _plan(
 
 
 def _most_entries(spec: ModelSpec, capacity: int) -> int:
-    return max(group.entries(capacity) for group in spec.groups)
+    return max(group.entries(capacity) for group in spec.groups if not group.has_state)
 
 
 def _evicted(setup: Setup) -> int:
-    """Bytes per slot of :class:`snapstream.engine.evicted.Evicted`."""
-    config = setup.config
+    """Bytes per slot of :class:`snapstream.engine.evicted.Evicted` and :class:`snapstream.engine.lagging.Lagging`."""
+    config, dtype = setup.config, setup.types.cache
     if not config.goes_on:
         return 0
     held = kept_entries(max(config.decode_steps, config.guesses + 1))
-    sizes = setup.spec.sizes(setup.types.cache)
-    return sizes.of([0 if group.window is None else held for group in setup.spec.groups])
+    groups = (group for group in setup.spec.groups if not group.has_budget)
+    return sum(group.nbytes(0 if group.has_state else held, dtype) for group in groups)
 
 
 def _prefixes(setup: Setup, length: int) -> int:
-    """Maximum number of entries of the prefix cache on the device."""
-    kept = setup.config.prefix_contexts
-    return (kept + 1) * length if kept and setup.device.type == "cpu" else 0
+    """Maximum size of the prefix cache on the device."""
+    kept, spec, dtype = setup.config.prefix_contexts, setup.spec, setup.types.activations
+    if not kept or setup.device.type != "cpu":
+        return 0
+    return (kept + 1) * (length * spec.kv_bytes_per_token(dtype) + spec.state_bytes(dtype))
 
 
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:
@@ -393,7 +399,7 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
         choosing = spec.experts.count * 4 * 4
         biases = 2 if spec.experts.biased else 1  # of each row's expert, gathered beside the rows
         gathered, combined = many * max(hidden, 2 * width) * item * biases, many * hidden * (item + 4) + hidden * 4
-        feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared * width * item, gathered, combined)
+        feed_forward = max(feed_forward, choosing, 2 * spec.experts.shared_inner * item, gathered, combined)
     return angles + max(attention, projections, feed_forward, 2 * hidden * item)
 
 

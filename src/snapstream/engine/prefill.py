@@ -28,7 +28,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
-from snapstream.cache import LayerCache, reported_layers
+from snapstream.cache import EntryShape, LayerCache, StateCache, no_positions, reported_layers
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -38,6 +38,7 @@ from snapstream.engine.reading import Reading, Target, count_parts
 from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
+from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.stock import program_for_rows
 from snapstream.kernels.widened import WidenedLayer, least_tokens, widened_numbers
 from snapstream.models import DecoderModel
@@ -52,19 +53,19 @@ SCORED_ROWS = 32
 
 
 class _Layer:
-    """The operations of one layer, split where attention begins.
+    """The operations of one layer, split after what every token must go through even in the last layer.
 
     Attributes:
-        before: Rotary angles, and all up to queries, and keys and values in the cache.
+        before: Rotary angles, and all up to queries, and keys and values in the cache; or to the end of a recurrence.
         after: Attention, and what follows.
-        query: Where ``before`` leaves the queries.
+        query: Where ``before`` leaves the queries; ``None`` in a layer with a state.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        (at,) = (at for at, each in enumerate(operations) if isinstance(each, Attend))
-        attend = operations[at]
-        assert isinstance(attend, Attend)
-        self.before, self.after, self.query = operations[:at], operations[at:], attend.query
+        ((at, mixer),) = ((at, each) for at, each in enumerate(operations) if isinstance(each, Attend | Recur))
+        self.query = mixer.query if isinstance(mixer, Attend) else None
+        at += self.query is None
+        self.before, self.after = operations[:at], operations[at:]
 
 
 class Prefill:
@@ -105,16 +106,20 @@ class Prefill:
             each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends
         }
         # One memory for the layers of all groups, seen as the entries of each.
-        largest = max(math.prod(group.entry.shape(1, padded)) * group.entry.kind.stored for group in spec.groups)
+        shapes = [group.entry for group in spec.groups if isinstance(group.entry, EntryShape)]
+        largest = max(math.prod(shape.shape(1, padded)) * shape.kind.stored for shape in shapes)
         memory = torch.zeros(largest, dtype=dtype, device=device)
-        self._stagings = [group.entry.within(memory, 1, padded) for group in spec.groups]
+        self._stagings = [
+            group.entry.within(memory, 1, padded)
+            if isinstance(group.entry, EntryShape)
+            else group.entry.empty(1, group.window or 0, dtype=dtype, device=device)
+            for group in spec.groups
+        ]
         self.staging = self._stagings[0]
         columns = spec.value_size if backend.narrow_values else spec.head_dim
-        shapes = [
-            backend.packed_shape(torch.Size((group.entry.heads, padded, columns)), dtype) for group in spec.groups
-        ]
-        packed = torch.zeros(max(map(math.prod, shapes)), dtype=dtype, device=device)
-        self._packed = [packed[: math.prod(shape)].view(shape) for shape in shapes]
+        wanted = [backend.packed_shape(torch.Size((shape.heads, padded, columns)), dtype) for shape in shapes]
+        packed = torch.zeros(max(map(math.prod, wanted)), dtype=dtype, device=device)
+        self._packed = [packed[: math.prod(shape)].view(shape) for shape in wanted]
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
@@ -164,7 +169,7 @@ class Prefill:
         After an error, this prefill must not be continued.
         """
         spec, start, group = self.model.spec, reading.done, reading.group
-        has_budget, staging = spec.groups[group].window is None, self._stagings[group]
+        has_budget, staging = spec.groups[group].has_budget, self._stagings[group]
         last_layer = reading.layer == spec.layers - 1
         is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
@@ -190,15 +195,17 @@ class Prefill:
                 program_for_rows(layer.after, chunk).run()
         else:
             program_for_rows([*operations, *layer.after], chunk).run()
-        if has_budget:  # otherwise nobody votes
+        if has_budget and layer.query is not None:  # otherwise nobody votes
             self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
         reading.done += used
+        if reading.keeps is not None and reading.done == len(reading.keeps.tokens) and spec.groups[group].has_state:
+            self._keep_beginning(reading, reading.keeps)  # it will be gone with the next chunk
         if last_layer and reading.done == len(reading.tokens):
             reading.logits = self._last_logits(reading, self._layers[reading.layer], used - 1)
         if last_layer and reading.scored is not None:
             self._score(reading, x, start)
         if reading.done == len(reading.tokens):
-            if reading.keeps is not None:
+            if reading.keeps is not None and not spec.groups[group].has_state:
                 self._keep_beginning(reading, reading.keeps)
             self._compress(reading)
             reading.layer += 1
@@ -206,8 +213,10 @@ class Prefill:
 
     def _begin_layer(self, reading: Reading, staging: LayerCache) -> None:
         """Put the entries that exist into the staging cache, and widen weights for a long prompt if that pays."""
+        if isinstance(staging, StateCache):
+            staging.matrices.zero_()
         if reading.past is not None:
-            staging.put(reading.past.layers[reading.layer].converted(staging.dtype))
+            staging.put(reading.past.layers[reading.layer].converted(staging.dtype), len(reading.past.tokens))
         if reading.prefix is not None:
             staging.put_from_host(reading.prefix.layers[reading.layer], reading.skipped)
         self._layer = layer = self._layers[reading.layer]
@@ -252,7 +261,7 @@ class Prefill:
             [staging],
             [],
             self.staging.dtype,
-            packed=self._packed[group],
+            packed=None if isinstance(staging, StateCache) else self._packed[group],
             packed_until=self._packed_until,
         )
 
@@ -323,7 +332,12 @@ class Prefill:
 
     def _compress_into(self, target: Target, reading: Reading) -> None:
         layout, budget, into = target.layouts[reading.group], target.budget, target.layers[reading.layer]
-        has_budget, staging = self.model.spec.groups[reading.group].window is None, self._stagings[reading.group]
+        has_budget, staging = self.model.spec.groups[reading.group].has_budget, self._stagings[reading.group]
+        if isinstance(staging, StateCache):
+            into.put(staging.converted(into.dtype), reading.total)
+            if target.wants_positions:
+                target.positions.append(no_positions(self.device))
+            return
         if layout.dropped == 0 or not has_budget:  # nothing to select: the last tokens, in order
             heads = staging.keys.shape[1]
             positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)

@@ -44,10 +44,11 @@ class Prefixes:
     Args:
         limit: Maximum number of prefixes.
         block: Tokens of a prefill chunk.
+        only_whole: Whether a prompt must have a whole prefix to begin behind it: states are those after its last token.
     """
 
-    def __init__(self, limit: int, block: int) -> None:
-        self.limit, self.block = limit, block
+    def __init__(self, limit: int, block: int, *, only_whole: bool = False) -> None:
+        self.limit, self.block, self._only_whole = limit, block, only_whole
         self._kept: list[Prefix] = []  # most recently used last
         self._seen: OrderedDict[int, None] = OrderedDict()
 
@@ -74,6 +75,8 @@ class Prefixes:
         best, length = None, 0
         for prefix in (each for each in self._kept if each.widened == widened):
             common = self._common(prefix.tokens, prompt)
+            if self._only_whole and not common == len(prefix.tokens) <= most:
+                continue
             if common > length:
                 best, length = prefix, common
         usable = self._whole(min(length, most))
@@ -108,6 +111,8 @@ class Prefixes:
     def keep(self, prefix: Prefix) -> None:
         """Cache a prefix whose layers are all complete; shorter prefixes of it are dropped."""
         alike = [one for one in self._kept if one.widened == prefix.widened]
+        if self._only_whole:  # neither a shorter nor a longer one can stand in for it
+            alike = [one for one in alike if len(one.tokens) == len(prefix.tokens)]
         if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in alike):
             return
         shorter = {id(one) for one in alike if prefix.tokens[: len(one.tokens)] == one.tokens}

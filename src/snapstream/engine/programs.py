@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.cache import LayerCache
+from snapstream.cache import LayerCache, StateCache
 from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import unsupported
 from snapstream.kernels.operations import Advance, Commit, Draw, Operation, Verify
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.models import DecoderModel
 
@@ -65,6 +66,10 @@ class Programs:
         if self.step.draws:
             self.step = backend.program(every, machine)
 
+    def settling(self) -> list[Recur]:
+        """What brings the states of all layers that have one past accepted tokens."""
+        return [replace(each, settles=True) for each in self._operations if isinstance(each, Recur)]
+
     def slots(self, tokens: int) -> Slots:
         """The state of the slots in steps of so many tokens."""
         few = replace(self._slots, token=self._slots.token[:, :tokens])
@@ -85,7 +90,9 @@ class Programs:
         buffers = allocate_buffers(parts, rows * tokens, self.dtype, given, device)
         caches = [self._layers[layer] for layer in layers]
         pending = [
-            self._spec.groups[group].entry.empty(rows, tokens, dtype=cache.dtype, device=device)
+            cache  # it has room for their inputs
+            if isinstance(cache, StateCache)
+            else self._spec.groups[group].entry.empty(rows, tokens, dtype=cache.dtype, device=device)
             for group, cache in zip(groups, caches, strict=True)
             if tokens > 1
         ]
@@ -102,7 +109,7 @@ class Programs:
             tokens: At most so many, two or more.
             follow: Makes what comes, in every step, between noting what is right and keeping it.
         """
-        every = [*self._operations, Verify(self._logits), Commit(), Advance()]
+        every = [*self._operations, Verify(self._logits), *self.settling(), Commit(), Advance()]
         machine = self.machine(every, self.slots(tokens))
         program = self._backend.program(every, machine)
         read = functools.partial(program.run, last=self.reading)

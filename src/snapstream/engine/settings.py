@@ -14,6 +14,7 @@ from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
+from snapstream.engine.lagging import inputs_to_keep
 from snapstream.errors import CheckpointError, ConfigurationError, first_line
 from snapstream.kernels.products import keeps_blocks
 from snapstream.models.files import resolve_config
@@ -126,7 +127,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     chosen = choose_budget(budget, max_model_len)
-    spec = spec.for_sequences_of(max_model_len)
+    spec = spec.for_sequences_of(max_model_len).that_takes_back(inputs_to_keep(config))
     if keeps_blocks(device, dtype):
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:

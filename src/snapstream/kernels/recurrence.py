@@ -40,9 +40,10 @@ class Recur(Operation):
             logarithm, before a softplus, of its decay.
         target: Outputs, ``[heads, value]``.
         layer: Index of the state.
-        taps: The convolution's weights, ``[tokens, channels]``, the last row for the token itself.
+        taps: The convolution's weights, ``[before + 1, channels]``, the last row for the token itself.
         rates: Factors on the softplus, negative, float32 ``[heads]``.
         shifts: Added before the softplus, float32 ``[heads]``.
+        before: Tokens that the convolution looks back to.
         key_heads: Heads of queries and keys.
         key_size: Their elements.
         in_turn: Whether value heads take key heads in turn (as GGUF files store them); otherwise, neighboring value
@@ -56,6 +57,7 @@ class Recur(Operation):
     taps: Tensor
     rates: Tensor
     shifts: Tensor
+    before: int
     key_heads: int
     key_size: int
     in_turn: bool
@@ -65,7 +67,7 @@ class Recur(Operation):
     def run(self, m: Machine) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         assert isinstance(cache, StateCache)
-        (B, T), before = slots.token.shape, len(self.taps) - 1
+        (B, T), before = slots.token.shape, self.before
         entries, ring, used = cache.entries, cache.inputs, slots.used()
         rows = torch.arange(B, device=ring.device)[:, None]
         # 1. The inputs of these tokens and of those that the convolution looks back to; zeros before the first one.
@@ -73,14 +75,14 @@ class Recur(Operation):
         if self.settles:
             inputs = ring[rows, places % entries]
         else:
-            earlier = ring[rows, places[:, :before] % entries]
-            inputs = torch.cat((earlier, self.source.of(m.buffers)[:, 0].view(B, T, -1)), 1)
+            given = self.source.of(m.buffers)[:, 0].view(B, T, -1)
+            inputs = torch.cat((ring[rows, places[:, :before] % entries].to(given.dtype), given), 1)
         inputs = inputs.masked_fill(places[..., None] < 0, 0)
         # 2. Record them. Of a long chunk, only the last ones fit.
         if not self.settles:
             kept = slice(max(before, T + before - entries), None)
             at, are_used = places[:, kept] % entries, used[:, kept.start - before :, None]
-            ring[rows, at] = torch.where(are_used, inputs[:, kept], ring[rows, at])
+            ring[rows, at] = torch.where(are_used, inputs[:, kept].to(ring.dtype), ring[rows, at])
         # 3. The recurrence, from the state before these tokens.
         if self.settles:
             assert slots.accepted is not None
@@ -103,7 +105,7 @@ class Recur(Operation):
             used: Which tokens there are, ``[B, T]``; the others change nothing.
         """
         (B, T), (heads, value) = used.shape, (self.target.heads, self.target.size)
-        before, channels = len(self.taps) - 1, self.taps.shape[1]
+        before, channels = self.before, self.taps.shape[1]
         wide = torch.promote_types(inputs.dtype, torch.float32)
         mixed = convolved(inputs[..., :channels], self.taps)
         queries, keys, values = mixed.split([self.key_heads * self.key_size] * 2 + [heads * value], -1)

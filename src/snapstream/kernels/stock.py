@@ -60,7 +60,7 @@ class StockProgram:
 
 def program_for_rows(operations: Sequence[Operation], machine: Machine) -> Program:
     """The program for chunks of prompts, and for steps that attend by another backend than the device's own."""
-    if triton.takes(machine.buffers["x"]):
+    if triton.takes(machine.slots.token.new_empty(0, dtype=machine.dtype)):
         from snapstream.kernels.triton.program import TritonProgram
 
         return TritonProgram(operations, machine)

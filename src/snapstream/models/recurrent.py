@@ -48,6 +48,7 @@ class GatedDeltaNet(nn.Module):
             self.taps,
             self.rates,
             self.shifts,
+            before=len(self.taps) - 1,
             key_heads=shape.key_heads,
             key_size=shape.key,
             in_turn=self.in_turn,

@@ -1,7 +1,7 @@
 """Every structure that Python hands to the kernels: here it becomes a ctypes class, and a declaration in C++.
 
-An operation has one structure with the fields of its dataclass in :mod:`snapstream.kernels.operations`, under the same
-names. The others are listed here. :mod:`.build` compiles the kernels with the header that :func:`header` returns. It
+An operation has one structure with the fields of its dataclass in :mod:`snapstream.kernels.operations` or
+:mod:`snapstream.kernels.recurrence`, under the same names. The others are listed here. :mod:`.build` compiles the kernels with the header that :func:`header` returns. It
 asserts the sizes and offsets that ctypes uses. ``python -m snapstream.kernels.cpu.interface`` prints it.
 
 ``build.py`` loads this file by its path, without the package, so it may import only the standard library.
@@ -39,8 +39,9 @@ _STRUCTURES = {
         "int32_t* output_counts"
     ),
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are
-    # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group.
-    "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size",
+    # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group. Of a state, `keys` are the
+    # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size].
+    "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size, is_state",
     # Rows of a weight as GGUF stores them, in blocks of `block` columns and `bytes` bytes, to be brought into tiles.
     "Stored": (
         "const uint8_t* rows_from; const int64_t* order;"  # order: which row is first, second, ...; no pointer: as is
@@ -135,8 +136,9 @@ def _declared(text: str) -> _Fields:
 
 def _operations() -> Iterator[tuple[str, _Fields]]:
     """Names and fields of the operations, in the order of their classes."""
-    source = Path(__file__).parent.parent / "operations.py"
-    for each in ast.parse(source.read_text()).body:
+    folder = Path(__file__).parent.parent
+    sources = (ast.parse((folder / f"{name}.py").read_text()) for name in ("operations", "recurrence"))
+    for each in (statement for source in sources for statement in source.body):
         if isinstance(each, ast.ClassDef) and any(ast.unparse(base) == "Operation" for base in each.bases):
             fields = [one for one in each.body if isinstance(one, ast.AnnAssign)]
             yield each.name, {ast.unparse(one.target): _OF_ANNOTATION[ast.unparse(one.annotation)] for one in fields}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from snapstream.cache import LayerCache
+from snapstream.cache import LayerCache, StateCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu import interface
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
@@ -17,6 +17,7 @@ from snapstream.kernels.cpu.library import native
 from snapstream.kernels.formats import LANES
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.weight import BlockWeight, Weight
 
@@ -55,6 +56,8 @@ def _sizes_to_fit(operation: Operation) -> list[int]:
             return [target.size if operation.transposed else source.size]
         case ops.Attend(query=query, target=target):
             return [query.size, target.size]
+        case Recur(key_size=key, target=target):
+            return [key, target.size]
     return []
 
 
@@ -88,7 +91,8 @@ class CpuProgram:
         translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
         caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches, map(machine.group_of, range(layers))))
         for cache, pending in zip(caches, machine.pending, strict=False):
-            cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
+            if not cache.is_state:
+                cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
         self._held = translated, caches
         self._program = _MADE["Program"](
             operations=ctypes.addressof(translated),
@@ -176,6 +180,7 @@ _WANTED = {
     "Angles": {"frequencies": torch.float32},
     "Attend": {"sinks": torch.float32},
     "Choose": {"correction": torch.float32},
+    "Recur": {"rates": torch.float32, "shifts": torch.float32},
 }
 """Vectors of one type only; others may be float32 or bfloat16."""
 _OWN_TYPE = {
@@ -233,8 +238,9 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
 
 
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
-    _, heads, entries, size = cache.keys.shape
-    number = _number(cache.dtype)
+    heads, (_, _, entries, size) = cache.keys.shape[1], cache.values.shape
+    is_state, number = isinstance(cache, StateCache), _number(cache.dtype)
+    require(not is_state or cache.keys.dtype == torch.float32, f"matrices of states are {cache.keys.dtype}, not float32")
     return _MADE["Cache"](
         keys=_address(cache.keys),
         values=_address(cache.values),
@@ -243,6 +249,7 @@ def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
         kv_heads=heads,
         entries=entries,
         size=size,
+        is_state=is_state,
     )
 
 

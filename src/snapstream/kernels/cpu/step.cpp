@@ -7,6 +7,7 @@
 #include "step_draw.h"
 #include "step_experts.h"
 #include "step_products.h"
+#include "step_recurrence.h"
 #include "step_rows.h"
 #include "team.h"
 
@@ -19,7 +20,7 @@ class Launch : public Work {
  public:
   Launch(const Program& program, int64_t threads, Scratch& scratch)
       : s(program), row_operations(s), products(s, threads, scratch), attention(s, threads, scratch),
-        experts(s, products, threads, scratch), drawing(s, threads, scratch) {
+        experts(s, products, threads, scratch), recurrence(s, threads, scratch), drawing(s, threads, scratch) {
     divisor = 2;
   }
 
@@ -59,6 +60,7 @@ class Launch : public Work {
   int64_t units(const Attend& o) { return attention.plan(o); }
   int64_t units(const Sort& o) { return experts.plan(o); }
   int64_t units(const ExpertProduct& o) { return experts.plan(o); }
+  int64_t units(const Recur& o) { return recurrence.units(o); }
   int64_t units(const Draw&) { return s.slot_count(); }
   int64_t units(const Verify&) { return s.slot_count(); }
   int64_t units(const Commit&) { return s.slot_count() * s.p.layers; }
@@ -79,6 +81,7 @@ class Launch : public Work {
   void work(const Combine& o, int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; ++i) experts.run(o, s.rows[i]);
   }
+  void work(const Recur& o, int64_t begin, int64_t end, int64_t thread) { recurrence.run(o, begin, end, thread); }
   void work(const Draw& o, int64_t begin, int64_t end, int64_t thread) {
     for (int64_t i = begin; i < end; ++i) drawing.run(o, s.active[i], thread);
   }
@@ -103,6 +106,7 @@ class Launch : public Work {
   ProductOperations<T> products;
   AttentionOperations<T> attention;
   ExpertOperations<T> experts;
+  RecurrenceOperations<T> recurrence;
   Drawing drawing;
   int64_t first = 0, last = 0, steps = 0, next = 0;
   const Operation* now = nullptr;

@@ -18,6 +18,11 @@ inline vec activated(vec x, int64_t activation) {
   return select(z > 0.0f, x, x * e) / (1.0f + e);
 }
 
+inline vec sigmoid(vec x) {
+  const vec e = exp_nonpositive(select(x > 0.0f, -x, x));
+  return select(x > 0.0f, vec{} + 1.0f, e) / (1.0f + e);
+}
+
 // A gate and what it lets through.
 inline vec gated(vec gate, vec up, int64_t activation) {
   if (activation != CLAMPED) return activated(gate, activation) * up;
@@ -174,6 +179,19 @@ class RowOperations {
     }
   }
 
+  void run(const GateBy& o, int64_t row) {
+    const bool single = o.source.size == 1;
+    for (int64_t head = 0; head < o.target.heads; ++head) {
+      const T* gates = at<T>(o.source, row, head);
+      T* to = at<T>(o.target, row, head);
+      for (int64_t i = 0; i < o.target.size; i += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, o.target.size - i);
+        const vec gate = single ? vec{} + static_cast<float>(gates[0]) : some(gates + i, count);
+        put(to + i, some(to + i, count) * (o.sigmoid ? sigmoid(gate) : activated(gate, SILU)), count);
+      }
+    }
+  }
+
   void run(const Store& o, int64_t row) {
     const Cache& cache = s.p.caches[o.layer];
     const int64_t slot = row / s.p.tokens, t = row % s.p.tokens;
@@ -204,6 +222,7 @@ class RowOperations {
 
   // Stores the pending entries of accepted tokens, in order: a short ring may wrap around in between.
   void commit(int64_t slot, const Cache& cache) {
+    if (cache.is_state) return;  // see Recur
     with_type(cache.type, [&](auto n) {
       using N = decltype(n);
       for (int64_t head = slot * cache.kv_heads; head < (slot + 1) * cache.kv_heads; ++head) {

@@ -1,0 +1,117 @@
+"""Older states of every slot, so that a saved sequence has the state after its last token.
+
+A launch may decode past the end of a text. Keys and values of later tokens can be left out, but a state has taken in
+all tokens. So each slot has a second state, which lags behind. A slot keeps the inputs since then, and a state is
+brought up to any of these tokens by feeding them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from snapstream.cache import LayerCache, StateCache
+from snapstream.config import EngineConfig
+from snapstream.engine.evicted import FURTHEST
+from snapstream.engine.programs import Programs
+from snapstream.engine.verification import Run
+from snapstream.kernels.parts import Machine, Slots, allocate_buffers
+from snapstream.models.spec import ModelSpec
+
+
+class Lagging:
+    """The lagging states of all slots, and how many tokens each has taken in."""
+
+    def __init__(
+        self, spec: ModelSpec, programs: Programs, caches: Sequence[LayerCache], slots: Slots, most: int
+    ) -> None:
+        """Allocate memory.
+
+        Args:
+            spec: The model.
+            programs: What runs operations here.
+            caches: The slots' caches, one per layer.
+            slots: State of the slots.
+            most: Maximum number of tokens that a launch stores in a slot.
+        """
+        self._programs, self._slots, self._most = programs, slots, most
+        self._number = [layer for group in spec.groups if group.has_state for layer in group.layers]
+        held = [cache for cache in caches if isinstance(cache, StateCache)]
+        self._current = held
+        self._states = [StateCache([torch.zeros_like(one.matrices), one.tensors[1]]) for one in held]
+        # Operations find their states by their place among those with a state.
+        self._settling = [replace(each, layer=at) for at, each in enumerate(programs.settling())]
+        self._taken_in = torch.zeros_like(slots.position)
+        self._coming = torch.zeros_like(slots.position)
+        self._advance = self._program(self._states, self._taken_in, self._coming, most)
+
+    def _program(
+        self, states: Sequence[StateCache], position: torch.Tensor, accepted: torch.Tensor, most: int
+    ) -> Run:
+        """What feeds ``accepted`` of at most ``most`` inputs from ``position`` on to states."""
+        rows = len(position)
+        nothing = torch.zeros(1, rows, dtype=torch.int64, device=position.device)
+        slots = Slots(
+            token=nothing.expand(most, rows).T.contiguous(),
+            position=position,
+            base=nothing,
+            count=nothing,
+            limit=nothing + 1,
+            active=torch.ones(rows, dtype=torch.bool, device=position.device),
+            forced=nothing.T.contiguous(),
+            taken=nothing,
+            accepted=accepted,
+        )
+        dtype, device = self._programs.dtype, position.device
+        parts = (part for each in self._settling for part in each.parts())
+        buffers = allocate_buffers(parts, 1, dtype, device=device)  # which are not used
+        return self._programs.run_of(self._settling, Machine(buffers, slots, states, states, dtype))
+
+    @torch.inference_mode()
+    def begin(self, slot: int, position: int) -> None:
+        """Take over the state of a slot, which has taken in ``position`` tokens."""
+        self._taken_in[slot].fill_(position)
+        for lagging, current in zip(self._states, self._current, strict=True):
+            lagging.matrices[slot].copy_(current.matrices[slot])
+
+    @torch.inference_mode()
+    def before_launch(self) -> None:
+        """Follow the slots at a distance, so that no input is overwritten that a lagging state still needs."""
+        behind = self._slots.position - FURTHEST - self._taken_in
+        self._coming.copy_(behind.clamp(0, self._most))
+        self._advance()
+        self._taken_in.add_(self._coming)
+
+    @torch.inference_mode()
+    def states(self, slot: int, tokens: int, inputs: int) -> dict[int, LayerCache]:
+        """Copy the states of a slot out of it, as they were after its first ``tokens`` tokens.
+
+        Args:
+            slot: Index of the slot.
+            tokens: How many; at most :data:`FURTHEST` fewer than at the last launch.
+            inputs: How many inputs to copy.
+
+        Returns:
+            Caches of one row, by layer.
+        """
+        first = int(self._taken_in[slot])
+        assert first <= tokens, (first, tokens)
+        copies = [StateCache([one.matrices[slot : slot + 1].clone(), one.row(slot).tensors[1]]) for one in self._states]
+        device = self._taken_in.device
+        if tokens > first:
+            position, count = (torch.full((1,), each, device=device) for each in (first, tokens - first))
+            self._program(copies, position, count, FURTHEST + self._most)()
+        saved = dict[int, LayerCache]()
+        for layer, copied in zip(self._number, copies, strict=True):
+            kept = copied.tensors[1].new_zeros(1, 1, min(inputs, tokens), copied.tensors[1].shape[-1])
+            saved[layer] = StateCache([torch.empty_like(copied.matrices), kept])
+            saved[layer].put(copied, tokens)
+        return saved
+
+
+def inputs_to_keep(config: EngineConfig) -> int:
+    """Inputs that slots must keep besides those that a convolution looks back to."""
+    most = max(config.decode_steps, config.guesses + 1)
+    return FURTHEST + most if config.goes_on else config.guesses + 1
