@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from snapstream.kernels.operations import Attend, Operation, PlainProgram, Store
 from snapstream.kernels.parts import Machine, PromptChunk, Slots, allocate_buffers
+from snapstream.kernels.recurrence import Recur
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,23 @@ class AttendBy(Operation):
         target.copy_(out[..., : target.shape[2]])
 
 
+@dataclass(frozen=True)
+class RecurBy(Operation):
+    """What ``recur(operation, inputs)`` says, of inputs ``[T, size]``."""
+
+    recur: object
+    operation: Recur
+
+    @override
+    def run(self, m):
+        inputs = self.operation.source.of(m.buffers)[:, 0]
+        self.operation.target.of(m.buffers).copy_(self.recur(self.operation, inputs.clone()))
+
+
 def sinks_of(model):
     """Of each layer, one extra logit per head, or None."""
     return [
-        next(each.sinks for each in model.operations_of(layer) if isinstance(each, Attend))
+        next((each.sinks for each in model.operations_of(layer) if isinstance(each, Attend)), None)
         for layer in range(model.spec.layers)
     ]
 
@@ -61,12 +75,14 @@ def read_in_chunks(model, tokens, ends, program):
     return torch.cat(made)
 
 
-def logits_with(model, tokens, positions, attend):
+def logits_with(model, tokens, positions, attend, recur=None):
     """Logits after every token, float32 ``[T, vocab]``; tokens and positions are int64 ``[T]``."""
     given, made = list(model.operations()), []
     for each in given:
         if isinstance(each, Store):
             store = each
+        elif isinstance(each, Recur):
+            made.append(RecurBy(recur, each))
         else:
             made.append(AttendBy(attend, store, each) if isinstance(each, Attend) else each)
     slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)

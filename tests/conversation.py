@@ -4,7 +4,7 @@ import torch
 
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import logits_with, sinks_of
-from tests.reference import naive_attention, naive_compress, naive_renew
+from tests.reference import NaiveState, naive_attention, naive_compress, naive_renew
 
 
 class NaiveConversation:
@@ -19,7 +19,7 @@ class NaiveConversation:
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
         self.budget, self.length, self.overrun = budget, 0, overrun
         self.keys, self.values, self.caches = {}, {}, {}
-        self.sinks = sinks_of(self.model)
+        self.sinks, self.states = sinks_of(self.model), {}
         self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.layers)]
 
     def attend(self, layer, query, n, h, positions):
@@ -29,6 +29,10 @@ class NaiveConversation:
         return naive_attention(
             query[h], keys, values, self.spec.attention_cap, None if sinks is None else sinks[h]
         ).float()
+
+    def recur(self, operation, inputs):
+        state = self.states.setdefault(operation.layer, NaiveState(operation))
+        return torch.stack([state.take(each) for each in inputs])
 
     def store(self, layer, key, value, positions):
         for i, position in enumerate(positions):
@@ -90,12 +94,13 @@ class NaiveConversation:
             return torch.stack(out)[None]
 
         with torch.no_grad():
-            logits = logits_with(self.model, torch.tensor(tokens), torch.tensor(new), attend_prompt)
+            logits = logits_with(self.model, torch.tensor(tokens), torch.tensor(new), attend_prompt, self.recur)
             made = [int(logits[-1:, 3:].argmax()) + 3]
             self.length += len(tokens)
             self.began = self.length
             while len(made) < steps:
-                logits = logits_with(self.model, torch.tensor(made[-1:]), torch.tensor([self.length]), attend_token)
+                given = torch.tensor(made[-1:]), torch.tensor([self.length])
+                logits = logits_with(self.model, *given, attend_token, self.recur)
                 self.length += 1
                 made.append(int(logits[:, 3:].argmax()) + 3)
         for cache in self.caches.values():  # a launch may have run past the end, over the oldest of a full ring
@@ -110,6 +115,8 @@ class NaiveConversation:
             if window is not None
         }
         return [
-            [last[layer] if layer in last else self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)]
+            []
+            if layer in self.states
+            else [last[layer] if layer in last else self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)]
             for layer in range(self.spec.layers)
         ]

@@ -35,6 +35,37 @@ class NaiveCache:
         return [*self.sink, *self.pinned, *self.ring]
 
 
+class NaiveState:
+    """The state of a layer of Gated DeltaNet, and all inputs so far; see snapstream/kernels/recurrence.py."""
+
+    def __init__(self, operation):
+        self.operation, self.inputs = operation, []
+        size = operation.target.heads, operation.key_size, operation.target.size
+        self.matrices = torch.zeros(size, dtype=torch.float64)
+
+    def take(self, x: Tensor) -> Tensor:
+        """The outputs ``[heads, value]`` of the next token."""
+        o, (heads, key, value) = self.operation, self.matrices.shape
+        self.inputs = [*self.inputs, x.double()]
+        channels = len(x) - 2 * heads
+        mixed = torch.zeros(channels, dtype=torch.float64)
+        for back, earlier in enumerate(reversed(self.inputs[-len(o.taps) :])):
+            mixed += o.taps[-1 - back].double() * earlier[:channels]
+        mixed = mixed / (1 + torch.exp(-mixed))
+        outputs = []
+        for head in range(heads):
+            mine = head % o.key_heads if o.in_turn else head * o.key_heads // heads
+            query, k = (mixed[(at + mine) * key :][:key] for at in (0, o.key_heads))
+            query, k = (each / math.sqrt(float(each @ each) + 1e-6) for each in (query, k))
+            v = mixed[2 * o.key_heads * key + head * value :][:value]
+            strength = 1 / (1 + math.exp(-float(x[channels + head])))
+            softplus = math.log1p(math.exp(float(x[channels + heads + head]) + float(o.shifts[head])))
+            self.matrices[head] *= math.exp(float(o.rates[head]) * softplus)
+            self.matrices[head] += strength * torch.outer(k, v - k @ self.matrices[head])
+            outputs.append(query @ self.matrices[head] / math.sqrt(key))
+        return torch.stack(outputs)
+
+
 def naive_votes(queries: Tensor, keys: Tensor, budget, first_voter=0, **how) -> dict[int, float]:
     """Score of every candidate of one KV head, by a policy that lets queries vote.
 

@@ -15,7 +15,7 @@ from snapstream.models import families
 from snapstream.models.families import llama
 from snapstream.models.families.family import Family
 from snapstream.models.weights import load_spec
-from tests.checkpoints import EXPERTS, NEAR, WINDOWED, prompt, save_checkpoint
+from tests.checkpoints import EXPERTS, FAMILIES, HYBRIDS, NEAR, WINDOWED, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.conversation import NaiveConversation
 from tests.engine.test_conversation import NO_SPECIAL, STEPS, run
@@ -52,6 +52,12 @@ OWN = {
 
 
 @pytest.fixture(params=[*WINDOWED, *OWN])
+def windowed(request, tmp_path, monkeypatch):
+    """Checkpoints whose layers all have caches."""
+    return save_mixed(tmp_path, request.param, monkeypatch)
+
+
+@pytest.fixture(params=[*WINDOWED, *OWN, *HYBRIDS])
 def mixed(request, tmp_path, monkeypatch):
     """Checkpoints of all such kinds."""
     return save_mixed(tmp_path, request.param, monkeypatch)
@@ -65,6 +71,10 @@ def save_mixed(tmp_path, family, monkeypatch):
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": list(OWN[family].architectures)}))
     return tmp_path
+
+
+def has_experts(family):
+    return "num_experts_per_tok" in FAMILIES[family][1]
 
 
 def check_turns(checkpoint, sizes, *, ring="elastic", seed=0, **settings):
@@ -96,16 +106,16 @@ def test_turns_equal_naive_turns(mixed, attention, ring):
         check_turns(mixed, sizes, ring=ring, seed=seed, attention=attention, **settings)
 
 
-@pytest.mark.parametrize("family", [*NEAR, *EXPERTS])
+@pytest.mark.parametrize("family", [*NEAR, *EXPERTS, *HYBRIDS])
 def test_turns_of_every_family_equal_naive_turns(tmp_path, family):
-    if torch.cuda.is_available() and family in EXPERTS:
+    if torch.cuda.is_available() and has_experts(family):
         pytest.skip("torch multiplies experts in bfloat16 only")
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
     check_turns(tmp_path, [(70, 30), (5, 10)])
 
 
-@pytest.mark.parametrize("family", [*NEAR, *EXPERTS])
+@pytest.mark.parametrize("family", [*NEAR, *EXPERTS, *HYBRIDS])
 def test_every_family_in_bfloat16(tmp_path, family):
     """About the logarithms of float32; rounding may choose other experts."""
     save_checkpoint(tmp_path, family)
@@ -223,9 +233,9 @@ def test_output_depends_on_nothing_else(mixed):
             assert max(each.reused for each in together) >= 32
 
 
-def test_reports_and_plan(mixed):
+def test_reports_and_plan(windowed):
     """Bytes and entries are those of each group."""
-    llm = make(mixed, sessions=2, decode_steps=3)
+    llm = make(windowed, sessions=2, decode_steps=3)
     spec, decode = llm.engine.spec, llm.engine.executor.decode
     windows = [spec.layer_group(layer).window for layer in range(spec.layers)]
     assert [cache.entries for cache in decode.layers] == [window or 48 for window in windows]
@@ -251,6 +261,29 @@ def test_reports_and_plan(mixed):
     told = [layer for layer, window in enumerate(windows) if window == first]
     kept = [[sorted(head) for head in saved.positions[layer].tolist()] for layer in told]
     assert [[[*head] for head in layer] for layer in output.cache.kept.positions] == kept
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_reports_and_plan_of_states(family, tmp_path, monkeypatch):
+    """However long a sequence is, its states have one size; slots keep inputs to take them back, and older states."""
+    llm = make(save_mixed(tmp_path, family, monkeypatch), sessions=2, decode_steps=3)
+    plan, (full, states) = llm.engine.plan, llm.engine.spec.groups
+    shape, window, many = states.entry, states.window, len(states.layers)
+    matrices, item = shape.heads * shape.key * shape.value * 4, shape.size * 4
+    of_states = many * (matrices + window * item)
+    entry = full.entry.nbytes(torch.float32) * len(full.layers)
+    assert plan.slots == plan.slot_count * (48 * entry + many * (2 * matrices + (window + 16 + 3) * item))
+    assert plan.bytes_per_token == entry
+    output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
+    assert output.cache.bytes_held == 48 * entry + of_states
+    assert output.cache.bytes_full == 130 * entry + of_states
+    assert [len(layer[0]) for layer in output.cache.kept.positions] == [48] * len(full.layers)
+    saved = run(llm, prompt(100), SamplingParams(max_tokens=0), keep=True).saved
+    assert sum(layer.nbytes for layer in saved.layers) == output.cache.bytes_held
+    assert llm.engine.kept_bytes(100) == saved.nbytes - saved.logits.nbytes
+    held = [*llm.engine.executor.decode.layers, *llm.engine.executor.decode.lagging._states]
+    tensors = {each.data_ptr(): each for cache in held for each in cache.tensors}  # lagging states share inputs
+    assert plan.slots == sum(each.nbytes for each in tensors.values())
 
 
 def test_a_budget_that_has_no_effect_is_noticed(mixed, caplog):

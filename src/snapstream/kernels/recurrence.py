@@ -73,7 +73,7 @@ class Recur(Operation):
         # 1. The inputs of these tokens and of those that the convolution looks back to; zeros before the first one.
         places = slots.position[:, None] + torch.arange(-before, T, device=ring.device)
         if self.settles:
-            inputs = ring[rows, places % entries]
+            inputs = ring[rows, places % entries].to(m.dtype)
         else:
             given = self.source.of(m.buffers)[:, 0].view(B, T, -1)
             inputs = torch.cat((ring[rows, places[:, :before] % entries].to(given.dtype), given), 1)
