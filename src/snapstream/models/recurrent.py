@@ -65,19 +65,16 @@ def recurrent_places(source: str, target: str, spec: ModelSpec, layer: int) -> d
     assert isinstance(shape, StateShape)
     assert window is not None
     width, channels, hidden, mixed = shape.heads * shape.value, shape.channels, spec.hidden_size, f"{target}.mixed"
-    after = width + channels
-    if spec.joined_inputs:  # interleaved by key head
-        share = shape.heads // shape.key_heads
-        of_head = Interleaved((shape.key, shape.key, share * shape.value, share * shape.value), (3, 0, 1, 2))
-        places = linear_places(f"{source}.in_proj_qkvz", mixed, after, hidden, rows=of_head)
-        rows = Interleaved((share, share), (0, 1))
-        places |= linear_places(f"{source}.in_proj_ba", mixed, 2 * shape.heads, hidden, start=after, rows=rows)
-    else:
-        starts = {"z": (width, 0), "qkv": (channels, width), "b": (shape.heads, after)}
-        starts |= {"a": (shape.heads, after + shape.heads)}
-        places = {}
-        for name, (count, start) in starts.items():
-            places |= linear_places(f"{source}.in_proj_{name}", mixed, count, hidden, start=start)
+    share = shape.heads // shape.key_heads
+    of_head = (shape.key, shape.key, share * shape.value, share * shape.value)
+    apart = {"qkvz": {"z": width, "qkv": channels}, "ba": {"b": shape.heads, "a": shape.heads}}
+    joined = {"qkvz": Interleaved(of_head, (3, 0, 1, 2)), "ba": Interleaved((share, share), (0, 1))}
+    places, start = dict[str, Place](), 0
+    for both, parts in apart.items():
+        rows = joined[both] if both in spec.joined_inputs else None
+        for name, count in ({both: sum(parts.values())} if rows else parts).items():
+            places |= linear_places(f"{source}.in_proj_{name}", mixed, count, hidden, start=start, rows=rows)
+            start += count
     return (
         places
         | linear_places(f"{source}.out_proj", f"{target}.output", hidden, width)

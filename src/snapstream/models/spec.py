@@ -118,7 +118,8 @@ class ModelSpec:
             :class:`~snapstream.kernels.operations.ScaleByPosition`. ``None`` if they do not.
         gates_attention: Whether attention's results are multiplied by the sigmoid of gates, which are projected with the
             queries.
-        joined_inputs: Whether checkpoints join the projections of layers with a state (Qwen3-Next).
+        joined_inputs: Which projections of layers with a state checkpoints join, ``"qkvz"`` or ``"ba"``: rows of all
+            key heads in turn (Qwen3-Next).
         value_heads_in_turn: Whether value heads of such layers take key heads in turn; see
             :class:`~snapstream.kernels.recurrence.Recur`.
         activation: Activation of the feed-forward blocks.
@@ -171,7 +172,7 @@ class ModelSpec:
     unrotated_layers: frozenset[int] = frozenset()
     query_growth: tuple[float, int] | None = None
     gates_attention: bool = False
-    joined_inputs: bool = False
+    joined_inputs: tuple[str, ...] = ()
     value_heads_in_turn: bool = False
     activation: Activation = Activation.SILU
     embedding_factor: float = 1.0

@@ -35,6 +35,9 @@ NAMES = {
     "gemma3_text": "gemma3",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """Architectures in files, by ``model_type``."""
 IN_PAIRS = ("llama", "granite", "smollm3")
@@ -137,6 +140,70 @@ def describe(writer, name, config, head):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
 
 
+def describe_states(writer, name, config):
+    """What layers with a state have."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if name != "qwen3next":
+        rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"]) // 2
+        writer.add_rope_dimension_sections([rotated - 2 * (rotated // 3), rotated // 3, rotated // 3, 0])
+    if name != "qwen35":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def split_states(tensors, name, config):
+    """A state with the tensors of layers with a state as files have them.
+
+    Also, of those that are no views, the tensor that each comes from, and where in it each of its numbers was.
+    """
+    made, moved, heads, shared = {}, {}, config.linear_num_value_heads, config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    share = heads // shared
+
+    def in_turn(tensor, size, axis=0):
+        """Value heads in the order in which they take key heads in turn."""
+        parts = tensor.unflatten(axis, (shared, share, size))
+        return parts.transpose(axis, axis + 1).flatten(axis, axis + 2)
+
+    def values_in_turn(tensor):
+        return torch.cat((tensor[: 2 * shared * key], in_turn(tensor[2 * shared * key :], value)))
+
+    def parts_of_head(tensor):
+        parts = tensor.unflatten(0, (shared, -1)).split([key, key, share * value, share * value], 1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    changes = {
+        "in_proj_z.weight": lambda x: in_turn(x, value),
+        "in_proj_a.weight": lambda x: in_turn(x, 1),
+        "in_proj_b.weight": lambda x: in_turn(x, 1),
+        "dt_bias": lambda x: in_turn(x, 1),
+        "A_log": lambda x: in_turn(x, 1),
+        "in_proj_qkv.weight": values_in_turn,
+        "conv1d.weight": lambda x: values_in_turn(x[:, 0]),
+        "out_proj.weight": lambda x: in_turn(x, value, 1),
+    }
+    if name == "qwen3next":
+        changes = {"conv1d.weight": lambda x: x[:, 0], "in_proj_qkvz.weight": parts_of_head}
+    channels = 2 * shared * key + heads * value
+    for each, tensor in tensors.items():
+        stem, _, own = each.partition("linear_attn.")
+        if own not in changes:
+            made[each] = tensor
+            continue
+        places = changes[own](torch.arange(tensor.numel()).view(tensor.shape))
+        parts = {own: places}
+        if own == "in_proj_qkvz.weight":
+            parts = {"in_proj_qkv.weight": places[:channels], "in_proj_z.weight": places[channels:]}
+        for part, at in parts.items():
+            made[f"{stem}linear_attn.{part}"] = tensor.flatten()[at]
+            moved[f"{stem}linear_attn.{part}"] = tensor, at
+    return made, moved
+
+
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -177,7 +244,8 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -185,6 +253,9 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     describe(writer, name, config, head)
+    has_states = name in ("qwen3next", "qwen35", "qwen35moe")
+    if has_states:
+        describe_states(writer, name, config)
     if tokens:
         every = byte_tokens()
         last = [*named, *unmarked, "<|end|>", "<|turn|>"]
@@ -200,6 +271,9 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
         writer.add_eot_token_id(len(every) - 1)
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
     kept, kinds = split_experts(model.state_dict()), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
+    moved = {}
+    if has_states:
+        kept, moved = split_states(kept, name, config)
     numbers = {arch: number for number, arch in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(numbers.get(name, numbers["llama"]), config.num_hidden_layers)
     with torch.no_grad():
@@ -208,16 +282,27 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
                 continue
             rotated = name in IN_PAIRS and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            offset = 1.0 if name in ("gemma2", "gemma3") and "norm" in key else 0.0
+            adds = name in ("gemma2", "gemma3") or (has_states and "linear_attn" not in key)
+            offset = 1.0 if adds and "norm" in key else 0.0
+            if key.endswith("A_log"):
+                writer.add_tensor(f"{names.get_name(key)}", (-tensor.exp()).numpy())
+                continue
+            if key.endswith("shared_expert_gate.weight"):
+                tensor = tensor[0]  # noqa: PLW2901
             kind = GGMLQuantizationType.F32 if key.endswith("bias") else next(kinds)
             packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, kind)
             renamed = key.replace("correction_bias", "correction.bias").replace(".sinks", ".sinks.weight")
+            renamed = renamed.replace(".dt_bias", ".dt_proj.bias")
             stem, _, ending = renamed.rpartition(".")
             writer.add_tensor(f"{names.get_name(stem)}.{ending}", numpy.ascontiguousarray(packed), raw_dtype=as_kind)
             back = back - offset
             if rotated:  # and back to halves
                 back = back.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-            tensor.copy_(back)
+            if key in moved:
+                whole, places = moved[key]
+                whole.view(-1)[places.flatten()] = back.flatten()
+            else:
+                tensor.copy_(back)
     if change is not None:
         change(writer)
     writer.write_header_to_file()

@@ -18,7 +18,7 @@ from snapstream.models.fingerprint import fingerprint
 from snapstream.models.gguf.container import open_container
 from snapstream.models.storage import formats_in_use
 from snapstream.models.weights import load_model, load_spec, with_chosen_formats
-from tests.checkpoints import GROUPED, make_model
+from tests.checkpoints import FAMILIES, GROUPED, HYBRIDS, make_model
 from tests.models.gguf.files import NAMES, SIZES, write
 
 CPU = torch.device("cpu")
@@ -64,7 +64,10 @@ OTHERS = [
     "qwen3-moe",
     "olmoe",
     "glm4-moe",
+    *HYBRIDS,
 ]
+# Rows of each projection in blocks of sixteen.
+MANY_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 # What llama.cpp takes for granted.
 GRANTED = {
     "granite": {"attention_bias": False, "mlp_bias": False},
@@ -83,8 +86,17 @@ GRANTED = {
         },
     },
     "gemma2": {"query_pre_attn_scalar": 32},
+    "qwen3-next": MANY_HEADS | {"norm_topk_prob": True, "mlp_only_layers": []},
+    "qwen3.5": MANY_HEADS | {"linear_value_head_dim": 32},
+    "qwen3.5-moe": MANY_HEADS | {"linear_num_key_heads": 4},
     "gemma3": {"query_pre_attn_scalar": 32},
 }
+
+
+def wide_experts(family):
+    """Experts whose rows are whole blocks."""
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    return {name: 256 for name in names if name in FAMILIES[family][1]}
 
 
 @pytest.mark.parametrize("weights", ["dense", "auto"])
@@ -92,7 +104,7 @@ GRANTED = {
 @pytest.mark.parametrize("family", OTHERS)
 def test_logits_of_other_families(tmp_path, family, kind, weights):
     """As transformers has them with the numbers that come back out of the file, in blocks and widened."""
-    experts = {"moe_intermediate_size": 256} if family in ("qwen3-moe", "glm4-moe") else {}
+    experts = wide_experts(family)
     peer = write(tmp_path / "model.gguf", family, kind, **GRANTED.get(family, {}) | experts)
     rng = random.Random(0)
     tokens = [rng.randrange(250) for _ in range(80)]

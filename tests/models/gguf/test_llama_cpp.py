@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from snapstream.models.gguf.tokenizer import SPLITS, load_gguf_tokenizer
 from tests.checkpoints import GROUPED
 from tests.models.gguf.files import write
-from tests.models.gguf.test_gguf import GRANTED, OTHERS, logits_of
+from tests.models.gguf.test_gguf import GRANTED, OTHERS, logits_of, wide_experts
 
 PYTHON = Path(__file__).parents[3] / ".venv-llamacpp" / "bin" / "python"
 pytestmark = [
@@ -36,7 +36,7 @@ def llama_cpp(file, request):
 @pytest.mark.parametrize("family", [*GROUPED, *OTHERS])
 def test_logits(tmp_path, family):
     """Nearly: llama.cpp multiplies by other means, and rounds keys and values to float16."""
-    sizes = {"moe_intermediate_size": 256} if family in ("qwen3-moe", "glm4-moe") else {}
+    sizes = wide_experts(family)
     # Of gpt-oss, llama.cpp rounds where YaRN begins and ends, which the model's configuration says it must not.
     unscaled = family in ("llama3-gqa", "gpt-oss")
     changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}} if unscaled else {}

@@ -30,6 +30,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
             shared_inner=config.shared_expert_intermediate_size,
             gates_shared=True,
         )
+    joins = architecture == "Qwen3NextForCausalLM"
     read = grouped_fields(config, [FULL] * config.num_hidden_layers)
     return read | {
         "qk_norm": "head",
@@ -39,7 +40,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         "experts": experts,
         "intermediate_size": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
         "groups": _groups(config, read["groups"][0].entry),
-        "joined_inputs": architecture == "Qwen3NextForCausalLM" and not getattr(config, "inputs_apart", False),
+        "joined_inputs": tuple(getattr(config, "joined_inputs", ("qkvz", "ba") if joins else ())),
         "value_heads_in_turn": bool(getattr(config, "value_heads_in_turn", False)),
         # Files contain the module for multi-token prediction under names of its own, whatever the configuration says.
         "ignored_layers": 1,

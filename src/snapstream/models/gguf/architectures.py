@@ -50,6 +50,7 @@ class Architecture:
         reordered: Whether files store query and key rows in the order for rotating neighboring pairs, not halves.
         partial: Whether a part of each head may be rotated.
         windowed: Whether the window, if there is one, is that of all layers.
+        sections: Whether rotation may be by several positions, which are one and the same for texts.
         settings: Given the metadata and the settings that all have in common, the other ones.
     """
 
@@ -58,6 +59,7 @@ class Architecture:
     reordered: bool = False
     partial: bool = False
     windowed: bool = False
+    sections: bool = False
     settings: _Settings = lambda about, common: {}
 
 
@@ -143,6 +145,31 @@ def _gpt_oss(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _states(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Of models whose layers with a state have a tensor ``ssm_a``; value heads are stored in turn in Qwen3.5's."""
+    heads, layers = about.number("ssm.time_step_rank"), range(common["num_hidden_layers"])
+    settings = {
+        "layer_types": [
+            "linear_attention" if about.has(f"blk.{layer}.ssm_a") else "full_attention" for layer in layers
+        ],
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": about.number("ssm.group_count"),
+        "linear_key_head_dim": about.number("ssm.state_size"),
+        "linear_value_head_dim": about.number("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": about.number("ssm.conv_kernel"),
+        "value_heads_in_turn": about.name != "qwen3next",
+        "joined_inputs": [part for part in ("qkvz", "ba") if any(about.has(f"blk.{n}.ssm_{_JOINED[part]}.weight") for n in layers)],
+    }
+    if about.value("expert_count", 0):
+        shared = about.number("expert_shared_feed_forward_length")
+        settings |= _experts(about) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": True}
+    return settings
+
+
+_JOINED = {"qkvz": "in", "ba": "ba"}
+"""Names of the tensors of Qwen3-Next's joined projections."""
+
+
 def _mixtral(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return _experts(about, "feed_forward_length")
 
@@ -170,6 +197,11 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", settings=_qwen_experts),
+    "qwen3next": Architecture("Qwen3NextConfig", "Qwen3NextForCausalLM", partial=True, settings=_states),
+    "qwen35": Architecture("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", partial=True, sections=True, settings=_states),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", partial=True, sections=True, settings=_states
+    ),
     "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", partial=True, windowed=True, settings=_phi),
     "granite": Architecture("GraniteConfig", "GraniteForCausalLM", reordered=True, settings=_granite),
     "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),

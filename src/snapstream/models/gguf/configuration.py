@@ -54,7 +54,7 @@ def configuration(file: Container) -> Any:
     bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
     if name == "llama" and bias["attn_q"] != bias["attn_output"]:
         raise CheckpointError(f"{file.path}: biases of queries, but not of attention's output, are not supported")
-    if any(about.value("rope.dimension_sections", ())):
+    if any(about.value("rope.dimension_sections", ())) and not kind.sections:
         raise CheckpointError(f"{file.path}: rotation by several positions (images, M-RoPE) is not supported")
     layers = about.number("block_count") - int(about.value("nextn_predict_layers", 0))  # without those for MTP
     rope, kinds = _rope(about), {stored.kind for stored in file.tensors.values()}
@@ -62,7 +62,7 @@ def configuration(file: Container) -> Any:
         "architectures": [kind.model],
         "vocab_size": shape.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": about.number("feed_forward_length"),
+        "intermediate_size": about.number("feed_forward_length", about.value("expert_feed_forward_length", 0)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": about.number("attention.head_count_kv", heads),

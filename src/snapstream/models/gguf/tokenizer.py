@@ -17,6 +17,8 @@ from snapstream.models.gguf.container import Container, open_container
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3, _QWEN_2 = _LETTERS + r"\p{N}{1,3}" + _REST, _LETTERS + r"\p{N}" + _REST
+# Marks, such as accents, belong to the letters before them.
+_QWEN_3_5 = _QWEN_2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _GPT_4O = (
@@ -30,6 +32,7 @@ SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN_2),
     **dict.fromkeys(("smollm", "refact", "command-r", "starcoder", "codeshell"), _DIGITS),
     **dict.fromkeys(("gpt-2", "olmo", "granite-docling", "mpt"), ""),
+    "qwen35": _QWEN_3_5,
     "gpt-4o": _GPT_4O,
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""

@@ -21,7 +21,7 @@ from snapstream.models.decoder import DecoderModel
 from snapstream.models.gguf.architectures import architecture
 from snapstream.models.gguf.configuration import FREQUENCY_FACTORS, LONG_FACTORS
 from snapstream.models.gguf.container import Container, open_container
-from snapstream.models.names import Place
+from snapstream.models.names import Form, Interleaved, Place
 from snapstream.models.progress import with_progress
 from snapstream.models.storage import fill, fill_tiles, rows_at_once, target_of
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_RENAMED = {"correction_bias": "correction.bias", ".sinks": ".sinks.weight", ".dt_bias": ".dt_proj.bias"}
+"""Ends of names that the gguf package has otherwise."""
 _APART = (FREQUENCY_FACTORS, *LONG_FACTORS.values())
 """Tensors that belong to the configuration."""
 
@@ -54,6 +56,9 @@ def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[in
         if stored is not None:
             is_part = source.expert is not None and stored.shape[0] == uses[source.name]  # all experts are there
             shapes[name] = stored.shape[1:] if is_part else stored.shape
+            wanted = places[name].shape
+            if shapes[name] == tuple(size for size in wanted if size > 1):  # files leave out dimensions of 1
+                shapes[name] = wanted
     return shapes
 
 
@@ -96,7 +101,10 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
     sources = sources_of(file, places)
     for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = sources[name], target_of(model, place)
-        order = rows_in_order(file, name, place.shape, model.spec.head_dim)
+        order = rows_in_order(file, name, place.shape, model.spec.head_dim, place.rows)
+        if place.form is Form.TAPS:
+            target.copy_(torch.from_numpy(file.rows(source.name, order)).t())
+            continue
         if source.expert is not None and len(place.shape) == 1:  # a bias is one of the rows
             target.copy_(torch.from_numpy(file.rows(source.name, numpy.array([source.expert]))[0]))
             continue
@@ -143,14 +151,20 @@ def _known_names(arch: str, layers: int) -> TensorNameMap:
 
 
 def _source(known: TensorNameMap, name: str) -> Source:
-    renamed = name.replace("correction_bias", "correction.bias").replace(".sinks", ".sinks.weight")
+    if name.endswith(".A_log"):
+        return Source(known.get_name(name) or name)
+    renamed = name
+    for theirs, in_file in _RENAMED.items():
+        renamed = renamed.replace(theirs, in_file)
     stem, _, kind = renamed.rpartition(".")
     expert = _EXPERT.search(stem)
     found = known.get_name(_EXPERT.sub(".experts.", stem))
     return Source(f"{found or stem}.{kind}", None if expert is None else int(expert[1]))
 
 
-def rows_in_order(file: Container, name: str, shape: Sequence[int], head_dim: int) -> NDArray[numpy.int64]:
+def rows_in_order(
+    file: Container, name: str, shape: Sequence[int], head_dim: int, rows: Interleaved | None = None
+) -> NDArray[numpy.int64]:
     """Which row of a tensor comes first, second, ... in this package; of a tensor of one dimension, which number.
 
     Args:
@@ -158,8 +172,11 @@ def rows_in_order(file: Container, name: str, shape: Sequence[int], head_dim: in
         name: The tensor's name in transformers.
         shape: Its shape.
         head_dim: Elements of a head.
+        rows: Which matrices it holds, if their rows are interleaved.
     """
     count = shape[0] if len(shape) > 1 or name.endswith("bias") else 1
+    if rows is not None:
+        return numpy.asarray(rows.order(count))
     _, kind = architecture(file)
     if kind.reordered and (".q_proj." in name or ".k_proj." in name):
         return _halves(count, head_dim)
