@@ -35,6 +35,8 @@ from snapstream.kernels.triton.program import TritonProgram
         "gemma3",
         "gpt-oss",
         "granite",
+        "qwen3-next",
+        "qwen3.5",
     ],
 )
 def checkpoint(request, tmp_path_factory):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from snapstream.cache import LayerCache
+from snapstream.cache import LayerCache, StateCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import add_biases, stock_grouped_linear
-from snapstream.kernels.triton import blocks, rows, store
+from snapstream.kernels.recurrence import Recur
+from snapstream.kernels.triton import blocks, recurrence, rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
 from snapstream.kernels.weight import BlockWeight
 
@@ -202,6 +203,20 @@ def _(o: ops.Rotate, m: Machine) -> Call:
 
 
 @_call_of.register
+def _(o: ops.GateBy, m: Machine) -> Call:
+    return functools.partial(
+        rows.gate_by, o.source.of(m.buffers), o.target.of(m.buffers), sigmoid=o.sigmoid
+    )
+
+
+@_call_of.register
+def _(o: Recur, m: Machine) -> Call:
+    if isinstance(m, PromptChunk):  # matrix products
+        return functools.partial(o.run, m)
+    return functools.partial(recurrence.recur, o, m)
+
+
+@_call_of.register
 def _(o: ops.Embed, m: Machine) -> Call:
     table = o.table
     if not isinstance(table, BlockWeight):
@@ -274,6 +289,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
 def _(o: ops.Commit, m: Machine) -> Call:
     def commit() -> None:
         for layer, (pending, cache) in enumerate(zip(m.pending, m.caches, strict=True)):
-            store.commit(pending, cache, m.slots, m.group_of(layer))
+            if not isinstance(cache, StateCache):
+                store.commit(pending, cache, m.slots, m.group_of(layer))
 
     return commit

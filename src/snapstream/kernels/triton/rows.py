@@ -1,4 +1,4 @@
-"""Row-wise operations: norm, rotation and gate, each in one pass over memory."""
+"""Row-wise operations: norm, rotation and gates, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -112,6 +112,53 @@ def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl
         z, up = x * 1.702, tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
     gated = rounded(x / (1.0 + tl.exp(-z)), target).to(tl.float32) * up
     tl.store(target + row * target_row + column, rounded(gated, target), mask=mask)
+
+
+@triton.jit
+def _gate_by(
+    source,
+    target,
+    source_row,
+    source_head,
+    target_row,
+    target_head,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * PADDED + tl.arange(0, PADDED)
+    mask = column < SIZE
+    gate = source + row * source_row + head * source_head + (column * 0 if SINGLE else column)
+    x = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    factor = (1.0 if SIGMOID else x) / (1.0 + tl.exp(-x))
+    place = target + row * target_row + head * target_head + column
+    y = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, rounded(y * factor, target), mask=mask)
+
+
+def gate_by(source: Tensor, target: Tensor, *, sigmoid: bool) -> None:
+    """Triton kernel for :class:`snapstream.kernels.operations.GateBy`.
+
+    Args:
+        source: ``[T, heads, D]``, or ``[T, heads, 1]``; the elements of a head must be contiguous.
+        target: ``[T, heads, D]``, likewise.
+        sigmoid: Whether targets are multiplied by the sigmoid of the source, instead of its SiLU.
+    """
+    rows, heads, size = target.shape
+    padded = min(1024, next_power_of_2(size))
+    _gate_by[(rows, heads, -(-size // padded))](
+        source,
+        target,
+        *source.stride()[:2],
+        *target.stride()[:2],
+        SIZE=size,
+        PADDED=padded,
+        SINGLE=source.shape[2] == 1,
+        SIGMOID=sigmoid,
+        num_warps=max(1, padded // 256),
+    )
 
 
 def norm(
