@@ -158,6 +158,8 @@ class Decode:
             verification.warm_up(pool)
         if self.ahead is not None:
             self.ahead.warm_up(pool)
+        if self.lagging is not None:
+            self.lagging.warm_up()
 
     @torch.inference_mode()
     def start(

@@ -69,6 +69,11 @@ class Lagging:
         buffers = allocate_buffers(parts, 1, dtype, device=device)  # which are not used
         return self._programs.run_of(self._settling, Machine(buffers, slots, states, states, dtype))
 
+    def warm_up(self) -> None:
+        """Run what launches need once, while all slots are free."""
+        self._coming.zero_()
+        self._advance()
+
     @torch.inference_mode()
     def begin(self, slot: int, position: int) -> None:
         """Take over the state of a slot, which has taken in ``position`` tokens."""

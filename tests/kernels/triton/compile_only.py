@@ -113,6 +113,10 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
         rows.gate(wide, wide[:, :7168], activation)
     angles = torch.zeros(B, size // 2, dtype=dtype)
     rows.rotate(wide.view(B, -1, 64), wide.view(B, -1, 64), angles, angles, pairs=True)
+    rows.gate_by(wide[:, None, :4096], wide[:, None, 4096:8192], sigmoid=True)
+    rows.gate_by(wide[:, None, :1], wide[:, None, 4096:8192], sigmoid=True)
+    rows.gate_by(wide.view(B, -1, 128), wide.view(B, -1, 128), sigmoid=False)
+    compile_states(dtype, stored, B)
     places = (Places(RING, 1, state, state, state, active), Places(STRAIGHT, B, one))
     for each, into in zip(places, (cache, staging), strict=True):
         if latent:
@@ -120,6 +124,27 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
         else:
             qkv = torch.zeros(B, (H + 2 * N) * size, dtype=dtype)
             store.store_grouped(qkv, qkv, angles, angles, into, each, (wide[0, :size], wide[0, :size], 1e-5))
+
+
+def compile_states(dtype: torch.dtype, stored: torch.dtype, B: int) -> None:
+    """Steps of layers with a state."""
+    from snapstream.cache import StateShape
+    from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+    from snapstream.kernels.recurrence import Recur
+    from snapstream.kernels.triton.recurrence import recur
+
+    state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+    shape, taps = StateShape(heads=32, key_heads=16, key=128, value=128), torch.zeros(4, 8192, dtype=dtype)
+    cache, numbers = shape.empty(B, 12, dtype=stored), torch.zeros(32)
+    o = Recur(Part("mixed", shape.size), Part("made", 128, 32), 0, taps, numbers, numbers, 3, 16, 128, in_turn=False)
+    for tokens in (1, 4):
+        several = {"drafted": state, "accepted": state} if tokens > 1 else {}
+        token = torch.zeros(B, tokens, dtype=torch.int64)
+        slots = Slots(token, state, *[state[None]] * 3, active, state[:, None], state[None], **several)
+        m = Machine(allocate_buffers(o.parts(), B * tokens, dtype), slots, [cache], [cache], dtype)
+        recur(o, m)
+        if several:
+            recur(dataclasses.replace(o, settles=True, in_turn=True), m)
 
 
 def compile_products(dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from tests.conftest import save_tokenizer
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 KERNELS = {"_attend", "_merge", "_normalize", "_reduce", "_pool", "_sum_directions", "_differ", "_select", "_gather"}
-KERNELS |= {"_commit", "_norm", "_gate", "_rotate", "_multiply", "_add_splits", "_widen"}
+KERNELS |= {"_commit", "_norm", "_gate", "_rotate", "_multiply", "_add_splits", "_widen", "_recur", "_gate_by"}
 
 
 def compile_only(*arguments):
@@ -56,6 +56,7 @@ def test_kernels_compile_for_desktops(capability, dtype):
     [
         ("qwen3", "lookup", "q4_0"),
         ("qwen3-windows", "lookup", "auto"),
+        ("qwen3.5", "lookup", "auto"),
         pytest.param("deepseek-v3", "mtp", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "off", "q8_0", marks=pytest.mark.slow),
     ],
