@@ -94,9 +94,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
         operations.append(Draw(logits, SamplingState(slots, spec.vocab_size, 1, CPU)))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending, held = caches(tokens) if tokens > 1 else [], caches()
-    pending = [
-        own if isinstance(own, StateCache) else each for each, own in zip(pending, held, strict=False)
-    ]
+    pending = [own if isinstance(own, StateCache) else each for each, own in zip(pending, held, strict=False)]
     return operations, Machine(buffers, state, held, pending, dtype, groups)
 
 

@@ -28,6 +28,9 @@ PARAMETERS = {
     "Phi-4-mini": 3_836_021_760,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-Next-80B-A3B": 79_674_391_296,  # without its module for multi-token prediction
+    "Qwen3.5-35B-A3B": 34_660_610_688,  # the part for texts
+    "Qwen3.5-4B": 4_205_751_296,
     "SmolLM3-3B": 3_075_098_624,
     "gpt-oss-20b": 20_914_757_184,
 }

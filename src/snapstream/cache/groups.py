@@ -105,4 +105,6 @@ class CacheSizes:
 
     def saved(self, entries: Sequence[int]) -> int:
         """Bytes of a saved sequence of so many entries per group: entries, and the true position of each."""
-        return self.of(entries) + sum(4 * group.positions(count) for group, count in zip(self.groups, entries, strict=True))
+        return self.of(entries) + sum(
+            4 * group.positions(count) for group, count in zip(self.groups, entries, strict=True)
+        )

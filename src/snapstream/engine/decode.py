@@ -431,9 +431,7 @@ class Decode:
                 group.entry.empty(self.slots, group.entries(capacity), dtype=dtype, device=device) for group in groups
             ]
         shapes = [
-            tensor
-            for group in groups
-            for tensor in group.entry.tensors(self.slots, group.entries(capacity), dtype)
+            tensor for group in groups for tensor in group.entry.tensors(self.slots, group.entries(capacity), dtype)
         ]
         memory = iter(tensors_of_zeros(shapes))
         caches = [group.entry.kind(list(itertools.islice(memory, group.entry.kind.stored))) for group in groups]

@@ -47,9 +47,7 @@ class Lagging:
         self._coming = torch.zeros_like(slots.position)
         self._advance = self._program(self._states, self._taken_in, self._coming, most)
 
-    def _program(
-        self, states: Sequence[StateCache], position: torch.Tensor, accepted: torch.Tensor, most: int
-    ) -> Run:
+    def _program(self, states: Sequence[StateCache], position: torch.Tensor, accepted: torch.Tensor, most: int) -> Run:
         """What feeds ``accepted`` of at most ``most`` inputs from ``position`` on to states."""
         rows = len(position)
         nothing = torch.zeros(1, rows, dtype=torch.int64, device=position.device)

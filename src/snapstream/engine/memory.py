@@ -238,7 +238,9 @@ def _plan(
     packed = max(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
     entry_bytes = max(entry.nbytes(types.activations) for entry in entries_of)
     states = [group for group in spec.groups if group.has_state]
-    one_state = max((group.nbytes(group.window or 0, types.activations) // len(group.layers) for group in states), default=0)
+    one_state = max(
+        (group.nbytes(group.window or 0, types.activations) // len(group.layers) for group in states), default=0
+    )
     long = least_tokens(setup.device, types.activations)
     widened = fixed.widened if long is not None and padded >= long else 0
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk

@@ -53,9 +53,7 @@ class MixtureOfExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(shape.count, hidden_size)) if shape.biased else None
         self.shared: FeedForward | None = None
         if shape.shared_inner:
-            self.shared = FeedForward(
-                hidden_size, shape.shared_inner, activation=activation, gated=shape.gates_shared
-            )
+            self.shared = FeedForward(hidden_size, shape.shared_inner, activation=activation, gated=shape.gates_shared)
 
     def operations(self, source: Part, result: Result) -> Iterator[Operation]:
         """The mixture as operations; the result must be one that is added, with a factor of 1."""

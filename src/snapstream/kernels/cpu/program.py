@@ -240,7 +240,9 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
     heads, (_, _, entries, size) = cache.keys.shape[1], cache.values.shape
     is_state, number = isinstance(cache, StateCache), _number(cache.dtype)
-    require(not is_state or cache.keys.dtype == torch.float32, f"matrices of states are {cache.keys.dtype}, not float32")
+    require(
+        not is_state or cache.keys.dtype == torch.float32, f"matrices of states are {cache.keys.dtype}, not float32"
+    )
     return _MADE["Cache"](
         keys=_address(cache.keys),
         values=_address(cache.values),

@@ -204,9 +204,7 @@ def _(o: ops.Rotate, m: Machine) -> Call:
 
 @_call_of.register
 def _(o: ops.GateBy, m: Machine) -> Call:
-    return functools.partial(
-        rows.gate_by, o.source.of(m.buffers), o.target.of(m.buffers), sigmoid=o.sigmoid
-    )
+    return functools.partial(rows.gate_by, o.source.of(m.buffers), o.target.of(m.buffers), sigmoid=o.sigmoid)
 
 
 @_call_of.register

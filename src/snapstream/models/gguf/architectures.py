@@ -158,7 +158,9 @@ def _states(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": about.number("ssm.inner_size") // heads,
         "linear_conv_kernel_dim": about.number("ssm.conv_kernel"),
         "value_heads_in_turn": about.name != "qwen3next",
-        "joined_inputs": [part for part in ("qkvz", "ba") if any(about.has(f"blk.{n}.ssm_{_JOINED[part]}.weight") for n in layers)],
+        "joined_inputs": [
+            part for part in ("qkvz", "ba") if any(about.has(f"blk.{n}.ssm_{_JOINED[part]}.weight") for n in layers)
+        ],
     }
     if about.value("expert_count", 0):
         shared = about.number("expert_shared_feed_forward_length")
