@@ -97,7 +97,7 @@ class Recur(Operation):
             target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)
             target.copy_(torch.where(used[..., None, None], out.to(target.dtype), target))
 
-    def _heads(self, inputs: Tensor, used: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, inputs: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values, strengths and logarithms of decays of all value heads, ``[B, heads, T, ...]``.
 
         Args:
@@ -108,7 +108,7 @@ class Recur(Operation):
         before, channels = self.before, self.taps.shape[1]
         wide = torch.promote_types(inputs.dtype, torch.float32)
         mixed = convolved(inputs[..., :channels], self.taps)
-        queries, keys, values = mixed.split([self.key_heads * self.key_size] * 2 + [heads * value], -1)
+        queries, keys, values = torch.split(mixed, [self.key_heads * self.key_size] * 2 + [heads * value], -1)
         queries, keys = (each.view(B, T, self.key_heads, -1).to(wide) for each in (queries, keys))
         order = key_head_of(heads, self.key_heads, in_turn=self.in_turn, device=inputs.device)
         queries, keys = (normalized(each)[:, :, order] for each in (queries, keys))
@@ -116,9 +116,8 @@ class Recur(Operation):
         strengths = given[..., :heads].sigmoid().to(wide)
         decays = self.rates.to(wide) * F.softplus(given[..., heads:].to(wide) + self.shifts.to(wide))
         strengths, decays = (torch.where(used[..., None], each, 0).transpose(1, 2) for each in (strengths, decays))
-        values = values.view(B, T, heads, value).to(wide)
-        queries, keys, values = (each.transpose(1, 2) for each in (queries * self.key_size**-0.5, keys, values))
-        return queries, keys, values, strengths, decays
+        values = values.view(B, T, heads, value).to(wide).transpose(1, 2)
+        return (queries * self.key_size**-0.5).transpose(1, 2), keys.transpose(1, 2), values, strengths, decays
 
 
 def convolved(inputs: Tensor, taps: Tensor) -> Tensor:
@@ -190,8 +189,10 @@ def chunked(
     short = -length % CHUNK
     queries, keys, values = (F.pad(each, (0, 0, 0, short)) for each in (queries, keys, values))
     strengths, decays = (F.pad(each, (0, short)) for each in (strengths, decays))
-    parts = [each.unflatten(2, (-1, CHUNK)) for each in (queries, keys, values, strengths, decays.double())]
-    queries, keys, values, strengths, decays = parts
+    many = (length + short) // CHUNK
+    shape = (*queries.shape[:2], many, CHUNK)
+    queries, keys, values = (each.reshape(*shape, -1) for each in (queries, keys, values))
+    strengths, decays = strengths.reshape(shape), decays.double().reshape(shape)
     # 1. Of all chunks at once: what does not depend on the state.
     until = decays.cumsum(-1)  # in float64: differences of long sums
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=queries.device).triu(1)
@@ -201,12 +202,12 @@ def chunked(
     system = weighted @ keys.transpose(-1, -2) * between
     right = torch.cat((values * strengths[..., None], weighted * since), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    changes, known = solved.split([values.shape[-1], keys.shape[-1]], -1)
+    changes, known = torch.split(solved, [values.shape[-1], keys.shape[-1]], -1)
     attention = queries @ keys.transpose(-1, -2) * between
     queries, keys = queries * since, keys * left
     # 2. Chunk after chunk.
     outputs = []
-    for at in range(queries.shape[2]):
+    for at in range(many):
         change = changes[:, :, at] - known[:, :, at] @ state
         outputs.append(queries[:, :, at] @ state + attention[:, :, at] @ change)
         state = state * since[:, :, at, -1:] + keys[:, :, at].transpose(-1, -2) @ change

@@ -1,8 +1,8 @@
 """Experts that a checkpoint stores as one tensor per layer, as gpt-oss and Qwen3.5 do.
 
 In gpt-oss, ``gate_up_proj`` ``[E, hidden, 2 * inner]`` has alternating columns of gates and ups, and ``down_proj`` is
-``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In Qwen3.5, experts have the rows of products:
-gates, then ups, and there are no biases.
+``[E, inner, hidden]``; biases are ``[E, 2 * inner]`` and ``[E, hidden]``. In Qwen3.5, experts have the rows of
+products, gates before ups, and no biases.
 
 gpt-oss is published in four bits (MXFP4). Then there are two tensors for each:
 ``blocks`` uint8 ``[E, rows, columns / 32, 16]``, with two numbers per byte, the first in the lower half, and ``scales``

@@ -50,7 +50,7 @@ class Interleaved:
 
     def order(self, count: int) -> Tensor:
         """Which of ``count`` rows comes first, second, ..."""
-        turns = torch.arange(count).view(-1, sum(self.sizes)).split(self.sizes, 1)
+        turns = torch.split(torch.arange(count).view(-1, sum(self.sizes)), list(self.sizes), 1)
         return torch.cat([turns[each].flatten() for each in self.matrices])
 
 

@@ -116,8 +116,8 @@ class ModelSpec:
         unrotated_layers: Layers whose queries and keys are not rotated.
         query_growth: By what queries grow with their position, and after how many tokens each time; see
             :class:`~snapstream.kernels.operations.ScaleByPosition`. ``None`` if they do not.
-        gates_attention: Whether attention's results are multiplied by the sigmoid of gates, which are projected with the
-            queries.
+        gates_attention: Whether attention's results are multiplied by the sigmoid of gates, which are projected with
+            the queries.
         joined_inputs: Which projections of layers with a state checkpoints join, ``"qkvz"`` or ``"ba"``: rows of all
             key heads in turn (Qwen3-Next).
         value_heads_in_turn: Whether value heads of such layers take key heads in turn; see

@@ -1,8 +1,9 @@
 """Every structure that Python hands to the kernels: here it becomes a ctypes class, and a declaration in C++.
 
 An operation has one structure with the fields of its dataclass in :mod:`snapstream.kernels.operations` or
-:mod:`snapstream.kernels.recurrence`, under the same names. The others are listed here. :mod:`.build` compiles the kernels with the header that :func:`header` returns. It
-asserts the sizes and offsets that ctypes uses. ``python -m snapstream.kernels.cpu.interface`` prints it.
+:mod:`snapstream.kernels.recurrence`, under the same names. The others are listed here. :mod:`.build` compiles the
+kernels with the header that :func:`header` returns. It asserts the sizes and offsets that ctypes uses. ``python -m
+snapstream.kernels.cpu.interface`` prints it.
 
 ``build.py`` loads this file by its path, without the package, so it may import only the standard library.
 """

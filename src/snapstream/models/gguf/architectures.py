@@ -168,8 +168,8 @@ def _states(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-_JOINED = {"qkvz": "in", "ba": "ba"}
-"""Names of the tensors of Qwen3-Next's joined projections."""
+_JOINED = {"qkvz": "blk.{}.ssm_in.weight", "ba": "blk.{}.ssm_ba.weight"}
+"""Names of the tensors of Qwen3-Next's joined projections; recent files have only the second."""
 
 
 def _mixtral(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
