@@ -20,7 +20,15 @@ from tests.memory import measure
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4000, "max_position_embeddings": 2**17}
 GROUPED = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 LATENT = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
-SHAPES = {"llama3-gqa": GROUPED, "qwen3-windows": GROUPED, "gemma2": GROUPED, "deepseek-v3": LATENT}
+STATE = GROUPED | {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+STATE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+SHAPES = {
+    "llama3-gqa": GROUPED,
+    "qwen3-windows": GROUPED,
+    "gemma2": GROUPED,
+    "qwen3.5": STATE,
+    "deepseek-v3": LATENT,
+}
 
 
 @pytest.fixture(params=SHAPES)

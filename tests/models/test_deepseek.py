@@ -73,7 +73,7 @@ def shape(**changes):
         "count": 6,
         "chosen": 2,
         "inner": 32,
-        "shared": 1,
+        "shared_inner": 16,
         "dense_layers": frozenset(),
         "groups": 3,
         "chosen_groups": 2,
@@ -109,7 +109,7 @@ def dense(matrix):
     "one",
     [
         shape(),
-        shape(groups=1, chosen_groups=1, chosen=4, shared=0),
+        shape(groups=1, chosen_groups=1, chosen=4, shared_inner=0),
         shape(corrected=False, normalize=False),
         shape(corrected=False, normalize=False, groups=1, chosen_groups=1, chosen=6),
     ],

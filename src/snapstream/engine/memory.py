@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from snapstream.cache import StateShape
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import KEPT_QUERIES, MIN_CAPACITY
 from snapstream.config.policy import ALL, rows_of_queries
@@ -23,6 +24,7 @@ from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import ExpertProduct, GatedProduct, Product
 from snapstream.kernels.parts import buffer_shapes
 from snapstream.kernels.products import keeps_blocks, scratch_bytes
+from snapstream.kernels.recurrence import chunk_bytes
 from snapstream.kernels.widened import least_tokens, widened_numbers
 from snapstream.models.families import tensor_places
 from snapstream.models.layers import Matrix
@@ -246,6 +248,8 @@ def _plan(
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += multiplied * fixed.scratch
+    shapes_of_states = (group.entry for group in spec.groups if isinstance(group.entry, StateShape))
+    chunk_temporaries += sum(chunk_bytes(shape, chunk, item) for shape in shapes_of_states)
     is_special = spec.has_sinks or spec.attention_cap > 0
     sizes_of_heads = (spec.heads, spec.head_dim, types.activations)
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, *sizes_of_heads, is_special=is_special)

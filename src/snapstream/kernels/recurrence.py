@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from snapstream.cache import StateCache
+from snapstream.cache import StateCache, StateShape
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, PromptChunk
 
 CHUNK = 64
 """Tokens of a prompt that matrix products take together."""
+AT_ONCE = 4 * CHUNK
+"""Tokens of a prompt whose queries, keys and values are held in float32 at once."""
 NORM_EPSILON = 1e-6
 """Added to the sum of squares of queries and keys."""
 
@@ -87,15 +89,16 @@ class Recur(Operation):
         if self.settles:
             assert slots.accepted is not None
             used = slots.active[:, None] & (torch.arange(T, device=ring.device) < slots.accepted[:, None])
-        heads = self._heads(inputs, used)
-        rule = chunked if isinstance(m, PromptChunk) else one_by_one
-        out, state = rule(*heads, cache.matrices.to(heads[0].dtype))
+        rule, state = chunked if isinstance(m, PromptChunk) else one_by_one, cache.matrices
+        for start in range(0, T, AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            out, state = rule(*self._heads(inputs[:, start : start + before + AT_ONCE], used[:, some]), state)
+            if not self.settles:
+                target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)[:, some]
+                target.copy_(torch.where(used[:, some, None, None], out.to(target.dtype), target))
         # 4. Tokens that are certain change the state.
         if self.settles or T == 1 or isinstance(m, PromptChunk):
             cache.matrices.copy_(torch.where(slots.active[:, None, None, None], state, cache.matrices))
-        if not self.settles:
-            target = self.target.of(m.buffers).view(B, T, self.target.heads, -1)
-            target.copy_(torch.where(used[..., None, None], out.to(target.dtype), target))
 
     def _heads(self, inputs: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values, strengths and logarithms of decays of all value heads, ``[B, heads, T, ...]``.
@@ -118,6 +121,19 @@ class Recur(Operation):
         strengths, decays = (torch.where(used[..., None], each, 0).transpose(1, 2) for each in (strengths, decays))
         values = values.view(B, T, heads, value).to(wide).transpose(1, 2)
         return (queries * self.key_size**-0.5).transpose(1, 2), keys.transpose(1, 2), values, strengths, decays
+
+
+def chunk_bytes(shape: StateShape, tokens: int, item: int) -> int:
+    """Bytes that exist at most while a layer reads so many tokens of a prompt.
+
+    Args:
+        shape: The layer's state.
+        tokens: Tokens of a chunk.
+        item: Bytes of an element of activations.
+    """
+    wide = 4 * shape.heads * (8 * shape.key + 6 * shape.value + 4 * CHUNK)
+    states = 3 * 4 * shape.heads * shape.key * shape.value
+    return tokens * 2 * shape.size * item + min(tokens, AT_ONCE) * wide + states
 
 
 def convolved(inputs: Tensor, taps: Tensor) -> Tensor:
