@@ -23,7 +23,7 @@ DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
-  bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts train clean
+  bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 
 demo: $(STAMP)
 	$(BIN)/snapstream demo
@@ -158,7 +158,10 @@ bench-gguf: $(STAMP) $(LLAMACPP_STAMP)
 
 # A mixture of experts beside transformers and llama.cpp; ten minutes, on a quiet machine.
 bench-experts: $(STAMP) $(LLAMACPP_STAMP)
-	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/random_models.py experts
+
+bench-states: $(STAMP) $(LLAMACPP_STAMP)
+	$(BIN)/python benchmarks/random_models.py states
 
 # The plugin beside stock vLLM, and n-gram speculation; half an hour, on a quiet machine.
 bench-vllm: $(VLLM_STAMP)

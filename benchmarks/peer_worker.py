@@ -203,7 +203,7 @@ class Transformers(Worker):
         import torch
         from transformers import DynamicCache
 
-        self.cache, self.ids, self.tokens = DynamicCache(), torch.tensor([prompt]), []
+        self.cache, self.ids, self.tokens = DynamicCache(config=self.model.config), torch.tensor([prompt]), []
 
     def step(self) -> None:
         logits = self.model(self.ids, past_key_values=self.cache, logits_to_keep=1).logits
