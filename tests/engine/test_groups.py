@@ -128,7 +128,7 @@ def test_every_family_in_bfloat16(tmp_path, family):
     assert sum(abs(a - b) for a, b in zip(mine, theirs, strict=True)) / 6 < 1.0, (mine, theirs)
 
 
-@pytest.mark.parametrize("family", ["qwen3-windows", "two-windows"])
+@pytest.mark.parametrize("family", ["qwen3-windows", "two-windows", "qwen3.5"])
 @pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}], ids=["steps", "guesses"])
 def test_turns_by_tritons_kernels_equal_naive_turns(family, settings, tmp_path, monkeypatch):
     pytest.importorskip("triton")

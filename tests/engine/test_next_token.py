@@ -206,6 +206,12 @@ def test_its_memory_is_planned(tmp_path):
     assert peak <= plan.workspace
 
 
+def test_modules_of_other_families_are_refused(tmp_path):
+    save_checkpoint(tmp_path, "qwen3.5")
+    with pytest.raises(ConfigurationError, match="is not supported; use 'lookup' or 'draft-model'"):
+        make(tmp_path, speculative="mtp")
+
+
 def test_what_cannot_be_is_said(latent, tmp_path):
     config = save_checkpoint(tmp_path, "deepseek-v3").config
     save_tokenizer(tmp_path)

@@ -63,7 +63,7 @@ def test_answers_are_the_same_to_the_bit(checkpoint, seed, budget):
     assert check_equal(checkpoint, seed, budget) > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3", "qwen3.5"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_other_families(tmp_path, family, dtype):
     save_checkpoint(tmp_path, family)
@@ -137,6 +137,31 @@ def test_the_one_used_longest_ago_makes_room():
     prefixes.keep(Prefix([1] * 4))  # which is known
     assert len(prefixes) == 2
     assert prefixes.find([1] * 20, 16)[1:] == (12, 12)
+
+
+def test_states_go_with_whole_beginnings():
+    """Shorter ones are not replaced, and remain in use together with those that begin with them."""
+    prefixes = Prefixes(3, 4, only_whole=True)
+    for prefix in ([1] * 4, [1] * 12, [1] * 12, [2] * 8):
+        prefixes.keep(Prefix(prefix))
+    assert len(prefixes) == 3
+    assert prefixes.find([1] * 20, 16)[1:] == (12, 12)
+    assert prefixes.find([1] * 20, 11)[1:] == (4, 4)
+    assert prefixes.find([1] * 11 + [3] * 9, 16)[1:] == (4, 4)
+    assert prefixes.find([1] * 20, 16)[1:] == (12, 12)
+    prefixes.keep(Prefix([3] * 4))
+    assert prefixes.find([2] * 20, 16) is None
+    assert prefixes.find([1] * 11 + [3] * 9, 16)[1:] == (4, 4)
+    assert prefixes.worth_keeping([5] * 20, [[5] * 20], 0, 13) == 12
+
+
+def test_a_prompt_that_comes_again_reuses_states(tmp_path):
+    save_checkpoint(tmp_path, "qwen3.5")
+    save_tokenizer(tmp_path)
+    llm, params = make(tmp_path, prefix_contexts=2), SamplingParams(max_tokens=1)
+    found = [run(llm, prompt(150), params).reused for _ in range(4)]
+    assert found == [0, 0, 64, 64]
+    assert len(llm.engine.executor.prefixes) == 1
 
 
 def test_a_known_beginning_is_not_kept_again(checkpoint):

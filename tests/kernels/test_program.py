@@ -165,7 +165,7 @@ MIXED = [each for each in itertools.product((torch.float32, torch.bfloat16), rep
 
 
 @pytest.mark.parametrize("types", MIXED, ids=lambda types: "-".join(f"{each}"[6:] for each in types))
-@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3", "qwen3.5"])
 @torch.inference_mode()
 def test_every_tensor_has_a_type_of_its_own(family, types, tmp_path):
     """Operation by operation, and a whole step beside activations in float64."""

@@ -69,7 +69,7 @@ class LayerGroup:
         return len(self.layers) * (entries * self.entry.nbytes(dtype) + self.entry.fixed_nbytes(dtype))
 
     def positions(self, entries: int) -> int:
-        """Number of true positions that a saved sequence of so many entries has: of each, unless there is a state."""
+        """Number of true positions in a saved sequence: one per entry and head, and none for a state."""
         return 0 if self.has_state else entries * len(self.layers) * self.entry.heads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class StateShape:
 
     @property
     def size(self) -> int:
-        """Elements that a token feeds: its channels, then of each value head what gives strength and decay."""
+        """Elements that a token feeds: its channels, then what decides strengths and decays of all value heads."""
         return self.channels + 2 * self.heads
 
     @property
@@ -59,10 +60,8 @@ class StateShape:
         Raises:
             ValueError: The tensors have another shape.
         """
-        if [(*tensor.shape[:2], *tensor.shape[-1:]) for tensor in tensors] != [
-            (1, self.heads, self.value),
-            (1, 1, self.size),
-        ] or tensors[0].shape[2] != self.key:
+        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if len(given) != 2 or tensors[1].dim() != 4 or given != self.tensors(1, tensors[1].shape[2], tensors[1].dtype):
             raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are not a state of {self}")
         return StateCache(tensors)
 
@@ -76,7 +75,7 @@ class StateShape:
 
 
 class StateCache(LayerCache):
-    """States of ``B`` sequences in one layer, and the latest inputs to each.
+    """States of ``B`` sequences in one layer, and the latest inputs to each; no entries that could be left out.
 
     ``matrices`` is ``[B, heads, key, value]``. ``inputs`` is ``[B, 1, E, size]``: the input of the token at position
     ``p`` is entry ``p mod E``. The convolution of the next token reads the last few. Slots have more: a state can be
@@ -84,6 +83,11 @@ class StateCache(LayerCache):
     """
 
     stored = 2
+
+    def _refuse(self, *given: object, **named: object) -> NoReturn:
+        raise TypeError("a state has no entries")
+
+    write = read = span = take = gather = gathered = joined = _refuse
 
     @property
     def matrices(self) -> Tensor:

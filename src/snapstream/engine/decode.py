@@ -64,7 +64,7 @@ class _Entries:
 class Decode:
     """Owns the slots on the device: their caches, ``[B, N, C, D]`` per layer, and their state.
 
-    The whole state of a sequence is its position and, per group of layers, ``(base, count, limit)``; see
+    Besides, a sequence is its position and, per group of layers, ``(base, count, limit)``; see
     :mod:`snapstream.compression.layout`. A step never writes to inactive slots: prefill fills them layer by layer while
     other slots decode.
     """

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from snapstream.cache import StateShape
 from snapstream.errors import ConfigurationError
 from snapstream.models.experts import MixtureOfExperts, Router
 from snapstream.models.spec import ModelSpec
@@ -86,9 +87,12 @@ class Devices:
 
     def cache_bytes(self, entries: int) -> int:
         """Bytes of one sequence's cache on a device that holds any of it."""
-        spec = self.spec
-        here = spec.kv_heads if self.attention == SEQUENCES else -(-spec.kv_heads // self.count)
-        return spec.sizes(self.dtype).of_slot(entries) // spec.kv_heads * here
+        total = 0
+        for group in self.spec.groups:  # of a state, a device holds the matrices of its value heads
+            heads = group.entry.heads
+            here = heads if self.attention == SEQUENCES else -(-heads // self.count)
+            total += group.nbytes(group.entries(entries), self.dtype) // heads * here
+        return total
 
     def most_sequences(self, entries: int, room: int) -> int:
         """Maximum number of sequences whose caches fit into ``room`` bytes per device."""
@@ -137,11 +141,17 @@ class Devices:
         the attention output back, because every device projects its own heads of all tokens.
         """
         spec, others = self.spec, self.count - 1
-        numbers = 2 * 2 * sequences * spec.hidden_size
+        numbers = spec.cached_layers * 2 * 2 * sequences * spec.hidden_size
         if self.attention == SEQUENCES:
-            entry = spec.entry.nbytes(self.dtype) // self.dtype.itemsize
-            numbers += -(-sequences // self.count) * (spec.heads * (spec.head_dim + spec.value_size) + entry)
-        return spec.cached_layers * numbers * others // self.count * self.dtype.itemsize
+            here = -(-sequences // self.count)
+            for group in spec.groups:
+                if isinstance(group.entry, StateShape):
+                    each = group.entry.size + group.entry.heads * group.entry.value
+                else:
+                    entry = group.entry.nbytes(self.dtype) // self.dtype.itemsize
+                    each = spec.heads * (spec.head_dim + spec.value_size) + entry
+                numbers += len(group.layers) * here * each
+        return numbers * others // self.count * self.dtype.itemsize
 
     @cached_property
     def _weights(self) -> tuple[int, int, int]:

@@ -150,7 +150,7 @@ class Executor:
         if found is not None:
             prefix, usable, known = found
             reading.begin_behind(prefix, usable)
-        length = prefixes.worth_keeping(reading.tokens, waiting, known)
+        length = prefixes.worth_keeping(reading.tokens, waiting, known, most)
         if length:
             reading.keeps = Prefix(list(reading.tokens[:length]), widened)
 
@@ -382,7 +382,7 @@ class Executor:
 
         Returns:
             The sequence; ``None`` if the text ends so long before its last token that later tokens have already
-            competed for pinned places, or taken places in a sliding window.
+            competed for pinned places, taken places in a sliding window, or changed a state.
         """
         placement, slot = request.placement, request.slot
         assert placement is not None
@@ -392,17 +392,18 @@ class Executor:
             return None
         decoded = request.decoded + self.steps if request.tokens else 0
         layout = placement.layout
-        return self.decode.extract(
-            slot,
-            surviving_tokens(layout, placement.count(tokens), placement.count(decoded)),
-            layout,
-            request.before + len(request.prompt) + placement.decoded,
-            positions=request.positions,
-            tokens=[*request.all_tokens, *request.tokens[:tokens]],
-            answer=request.text.of(tokens),
-            logits=None if request.tokens else request.logits,
-            budget=request.budget,
-        )
+        with current_device(self.device):
+            return self.decode.extract(
+                slot,
+                surviving_tokens(layout, placement.count(tokens), placement.count(decoded)),
+                layout,
+                request.before + len(request.prompt) + placement.decoded,
+                positions=request.positions,
+                tokens=[*request.all_tokens, *request.tokens[:tokens]],
+                answer=request.text.of(tokens),
+                logits=None if request.tokens else request.logits,
+                budget=request.budget,
+            )
 
     def _window_is_gone(self, request: Request, tokens: int) -> bool:
         """Whether decoded tokens after the first ``tokens`` have changed windows or states for good."""

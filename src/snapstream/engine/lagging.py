@@ -49,19 +49,7 @@ class Lagging:
 
     def _program(self, states: Sequence[StateCache], position: torch.Tensor, accepted: torch.Tensor, most: int) -> Run:
         """What feeds ``accepted`` of at most ``most`` inputs from ``position`` on to states."""
-        rows = len(position)
-        nothing = torch.zeros(1, rows, dtype=torch.int64, device=position.device)
-        slots = Slots(
-            token=nothing.expand(most, rows).T.contiguous(),
-            position=position,
-            base=nothing,
-            count=nothing,
-            limit=nothing + 1,
-            active=torch.ones(rows, dtype=torch.bool, device=position.device),
-            forced=nothing.T.contiguous(),
-            taken=nothing,
-            accepted=accepted,
-        )
+        slots = Slots.that_settle(position, accepted, most)
         dtype, device = self._programs.dtype, position.device
         parts = (part for each in self._settling for part in each.parts())
         buffers = allocate_buffers(parts, 1, dtype, device=device)  # which are not used

@@ -47,7 +47,8 @@ class MemoryPlan:
 
     Attributes:
         weights: Model parameters.
-        slots: Compressed caches of all slots, and what a saved sequence needs of entries that a window has lost.
+        slots: Compressed caches and states of all slots, and what a saved sequence needs besides: entries that a window
+            has lost, and older states.
         staging: Memory for the one prompt that is being prefilled: the cache of one layer, its values in multiplication
             order, the hidden states of all tokens, and the queries of the last tokens.
         workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
@@ -248,8 +249,8 @@ def _plan(
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
     chunk_temporaries = chunk * (fixed.temporaries + 4 * 8)  # plus tokens and positions
     chunk_temporaries += multiplied * fixed.scratch
-    shapes_of_states = (group.entry for group in spec.groups if isinstance(group.entry, StateShape))
-    chunk_temporaries += sum(chunk_bytes(shape, chunk, item) for shape in shapes_of_states)
+    if not (setup.device.type == "cpu" and keeps_blocks(setup.device, types.activations)):  # a CPU's kernels need none
+        chunk_temporaries += sum(chunk_bytes(shape, chunk, item) for shape in _states_of(spec))
     is_special = spec.has_sinks or spec.attention_cap > 0
     sizes_of_heads = (spec.heads, spec.head_dim, types.activations)
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, *sizes_of_heads, is_special=is_special)
@@ -303,6 +304,10 @@ def _plan(
 
 def _most_entries(spec: ModelSpec, capacity: int) -> int:
     return max(group.entries(capacity) for group in spec.groups if not group.has_state)
+
+
+def _states_of(spec: ModelSpec) -> list[StateShape]:
+    return [group.entry for group in spec.groups if isinstance(group.entry, StateShape)]
 
 
 def _evicted(setup: Setup) -> int:
@@ -395,7 +400,9 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
     angles = 4 * (spec.head_dim if spec.latent is None else spec.latent.rope) * 4
     attention = heads * spec.value_size * item
     if spec.latent is None:
-        projections = (heads + 2 * spec.kv_heads) * spec.head_dim * item
+        gates = heads if spec.gates_attention else 0
+        mixed = (entry.size + entry.heads * entry.value for entry in _states_of(spec))
+        projections = max((gates + heads + 2 * spec.kv_heads) * spec.head_dim, *mixed, 0) * item
     else:
         shape = spec.latent
         projections = heads * (shape.nope + shape.rank + shape.value) * item

@@ -42,7 +42,7 @@ class CacheUse:
         recent: Entries of the last tokens, in the ring.
         dropped: Tokens that were dropped, in this or an earlier turn.
         limit: Maximum number of entries that the sequence will ever hold.
-        bytes_held: Bytes of keys and values of all entries that the sequence will ever hold.
+        bytes_held: Bytes of keys and values of all entries that the sequence will ever hold, and of its states.
         bytes_full: Bytes of keys and values of prompt and output so far if nothing had been dropped that a layer
             attends to.
         kept: Which tokens were kept, if requested.
@@ -76,7 +76,7 @@ class SlotUse:
         limit: Maximum number of entries that this sequence will ever hold.
         next_entry: Entry that the next token is written to; in a full cache, the oldest entry of the ring.
         generated: Number of output tokens.
-        bytes_held: Bytes of keys and values of all entries that this sequence will ever hold.
+        bytes_held: Bytes of keys and values of all entries that this sequence will ever hold, and of its states.
         bytes_full: Bytes of keys and values of all tokens seen that a layer attends to.
         kept: Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of the prompt, averaged over layers and
             heads; 1 where nothing was dropped.

@@ -72,27 +72,30 @@ class Prefixes:
             The prefix, how many tokens can be skipped, and how many it shares with the prompt; ``None`` if no tokens
             can be skipped.
         """
-        best, length = None, 0
-        for prefix in (each for each in self._kept if each.widened == widened):
-            common = self._common(prefix.tokens, prompt)
-            if self._only_whole and not common == len(prefix.tokens) <= most:
-                continue
-            if common > length:
-                best, length = prefix, common
-        usable = self._whole(min(length, most))
-        if best is None or usable <= 0:
+        common = {id(each): self._common(each.tokens, prompt) for each in self._kept if each.widened == widened}
+        found = [each for each in self._kept if common.get(id(each))]
+        if self._only_whole:
+            found = [each for each in found if common[id(each)] == len(each.tokens) <= most]
+        if not found:
             return None
-        self._kept.remove(best)
-        self._kept.append(best)
+        found.sort(key=lambda each: common[id(each)])  # of equal ones, the most recently used is last
+        best, length = found[-1], common[id(found[-1])]
+        usable = self._whole(min(length, most))
+        if usable <= 0:
+            return None
+        # The longest does not stand in for shorter ones where only whole ones can be used.
+        used = found if self._only_whole else [best]
+        self._kept = [each for each in self._kept if each not in used] + used
         return best, usable, length
 
-    def worth_keeping(self, prompt: Sequence[int], waiting: Iterable[Sequence[int]], known: int) -> int:
+    def worth_keeping(self, prompt: Sequence[int], waiting: Iterable[Sequence[int]], known: int, most: int) -> int:
         """Decide how much of a prompt to cache when it is prefilled.
 
         Args:
             prompt: The prompt; its blocks are remembered from now on.
             waiting: Prompts that will be prefilled after it.
             known: Number of its tokens that are already cached.
+            most: Maximum number of its tokens that may be skipped.
 
         Returns:
             Number of tokens to cache; 0 for none.
@@ -101,6 +104,8 @@ class Prefixes:
         again = next((at for at, block in enumerate(blocks) if block not in self._seen), len(blocks)) * self.block
         for other in waiting:
             again = max(again, self._common(prompt, other))
+        if self._only_whole:  # a longer one could not be used
+            again = min(again, self._whole(most))
         for block in blocks:
             self._seen[block] = None
             self._seen.move_to_end(block)

@@ -128,6 +128,28 @@ class Slots:
             taken=column(0)[None],
         )
 
+    @classmethod
+    def that_settle(cls, position: Tensor, accepted: Tensor, tokens: int) -> Slots:
+        """Slots that feed recorded inputs to states, see :class:`~snapstream.kernels.recurrence.Recur`.
+
+        Args:
+            position: True position of the first input of each slot, int64 ``[B]``.
+            accepted: How many inputs there are, int64 ``[B]``.
+            tokens: At most so many.
+        """
+        nothing = torch.zeros_like(position)
+        return cls(
+            token=nothing[:, None].repeat(1, tokens),
+            position=position,
+            base=nothing[None],
+            count=nothing[None],
+            limit=nothing[None],
+            active=torch.ones_like(position, dtype=torch.bool),
+            forced=nothing[:, None],
+            taken=nothing[None],
+            accepted=accepted,
+        )
+
     @property
     def tokens(self) -> int:
         """Tokens per slot (``T``)."""
@@ -171,7 +193,8 @@ class Machine:
         buffers: Buffers by name, each ``[rows, width]``.
         slots: State of the slots.
         caches: One per layer.
-        pending: If ``T > 1``, one per layer: entries ``[B, N, T, D]`` of tokens that are not certain yet.
+        pending: If ``T > 1``, one per layer: entries ``[B, N, T, D]`` of tokens that are not certain yet; of a layer
+            with a state, its cache, which has room for their inputs.
         dtype: Dtype of activations.
         groups: The group of each layer; empty if all are in the first one.
         step: Index of the current step in the launch.

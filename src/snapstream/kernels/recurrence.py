@@ -4,7 +4,7 @@ A token's queries, keys and values go through a short convolution with those of 
 has a matrix ``S`` ``[key, value]``. A token first makes it decay; then what the matrix says about its key moves towards
 its value, by a strength between 0 and 1::
 
-    S = decay * S                          (1)
+    S = decay * S
     S = S + strength * key (value - key @ S)
     output = query @ S
 
@@ -35,16 +35,16 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Recur(Operation):
-    """One layer's convolution and state: of each token of a row, its input in ``source``, see ``StateShape.size``.
+    """One layer's convolution and state, given a row per token.
 
     Attributes:
-        source: Queries, keys and values of all heads, then of each value head the logit of its strength and the
-            logarithm, before a softplus, of its decay.
+        source: Queries, keys and values of all heads; then the logits of the strengths ``b`` and what decides the
+            decays ``a`` of all value heads. The logarithm of a decay is ``rate * softplus(a + shift)``.
         target: Outputs, ``[heads, value]``.
         layer: Index of the state.
         taps: The convolution's weights, ``[before + 1, channels]``, the last row for the token itself.
-        rates: Factors on the softplus, negative, float32 ``[heads]``.
-        shifts: Added before the softplus, float32 ``[heads]``.
+        rates: Negative, float32 ``[heads]``.
+        shifts: float32 ``[heads]``.
         before: Tokens that the convolution looks back to.
         key_heads: Heads of queries and keys.
         key_size: Their elements.
@@ -78,18 +78,18 @@ class Recur(Operation):
             inputs = ring[rows, places % entries].to(m.dtype)
         else:
             given = self.source.of(m.buffers)[:, 0].view(B, T, -1)
+            given = given.to(ring.dtype).to(given.dtype)  # as it will be when it is fed again
             inputs = torch.cat((ring[rows, places[:, :before] % entries].to(given.dtype), given), 1)
         inputs = inputs.masked_fill(places[..., None] < 0, 0)
-        # 2. Record them. Of a long chunk, only the last ones fit.
+        # 2. Record them.
         if not self.settles:
-            kept = slice(max(before, T + before - entries), None)
-            at, are_used = places[:, kept] % entries, used[:, kept.start - before :, None]
-            ring[rows, at] = torch.where(are_used, inputs[:, kept].to(ring.dtype), ring[rows, at])
+            self.record(m)
         # 3. The recurrence, from the state before these tokens.
         if self.settles:
             assert slots.accepted is not None
             used = slots.active[:, None] & (torch.arange(T, device=ring.device) < slots.accepted[:, None])
-        rule, state = chunked if isinstance(m, PromptChunk) else one_by_one, cache.matrices
+        rule = chunked if isinstance(m, PromptChunk) else one_by_one
+        state = cache.matrices.to(torch.promote_types(m.dtype, torch.float32))
         for start in range(0, T, AT_ONCE):
             some = slice(start, start + AT_ONCE)
             out, state = rule(*self._heads(inputs[:, start : start + before + AT_ONCE], used[:, some]), state)
@@ -99,6 +99,17 @@ class Recur(Operation):
         # 4. Tokens that are certain change the state.
         if self.settles or T == 1 or isinstance(m, PromptChunk):
             cache.matrices.copy_(torch.where(slots.active[:, None, None, None], state, cache.matrices))
+
+    def record(self, m: Machine) -> None:
+        """Record the inputs of a step or of a chunk; of a long chunk, the last ones, as no more are needed."""
+        slots, cache = m.slots, m.caches[self.layer]
+        assert isinstance(cache, StateCache)
+        (B, T), ring = slots.token.shape, cache.inputs
+        first = max(0, T - cache.entries)
+        given = self.source.of(m.buffers)[:, 0].view(B, T, -1)[:, first:].to(ring.dtype)
+        rows = torch.arange(B, device=ring.device)[:, None]
+        places = (slots.position[:, None] + torch.arange(first, T, device=ring.device)) % cache.entries
+        ring[rows, places] = torch.where(slots.used()[:, first:, None], given, ring[rows, places])
 
     def _heads(self, inputs: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values, strengths and logarithms of decays of all value heads, ``[B, heads, T, ...]``.
@@ -124,7 +135,7 @@ class Recur(Operation):
 
 
 def chunk_bytes(shape: StateShape, tokens: int, item: int) -> int:
-    """Bytes that exist at most while a layer reads so many tokens of a prompt.
+    """Bytes that exist at most while a layer reads so many tokens of a prompt by torch.
 
     Args:
         shape: The layer's state.

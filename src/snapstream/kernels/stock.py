@@ -25,6 +25,7 @@ from snapstream.kernels.products import (
     reads_blocks,
     stock_grouped_linear,
 )
+from snapstream.kernels.recurrence import Recur
 
 
 class Program(Protocol):
@@ -136,6 +137,20 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
         _gate(out, target, o.activation)
     else:
         target[:, 0] = out
+
+
+@_run.register
+def _(o: Recur, m: Machine) -> None:
+    if (
+        not isinstance(m, PromptChunk)
+        or not cpu.loaded
+        or not m.slots.token.is_cpu
+        or cpu.unsupported([o], m.dtype, m.caches[o.layer].dtype) is not None
+    ):
+        o.run(m)
+    else:  # as decoding does it, token by token
+        cpu.CpuProgram([o], m).run()
+        o.record(m)
 
 
 def _gate(x: Tensor, target: Tensor, activation: Activation) -> None:

@@ -25,10 +25,10 @@ _OTHER_PARTS = tuple(
 
 
 class Form(enum.Enum):
-    """What the numbers of a tensor are, if not simply those of the parameter.
+    """How the numbers of a tensor become those of the parameter.
 
-    ``LOGARITHMS`` of negated ones; GGUF files contain the results. ``TAPS`` of a convolution, ``[channels, 1, taps]``,
-    which become ``[taps, channels]``.
+    ``LOGARITHMS``: the parameter is ``-exp(x)``, which is also what GGUF files contain. ``TAPS``: weights of a
+    convolution, ``[channels, 1, taps]``, become ``[taps, channels]``.
     """
 
     NUMBERS = enum.auto()

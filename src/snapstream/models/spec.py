@@ -136,7 +136,8 @@ class ModelSpec:
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
         extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
-        ignored_layers: Number of such layers, after these, that are not used.
+        ignored_layers: Number of such layers, after these, that are not used. If there are any, tensors named ``mtp.*``
+            are ignored, too.
         reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
         stored_as: Formats of the rows of weights, by the name of the module that holds them; of others, all rows are
             tensors of numbers.

@@ -25,6 +25,13 @@ from snapstream.models.spec import ModelSpec, StoredRows
 
 logger = logging.getLogger(__name__)
 
+_IN_EIGHT_BITS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "shared_expert_gate.weight",
+    *(f"in_proj_{part}.weight" for part in ("a", "b", "ba")),
+)
+
 
 def with_formats(spec: ModelSpec, formats: Mapping[str, Format]) -> ModelSpec:
     """The same model with weights in blocks.
@@ -104,11 +111,12 @@ def target_of(model: DecoderModel, place: Place) -> tuple[Tensor, Format | None]
 def quantized_formats(places: Mapping[str, Place], kind: Format) -> dict[str, Format]:
     """The format of each tensor if matrices are quantized to ``kind`` as far as possible.
 
-    The embedding and the output product get 8 bits, as do rows that do not consist of whole blocks of ``kind``.
+    The embedding and the output product get 8 bits, as do rows that do not consist of whole blocks of ``kind``, and the
+    few rows that decide a single number per token or head.
     """
     eight, formats = FORMATS["q8_0"], {}
     for name, place in places.items():
-        wanted = eight if name in ("model.embed_tokens.weight", "lm_head.weight") else kind
+        wanted = eight if name.endswith(_IN_EIGHT_BITS) else kind
         fitting = (each for each in (wanted, eight) if place.shape[-1] % each.columns == 0)
         chosen = next(fitting, None)
         if chosen is not None:

@@ -87,7 +87,7 @@ def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
 
 @pytest.mark.parametrize("types", MIXED, ids=lambda types: "-".join(f"{each}"[6:] for each in types))
 @pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])
-@pytest.mark.parametrize("family", ["qwen3-windows", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen3-windows", "deepseek-v3", "qwen3.5"])
 @torch.inference_mode()
 def test_every_tensor_has_a_type_of_its_own(family, types, tokens, drafted, tmp_path):
     """Operation by operation; then what is fused: a whole step beside activations in float64."""

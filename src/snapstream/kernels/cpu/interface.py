@@ -64,7 +64,8 @@ _STRUCTURES = {
         "int64_t* forced;"  # [slots, most_steps]: tokens that must be taken next, -1 for none
         "int64_t* taken;"  # [most_steps, slots]: tokens that were taken
         "const int64_t* drafted;"  # [slots]: guesses after each first token; no pointer: as many as there is room for
-        "int64_t* accepted"  # [slots]: how many of the tokens taken are certain
+        "int64_t* accepted;"  # [slots]: how many of the tokens taken are certain
+        "int64_t certain"  # whether all tokens are, as those of a prompt
     ),
     # Attention of the tokens of a prompt, or of its last queries. Strides are in elements.
     "Problem": (

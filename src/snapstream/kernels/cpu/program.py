@@ -16,7 +16,7 @@ from snapstream.kernels.cpu.interface import KINDS
 from snapstream.kernels.cpu.library import native
 from snapstream.kernels.formats import LANES
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.weight import BlockWeight, Weight
@@ -116,6 +116,7 @@ class CpuProgram:
             taken=_address(slots.taken),
             drafted=_address(slots.drafted),
             accepted=_address(slots.accepted),
+            certain=isinstance(machine, PromptChunk),
         )
         self._threads = 0
         self._scratch = torch.empty(0)

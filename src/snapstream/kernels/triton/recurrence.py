@@ -31,7 +31,7 @@ def _input(source, ring, channel, mask, row, position, token, source_row, ring_e
     x = recorded.to(tl.float32)
     if not SETTLES:
         given = tl.load(source + (row + token) * source_row + channel, mask=mask & (place >= position), other=0.0)
-        x += given.to(tl.float32)
+        x += rounded(given.to(tl.float32), ring).to(tl.float32)  # as it is recorded
     return x
 
 

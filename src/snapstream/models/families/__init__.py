@@ -111,8 +111,8 @@ def read_spec(config: Any, more_ends: tuple[int, ...] = ()) -> ModelSpec:
         "tied_embeddings": bool(config.tie_word_embeddings),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         "activation": ACTIVATIONS[activation],
-        "dtype": _dtype(whole),
-        "eos_token_ids": tuple(sorted({*end_tokens(getattr(whole, "eos_token_id", None)), *more_ends})),
+        "dtype": _dtype(whole, config),
+        "eos_token_ids": tuple(sorted({*_ends(whole), *_ends(config), *more_ends})),
         "source": config,
         "wrapped": whole is not config,
         "weight_block": _weight_block(whole),
@@ -149,8 +149,14 @@ def _next_token(target: str, spec: ModelSpec, family: Family) -> dict[str, Place
     return places | family.places(source, f"{target}.block", spec, layer)
 
 
-def _dtype(config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None) or torch.float32
+def _ends(config: Any) -> tuple[int, ...]:
+    return end_tokens(getattr(config, "eos_token_id", None))
+
+
+def _dtype(*configs: Any) -> torch.dtype:
+    """The dtype that the first of several configurations states; float32 if none does."""
+    stated = (getattr(config, "dtype", None) for config in configs)
+    dtype = next((each for each in stated if each), torch.float32)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -17,18 +17,19 @@ _STATE = "linear_attention"
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
-    experts = None
-    if getattr(config, "num_experts", 0):
+    experts, dense = None, dense_layers(config)
+    if getattr(config, "num_experts", 0) and len(dense) < config.num_hidden_layers:
+        shared = config.shared_expert_intermediate_size or 0
         experts = replace(
             softmax_experts(
                 config,
                 count=config.num_experts,
                 inner=config.moe_intermediate_size,
                 normalize=bool(getattr(config, "norm_topk_prob", True)),
-                dense=dense_layers(config),
+                dense=dense,
             ),
-            shared_inner=config.shared_expert_intermediate_size,
-            gates_shared=True,
+            shared_inner=shared,
+            gates_shared=shared > 0,
         )
     joins = architecture == "Qwen3NextForCausalLM"
     read = grouped_fields(config, [FULL] * config.num_hidden_layers)
@@ -54,7 +55,7 @@ def _groups(config: Any, entry: EntryShape) -> tuple[LayerGroup, ...]:
     if unknown:
         raise CheckpointError(f"layers of type {', '.join(unknown)} are not supported; supported: {FULL}, {_STATE}")
     if FULL not in types:
-        raise CheckpointError("a model without any layer of full attention is not supported: nothing is to compress")
+        raise CheckpointError("a model without any layer of full attention is not supported")
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
     if heads % key_heads:
         raise CheckpointError(f"{heads} value heads cannot share {key_heads} key heads evenly")

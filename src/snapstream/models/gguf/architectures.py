@@ -146,7 +146,7 @@ def _gpt_oss(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _states(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    """Of models whose layers with a state have a tensor ``ssm_a``; value heads are stored in turn in Qwen3.5's."""
+    """For hybrids: layers with a state are those with a tensor ``ssm_a``. Only Qwen3.5's value heads are in turn."""
     heads, layers = about.number("ssm.time_step_rank"), range(common["num_hidden_layers"])
     settings = {
         "layer_types": [
@@ -159,7 +159,7 @@ def _states(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "linear_conv_kernel_dim": about.number("ssm.conv_kernel"),
         "value_heads_in_turn": about.name != "qwen3next",
         "joined_inputs": [
-            part for part in ("qkvz", "ba") if any(about.has(f"blk.{n}.ssm_{_JOINED[part]}.weight") for n in layers)
+            part for part, name in _JOINED.items() if any(about.has(name.format(layer)) for layer in layers)
         ],
     }
     if about.value("expert_count", 0):

@@ -51,7 +51,9 @@ def configuration(file: Container) -> Any:
     if about.number("block_count") > len(file.tensors):
         raise CheckpointError(f"{file.path} is damaged: it has more layers than tensors ({len(file.tensors)})")
     head = about.number("attention.key_length", hidden // heads)
-    bias = {part: f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_output", "ffn_up")}
+    with_attention = (layer for layer in range(about.number("block_count")) if about.has(f"blk.{layer}.attn_q.weight"))
+    first = next(with_attention, 0)
+    bias = {part: about.has(f"blk.{first}.{part}.bias") for part in ("attn_q", "attn_output", "ffn_up")}
     if name == "llama" and bias["attn_q"] != bias["attn_output"]:
         raise CheckpointError(f"{file.path}: biases of queries, but not of attention's output, are not supported")
     if any(about.value("rope.dimension_sections", ())) and not kind.sections:
