@@ -86,6 +86,17 @@ LATENT = {
         DEEPSEEK | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rope_parameters": YARN},
     ),
     "deepseek-v2-lite": ("DeepseekV2", V2_LITE),
+    "mistral4": (
+        "Mistral4",
+        DEEPSEEK
+        | {
+            "n_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+            "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3},
+        },
+    ),
 }
 # Layers with a window, beside layers without; in Qwen3 here they rotate by other angles, too.
 WINDOWED = {
@@ -272,6 +283,12 @@ HYBRIDS = {
 FAMILIES = GROUPED | LATENT | WINDOWED | NEAR | EXPERTS | HYBRIDS
 OTHER_THETA = 70.0
 """Base of the rotation of Qwen3's layers with a window."""
+
+
+def load_peer(directory: Path, **how):
+    """A checkpoint as transformers has it; AutoModelForCausalLM does not know those only used within others."""
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(directory, **how)
 
 
 def make_model(family: str, seed: int = 0, **changes):

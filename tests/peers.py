@@ -7,8 +7,9 @@ The full cache stays in transformers' ``DynamicCache``; only which of its positi
 import copy
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
+from tests.checkpoints import load_peer
 from tests.reference import naive_compress, naive_raw_votes, naive_smooth
 
 _ORACLES = {}
@@ -127,7 +128,7 @@ def peer_gaps(checkpoint, tokens, budget, made):
 
 
 def _load(checkpoint, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="snapstream_oracle")
+    return load_peer(checkpoint, dtype=dtype, attn_implementation="snapstream_oracle")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream import CacheBudget
-from tests.checkpoints import LATENT, prompt, save_checkpoint
+from tests.checkpoints import LATENT, load_peer, prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_conversation import check_full_cache, check_turns, run
 from tests.engine.test_engine import BUDGET, greedy, make
@@ -39,9 +39,7 @@ def test_equals_the_oracle(deepseek):
 
 
 def test_a_full_cache_equals_transformers(deepseek):
-    from transformers import AutoModelForCausalLM
-
-    peer = AutoModelForCausalLM.from_pretrained(deepseek, dtype=torch.float32)
+    peer = load_peer(deepseek, dtype=torch.float32)
     tokens = prompt(90, 3)
     want = peer.generate(torch.tensor([tokens]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
     got = make(deepseek, budget=None).generate(tokens, greedy(40))[0]

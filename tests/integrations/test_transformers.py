@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from snapstream import LLM, CacheBudget, ConfigurationError, RequestError, SamplingParams
 from snapstream.integrations.transformers import SnapStreamCache, SnapStreamLayer
-from tests.checkpoints import GROUPED, LATENT, prompt, save_checkpoint
+from tests.checkpoints import GROUPED, LATENT, load_peer, prompt, save_checkpoint
 from tests.conftest import needs_compiler
 from tests.conversation import NaiveConversation
 from tests.peers import peer_generate
@@ -20,7 +20,7 @@ SMALL = CacheBudget(sink=2, recent=8, top_k=14, window=4, kernel=3)
 
 
 def load(checkpoint, attention="snapstream"):
-    return AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention, dtype=torch.float32)
+    return load_peer(checkpoint, attn_implementation=attention, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

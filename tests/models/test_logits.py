@@ -87,7 +87,7 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
     ("outer", "family", "renamed"),
     [
         *itertools.product(("Gemma3",), ("gemma3",), (False, True)),
-        *itertools.product(("Mistral3",), ("mistral", "ministral3"), (False, True)),
+        *itertools.product(("Mistral3",), ("mistral", "ministral3", "mistral4"), (False, True)),
         ("Qwen3_5", "qwen3.5", False),
         ("Qwen3_5Moe", "qwen3.5-moe", False),
     ],

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and R1: multi-head latent attention (MLA) and mixtures of experts.
+"""DeepSeek-V2, V3 and R1, and Mistral 4: multi-head latent attention (MLA) and mixtures of experts.
 
 MLA caches one vector per token for all heads, the *latent*: a compressed form of all keys and values (``rank``
 elements) and one rotated key (``rope`` elements). The keys of a head are a linear map of the compressed part. This map
@@ -18,15 +18,19 @@ import torch
 from torch import nn
 
 from snapstream.errors import CheckpointError
-from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate, Store
+from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate, ScaleByPosition, Store
 from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.block import Block, block_places
 from snapstream.models.experts import check_experts
 from snapstream.models.families.family import Family
+from snapstream.models.families.grouped import query_growth
+from snapstream.models.joined import Joined
 from snapstream.models.layers import Linear, Result, RMSNorm
 from snapstream.models.names import Place, linear_places
 from snapstream.models.spec import ExpertShape, LatentShape, ModelSpec
+
+_MISTRAL = "Mistral4ForCausalLM"
 
 
 class LatentAttention(nn.Module):
@@ -36,7 +40,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         shape = spec.latent
         assert shape is not None
-        self.heads, self.shape, self.scale = spec.heads, shape, spec.scale
+        self.heads, self.shape, self.scale, self.growth = spec.heads, shape, spec.scale, spec.query_growth
         queries = spec.heads * (shape.nope + shape.rope)
         self.query_down: Linear | None = None
         self.query_norm: RMSNorm | None = None
@@ -69,6 +73,8 @@ class LatentAttention(nn.Module):
         absorbed, turned = Part("query", shape.rank, H, stride=entry), Part("query", shape.rope, H, shape.rank, entry)
         yield HeadProduct(nope, absorbed, DenseWeight(self.expand[:, : shape.nope]), transposed=True)
         yield Rotate(rope, turned, angles, shape.rope_in_pairs)
+        if self.growth is not None:
+            yield ScaleByPosition(Part("query", entry, H), *self.growth)
         mixed, value = Part("attended", shape.rank, H), Part("value", shape.value, H)
         yield Attend(Part("query", entry, H), mixed, layer, self.scale)
         yield HeadProduct(mixed, value, DenseWeight(self.expand[:, shape.nope :]), transposed=False)
@@ -85,6 +91,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
         "output_bias": bias,
         "latent": latent,
         "experts": _experts(config, architecture),
+        "query_growth": query_growth(config) if architecture == _MISTRAL else None,
         "extra_layers": getattr(config, "num_nextn_predict_layers", None) or 0,
     }
 
@@ -125,6 +132,8 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
     allowed: dict[str, tuple[Any, ...]]
     if corrected:
         allowed = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+    elif architecture == _MISTRAL:  # groups of its softmax would be rated by their two best experts
+        allowed = {"n_group": (1, None)}
     else:  # transformers and the model's own code disagree about normalized weights in V2
         allowed = {
             "topk_method": ("greedy", "group_limited_greedy"),
@@ -138,7 +147,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
             raise CheckpointError(
                 f"{architecture} with {name}={value!r} is not supported; supported: {', '.join(map(str, values))}"
             )
-    grouped = corrected or config.topk_method == "group_limited_greedy"
+    grouped = corrected or getattr(config, "topk_method", None) == "group_limited_greedy"
     groups = (config.n_group or 1) if grouped else 1
     count, chosen_groups = config.n_routed_experts, (config.topk_group or 1) if groups > 1 else 1
     chosen = config.num_experts_per_tok
@@ -152,7 +161,7 @@ def _experts(config: Any, architecture: str) -> ExpertShape | None:
         groups=groups,
         chosen_groups=chosen_groups,
         corrected=corrected,
-        normalize=corrected and bool(config.norm_topk_prob),
+        normalize=bool(config.norm_topk_prob),  # never in V2
         scale=float(config.routed_scaling_factor),
     )
 
@@ -178,10 +187,11 @@ def attention_places(source: str, target: str, spec: ModelSpec) -> dict[str, Pla
 
 
 DEEPSEEK = Family(
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", _MISTRAL),
     fields=_fields,
     block=lambda spec, layer: Block(spec, layer, LatentAttention(spec)),
     places=lambda source, target, spec, layer: block_places(
         source, target, spec, layer, attention_places(f"{source}.self_attn", f"{target}.attention", spec)
     ),
+    joined_experts=Joined.ROWS,
 )

@@ -83,6 +83,13 @@ def windows_everywhere(config: Any) -> list[str]:
     return [SLIDING] * config.num_hidden_layers
 
 
+def query_growth(config: Any) -> tuple[float, int] | None:
+    """By what queries grow with their position, and after how many tokens each time, in models of Mistral."""
+    names = "llama_4_scaling_beta", "original_max_position_embeddings"
+    beta, length = (config.rope_parameters.get(name) for name in names)
+    return (float(beta), int(length)) if beta else None
+
+
 def without_float16(config: Any) -> dict[str, Any]:
     """The dtype of a model whose activations are too large for float16."""
     return {"dtype": torch.bfloat16} if config.dtype in (torch.float16, "float16") else {}

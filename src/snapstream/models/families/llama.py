@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from snapstream.models.families.grouped import grouped_family, grouped_fields, windows_everywhere
+from snapstream.models.families.grouped import grouped_family, grouped_fields, query_growth, windows_everywhere
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
@@ -14,11 +14,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
     if architecture == "Qwen2ForCausalLM":
         fields["qkv_bias"] = True
     if architecture == "Ministral3ForCausalLM":
-        beta, length = (
-            config.rope_parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
-        )
-        if beta:
-            fields["query_growth"] = float(beta), int(length)
+        fields["query_growth"] = query_growth(config)
     if architecture == "Qwen3ForCausalLM":
         fields["qk_norm"] = "head"
     return fields
