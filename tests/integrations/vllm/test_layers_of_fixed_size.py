@@ -160,7 +160,7 @@ def test_a_hybrid(tmp_path, prompts):
     torch.manual_seed(0)
     transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**settings)).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    made = {}
+    made, prompts = {}, [prompt(620, 9), *prompts]  # the first one is longer than a block, of 544 tokens
     for budget in (None, CacheBudget.of(2048), RECENT):
         with vllm_engine(tmp_path, budget, dtype="bfloat16") as llm:
             before = free_blocks(llm)
