@@ -96,7 +96,14 @@ def without_float16(config: Any) -> dict[str, Any]:
 
 
 def softmax_experts(
-    config: Any, *, count: int, inner: int, normalize: bool, dense: Sequence[int] = (), biased: bool = False
+    config: Any,
+    *,
+    count: int,
+    inner: int,
+    normalize: bool,
+    dense: Sequence[int] = (),
+    biased: bool = False,
+    shared: int = 0,
 ) -> ExpertShape:
     """A mixture whose router takes a softmax over all experts.
 
@@ -107,6 +114,7 @@ def softmax_experts(
         normalize: Whether the weights of the chosen experts are normalized to a sum of 1.
         dense: Layers without experts.
         biased: Whether the router and the experts' products have biases.
+        shared: Width of the experts that process every token, together, whose result has a gate; 0 if there are none.
 
     Raises:
         CheckpointError: More experts are chosen than there are.
@@ -124,6 +132,8 @@ def softmax_experts(
         normalize=normalize,
         scale=1.0,
         biased=biased,
+        shared_inner=shared,
+        gates_shared=shared > 0,
     )
 
 

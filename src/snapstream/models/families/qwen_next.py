@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from snapstream.cache import EntryShape, LayerGroup, StateShape
@@ -19,17 +18,13 @@ _STATE = "linear_attention"
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
     experts, dense = None, dense_layers(config)
     if getattr(config, "num_experts", 0) and len(dense) < config.num_hidden_layers:
-        shared = config.shared_expert_intermediate_size or 0
-        experts = replace(
-            softmax_experts(
-                config,
-                count=config.num_experts,
-                inner=config.moe_intermediate_size,
-                normalize=bool(getattr(config, "norm_topk_prob", True)),
-                dense=dense,
-            ),
-            shared_inner=shared,
-            gates_shared=shared > 0,
+        experts = softmax_experts(
+            config,
+            count=config.num_experts,
+            inner=config.moe_intermediate_size,
+            normalize=bool(getattr(config, "norm_topk_prob", True)),
+            dense=dense,
+            shared=config.shared_expert_intermediate_size or 0,
         )
     joins = architecture == "Qwen3NextForCausalLM"
     read = grouped_fields(config, [FULL] * config.num_hidden_layers)
