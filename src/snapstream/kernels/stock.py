@@ -75,8 +75,7 @@ def _run(o: Operation, m: Machine) -> None:
 
 @_run.register
 def _(o: ops.Embed, m: Machine) -> None:
-    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
-    if cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None:
+    if _is_native(o, m):
         cpu.CpuProgram([o], m).run()
     else:
         o.run(m)
@@ -141,16 +140,17 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
 
 @_run.register
 def _(o: Recur, m: Machine) -> None:
-    if (
-        not isinstance(m, PromptChunk)
-        or not cpu.loaded
-        or not m.slots.token.is_cpu
-        or cpu.unsupported([o], m.dtype, m.caches[o.layer].dtype) is not None
-    ):
-        o.run(m)
-    else:  # as decoding does it, token by token
+    if isinstance(m, PromptChunk) and _is_native(o, m):  # as decoding does it, token by token
         cpu.CpuProgram([o], m).run()
         o.record(m)
+    else:
+        o.run(m)
+
+
+def _is_native(o: Operation, m: Machine) -> bool:
+    """Whether the native loop can run an operation here."""
+    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
+    return cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None
 
 
 def _gate(x: Tensor, target: Tensor, activation: Activation) -> None:
