@@ -139,7 +139,7 @@ class Bench:
             "output and feed-forward": operations[attending + 1 :],
         }
         for start in range(0, length, chunk):
-            machine = prefill.chunk_at(start, min(chunk, length - start))
+            machine = prefill.chunk_at([start], min(chunk, length - start))
             for name, some in parts.items():
                 add(name, program_for_rows(some, machine).run)
         layout = lay_out(length, budget)
@@ -226,7 +226,7 @@ class Bench:
         prefill = self._prefill(model, self.scale.widened[-1])
         layer = WidenedLayer(widened_numbers(products), torch.bfloat16, self.device)
         for tokens in self.scale.widened:
-            machine = prefill.chunk_at(0, tokens)
+            machine = prefill.chunk_at([0], tokens)
             stored = self.clock(lambda machine=machine: program_for_rows(products, machine).run())
             widened = self.clock(lambda machine=machine: program_for_rows(layer.widen(products), machine).run())
             row: Row = {"tokens": tokens, "format": kind, "stored": stored, "widened": widened}

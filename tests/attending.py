@@ -12,18 +12,23 @@ from snapstream.kernels.recurrence import Recur
 
 @dataclass(frozen=True)
 class AttendBy(Operation):
-    """What ``attend(layer, query, key, value)`` says, of tensors ``[T, heads, D]``; stores nothing."""
+    """What ``attend(layer, query, key, value)`` says, of tensors ``[T, heads, D]``; stores nothing.
+
+    Without a ``store``, the layer reads a cache that an earlier one has written: key and value are ``None``.
+    """
 
     attend: object
-    store: Store
+    store: Store | None
     operation: Attend
 
     @override
     def run(self, m):
-        key = self.store.key.of(m.buffers)
-        value = key if self.store.value is None else self.store.value.of(m.buffers)
+        key = value = None
+        if self.store is not None:
+            key = self.store.key.of(m.buffers).clone()
+            value = key if self.store.value is None else self.store.value.of(m.buffers).clone()
         query, target = self.operation.query.of(m.buffers), self.operation.target.of(m.buffers)
-        out = self.attend(self.operation.layer, query.clone(), key.clone(), value.clone())
+        out = self.attend(self.operation.layer, query.clone(), key, value)
         target.copy_(out[..., : target.shape[2]])
 
 
@@ -44,7 +49,7 @@ def sinks_of(model):
     """Of each layer, one extra logit per head, or None."""
     return [
         next((each.sinks for each in model.operations_of(layer) if isinstance(each, Attend)), None)
-        for layer in range(model.spec.layers)
+        for layer in range(model.spec.cached_layers)
     ]
 
 
@@ -61,7 +66,7 @@ def read_in_chunks(model, tokens, ends, program):
     """Logits after every token ``[L, vocab]``, of chunks that end at ``ends``, each read by a program."""
     operations, (length, device) = list(model.operations()), (len(tokens), tokens.device)
     dtype, made, start = model.dtype, [], 0
-    entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.layers)]
+    entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.cached_layers)]
     caches = [entry.empty(1, length, dtype=dtype, device=device) for entry in entries]
     for end in ends:
         slots = Slots.of_prompt(tokens[None, start:end], length)
@@ -77,14 +82,17 @@ def read_in_chunks(model, tokens, ends, program):
 
 def logits_with(model, tokens, positions, attend, recur=None):
     """Logits after every token, float32 ``[T, vocab]``; tokens and positions are int64 ``[T]``."""
-    given, made = list(model.operations()), []
+    given, made, store = list(model.operations()), [], None
     for each in given:
         if isinstance(each, Store):
             store = each
         elif isinstance(each, Recur):
             made.append(RecurBy(recur, each))
+        elif isinstance(each, Attend):
+            made.append(AttendBy(attend, store, each))
+            store = None
         else:
-            made.append(AttendBy(attend, store, each) if isinstance(each, Attend) else each)
+            made.append(each)
     slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)
     dtype = model.dtype
     buffers = allocate_buffers((part for each in given for part in each.parts()), len(tokens), dtype)

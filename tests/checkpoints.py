@@ -184,8 +184,54 @@ NEAR = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "muse": (
+        "MuseGlimmer",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "qk_scale_factor": 2.5,
+            "output_multiplier": 0.4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32, "rope_parameters": HALF, "attention_bias": True, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": HALF, "attention_bias": True, "pad_token_id": 0}),
+}
+# Heads of two sizes, and in the first two values from keys; experts in one, shared caches in the other.
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
+}
+NEAR |= {
+    "gemma4": ("Gemma4", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-moe": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "gemma4-shared": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 32,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
 }
 # Experts in some or all layers.
 EXPERTS = {
@@ -281,6 +327,7 @@ HYBRIDS = {
     "qwen3.5-moe": ("Qwen3_5Moe", STATE | MOE | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
 }
 FAMILIES = GROUPED | LATENT | WINDOWED | NEAR | EXPERTS | HYBRIDS
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 OTHER_THETA = 70.0
 """Base of the rotation of Qwen3's layers with a window."""
 
@@ -294,15 +341,20 @@ def load_peer(directory: Path, **how):
 def make_model(family: str, seed: int = 0, **changes):
     name, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    kind = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
+    is_part = name in ("Gemma3", "Gemma4", "MuseGlimmer", "Qwen3_5", "Qwen3_5Moe")
+    kind = f"{name}TextConfig" if is_part else f"{name}Config"
     config = getattr(transformers, kind)(**(SMALL | settings | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    made = getattr(transformers, f"{name}ForCausalLM", None)
+    if made is None:  # only within a model of texts and images
+        config = getattr(transformers, f"{name}Config")(text_config=config.to_dict(), vision_config=VISION)
+        made = getattr(transformers, f"{name}ForConditionalGeneration")
+    model = made(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):  # they start at 0 or 1, where a mistake would not show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 

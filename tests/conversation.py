@@ -18,9 +18,9 @@ class NaiveConversation:
         self.spec = load_spec(checkpoint)
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
         self.budget, self.length, self.overrun = budget, 0, overrun
-        self.keys, self.values, self.caches = {}, {}, {}
+        self.keys, self.values, self.caches, self.past = {}, {}, {}, {}
         self.sinks, self.states = sinks_of(self.model), {}
-        self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.layers)]
+        self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.cached_layers)]
 
     def attend(self, layer, query, n, h, positions):
         keys = torch.stack([self.keys[layer, p][n] for p in positions])
@@ -35,18 +35,20 @@ class NaiveConversation:
         return torch.stack([state.take(each) for each in inputs])
 
     def store(self, layer, key, value, positions):
-        for i, position in enumerate(positions):
+        for i, position in enumerate(positions if key is not None else ()):
             self.keys[layer, position], self.values[layer, position] = key[i], value[i]
 
     def turn(self, tokens, steps):
-        spec, group = self.spec, self.spec.heads // self.spec.kv_heads
+        spec = self.spec
         new = list(range(self.length, self.length + len(tokens)))
 
-        # The oracle scales by the head size; a latent model by another number, which is put into the query.
-        adjust = spec.scale * spec.head_dim**0.5
+        def shape(layer):
+            # The oracle scales by the head size; some models by another number, which is put into the query.
+            entry = spec.entry_of(layer)
+            return entry.heads, spec.heads // entry.heads, spec.scale * entry.size**0.5
 
         def attend_window(layer, query, positions):
-            out = torch.zeros_like(query)
+            out, group = torch.zeros_like(query), shape(layer)[1]
             for i, position in enumerate(positions):
                 seen = list(range(max(0, position + 1 - self.windows[layer]), position + 1))
                 for h in range(spec.heads):
@@ -54,19 +56,24 @@ class NaiveConversation:
             return out
 
         def attend_prompt(layer, query, key, value):
+            kv_heads, group, adjust = shape(layer)
             query = query * adjust
             self.store(layer, key, value, new)
             if self.windows[layer] is not None:
                 return attend_window(layer, query, new)
             out = torch.zeros_like(query)
-            for n in range(spec.kv_heads):
-                past = self.caches[layer, n].tokens() if self.caches.get((layer, n)) else []
+            for n in range(kv_heads):
+                if key is not None:
+                    self.past[layer, n] = self.caches[layer, n].tokens() if self.caches.get((layer, n)) else []
+                past = self.past[layer, n]
                 for i in range(len(new)):
                     for h in range(n * group, (n + 1) * group):
                         out[i, h] = self.attend(layer, query[i], n, h, past + new[: i + 1])
+                if key is None:  # the layer whose cache it is has chosen what is kept
+                    continue
                 staged = past + new
                 self.staged = len(staged)
-                unknown = torch.zeros(group, len(past), spec.head_dim)
+                unknown = torch.zeros(group, len(past), query.shape[-1])
                 queries = torch.cat((unknown, query[:, n * group : (n + 1) * group].transpose(0, 1)), 1)
                 keys = torch.stack([self.keys[layer, p][n] for p in staged])
                 sinks = None if self.sinks[layer] is None else self.sinks[layer][n * group : (n + 1) * group]
@@ -78,13 +85,14 @@ class NaiveConversation:
             return out
 
         def attend_token(layer, query, key, value):
+            _, group, adjust = shape(layer)
             query = query * adjust
             self.store(layer, key, value, [self.length])
             if self.windows[layer] is not None:
                 return attend_window(layer, query, [self.length])
             out = []
             for h in range(spec.heads):
-                if h % group == 0:
+                if h % group == 0 and key is not None:
                     cache = self.caches[layer, h // group]
                     if self.budget.ring == "resnap":
                         known = {p: self.keys[layer, p][h // group] for p in cache.tokens()}
@@ -117,6 +125,9 @@ class NaiveConversation:
         return [
             []
             if layer in self.states
-            else [last[layer] if layer in last else self.caches[layer, n].tokens() for n in range(self.spec.kv_heads)]
-            for layer in range(self.spec.layers)
+            else [
+                last[layer] if layer in last else self.caches[layer, n].tokens()
+                for n in range(self.spec.entry_of(layer).heads)
+            ]
+            for layer in range(self.spec.cached_layers)
         ]

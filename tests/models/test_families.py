@@ -39,7 +39,7 @@ class ParallelBlock(nn.Module):
 def places(source, target, spec, layer):
     return (
         norm_places(source, target, spec, input_layernorm="norm")
-        | attention.attention_places(f"{source}.self_attn", f"{target}.attention", spec)
+        | attention.attention_places(f"{source}.self_attn", f"{target}.attention", spec, layer)
         | gated_places(f"{source}.mlp", f"{target}.feed_forward", spec.hidden_size, spec.intermediate_size)
     )
 

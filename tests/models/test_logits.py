@@ -21,17 +21,17 @@ class DenseCache:
 
     def __init__(self, model, length):
         spec = model.spec
-        shape = (spec.kv_heads, length, spec.head_dim)
-        self.keys = [torch.zeros(shape) for _ in range(spec.layers)]
-        self.values = [torch.zeros(shape) for _ in range(spec.layers)]
+        entries = [spec.entry_of(layer) for layer in range(spec.cached_layers)]
+        self.keys, self.values = ([torch.zeros(each.heads, length, each.size) for each in entries] for _ in range(2))
         self.start = 0
         self.scale, self.cap, self.sinks = spec.scale, spec.attention_cap, sinks_of(model)
-        self.windows = [spec.layer_group(layer).window or 0 for layer in range(spec.layers)]
+        self.windows = [spec.layer_group(layer).window or 0 for layer in range(spec.cached_layers)]
 
     def attend(self, layer, query, key, value):
         end = self.start + query.shape[0]
-        self.keys[layer][:, self.start : end] = key.transpose(0, 1)
-        self.values[layer][:, self.start : end] = value.transpose(0, 1)
+        if key is not None:
+            self.keys[layer][:, self.start : end] = key.transpose(0, 1)
+            self.values[layer][:, self.start : end] = value.transpose(0, 1)
         start = torch.tensor(self.start)
         given = (query, self.keys[layer], self.values[layer], start, self.scale)
         how = {"window": self.windows[layer], "cap": self.cap, "sinks": self.sinks[layer]}

@@ -149,7 +149,7 @@ class Devices:
                     each = group.entry.size + group.entry.heads * group.entry.value
                 else:
                     entry = group.entry.nbytes(self.dtype) // self.dtype.itemsize
-                    each = spec.heads * (spec.head_dim + spec.value_size) + entry
+                    each = spec.heads * (group.entry.size + spec.values_of(group.entry)) + entry
                 numbers += len(group.layers) * here * each
         return numbers * others // self.count * self.dtype.itemsize
 

@@ -236,10 +236,11 @@ def _plan(
     slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)
     queries = setup.queries
-    entries_of = [group.entry for group in spec.groups if not group.has_state]
-    shapes = [torch.Size((entry.heads, padded, spec.value_size)) for entry in entries_of]
-    packed = max(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
-    entry_bytes = max(entry.nbytes(types.activations) for entry in entries_of)
+    shapes = [torch.Size((entry.heads, padded, spec.values_of(entry))) for entry in spec.entries]
+    together = sum if spec.shared_from else max  # layers without a cache read those of all groups
+    packed = together(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
+    entry_bytes = max(entry.nbytes(types.activations) for entry in spec.entries)
+    staged = together(entry.nbytes(types.activations) for entry in spec.entries)
     states = [group for group in spec.groups if group.has_state]
     one_state = max(
         (group.nbytes(group.window or 0, types.activations) // len(group.layers) for group in states), default=0
@@ -252,10 +253,10 @@ def _plan(
     if not (setup.device.type == "cpu" and keeps_blocks(setup.device, types.activations)):  # a CPU's kernels need none
         chunk_temporaries += sum(chunk_bytes(shape, chunk, item) for shape in _states_of(spec))
     is_special = spec.has_sinks or spec.attention_cap > 0
-    sizes_of_heads = (spec.heads, spec.head_dim, types.activations)
+    sizes_of_heads = (spec.heads, spec.largest_head, types.activations)
     chunk_temporaries += setup.backend.prefill_bytes(chunk, padded, *sizes_of_heads, is_special=is_special)
     if setup.device.type == "cpu" and (widened or fixed.has_numbers):  # the library packs a weight before the product
-        chunk_temporaries += 2 * spec.intermediate_size * spec.hidden_size * item
+        chunk_temporaries += 2 * spec.largest_inner * spec.hidden_size * item
     voters = KEPT_QUERIES if queries == ALL else queries
     # Logits or directions of a chunk of keys; then three kinds of votes, copies of them, and their orders.
     of_chunk = max(spec.heads * voters * 4 * 2, spec.kv_heads * spec.head_dim * 4 * 3) * min(padded, KEY_CHUNK)
@@ -269,12 +270,12 @@ def _plan(
     return MemoryPlan(
         weights=fixed.weights,
         slots=slots * slot_bytes,
-        staging=padded * entry_bytes
+        staging=padded * staged
         + one_state
         + packed
         + widened * item
         + (padded + 1) * spec.hidden_size * item
-        + spec.heads * rows_of_queries(queries, padded) * spec.head_dim * item,
+        + spec.heads * rows_of_queries(queries, padded) * spec.entries[0].size * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
@@ -397,16 +398,19 @@ def _temporaries(spec: ModelSpec, item: int) -> int:
         item: Bytes of an element; some sums are float32 in any case.
     """
     hidden, heads = spec.hidden_size, spec.heads
-    angles = 4 * (spec.head_dim if spec.latent is None else spec.latent.rope) * 4
+    angles = 4 * (spec.largest_head if spec.latent is None else spec.latent.rope) * 4
     attention = heads * spec.value_size * item
     if spec.latent is None:
         gates = heads if spec.gates_attention else 0
         mixed = (entry.size + entry.heads * entry.value for entry in _states_of(spec))
-        projections = max((gates + heads + 2 * spec.kv_heads) * spec.head_dim, *mixed, 0) * item
+        attended = ((gates + heads + 2 * entry.heads) * entry.size for entry in spec.entries)
+        projections = max(*attended, *mixed, 0) * item
     else:
         shape = spec.latent
         projections = heads * (shape.nope + shape.rank + shape.value) * item
-    feed_forward = 2 * spec.intermediate_size * item
+    feed_forward = 2 * spec.largest_inner * item
+    if spec.layer_inputs is not None:  # rows of the table
+        feed_forward = max(feed_forward, spec.layers * spec.layer_inputs.size * (item + 4))
     if spec.experts is not None:
         many, width = spec.experts.chosen, spec.experts.inner
         choosing = spec.experts.count * 4 * 4

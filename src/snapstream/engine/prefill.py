@@ -58,10 +58,12 @@ class _Layer:
     Attributes:
         before: Rotary angles, and all up to queries, and keys and values in the cache; or to the end of a recurrence.
         after: Attention, and what follows.
+        others: After the last layer with a cache, layers that read its cache or an earlier one.
         query: Where ``before`` leaves the queries; ``None`` in a layer with a state.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], others: Sequence[Operation] = ()) -> None:
+        self.others = others
         ((at, mixer),) = ((at, each) for at, each in enumerate(operations) if isinstance(each, Attend | Recur))
         self.query = mixer.query if isinstance(mixer, Attend) else None
         at += self.query is None
@@ -105,33 +107,37 @@ class Prefill:
         self._softmaxes: dict[int, dict[str, Any]] = {
             each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends
         }
-        # One memory for the layers of all groups, seen as the entries of each.
-        shapes = [group.entry for group in spec.groups if isinstance(group.entry, EntryShape)]
-        largest = max(math.prod(shape.shape(1, padded)) * shape.kind.stored for shape in shapes)
-        memory = torch.zeros(largest, dtype=dtype, device=device)
+        # One memory for the layers of all groups, seen as the entries of each; unless layers read several caches.
+        together = max if not spec.shared_from else sum
+        sizes = [math.prod(entry.shape(1, padded)) * entry.kind.stored for entry in spec.entries]
+        memory = torch.zeros(together(sizes), dtype=dtype, device=device)
+        begins = [sum(sizes[:n]) if spec.shared_from else 0 for n in range(len(sizes))]
         self._stagings = [
-            group.entry.within(memory, 1, padded)
+            group.entry.within(memory[begins[n] :], 1, padded)
             if isinstance(group.entry, EntryShape)
             else group.entry.empty(1, group.window or 0, dtype=dtype, device=device)
-            for group in spec.groups
+            for n, group in enumerate(spec.groups)
         ]
         self.staging = self._stagings[0]
-        columns = spec.value_size if backend.narrow_values else spec.head_dim
-        wanted = [backend.packed_shape(torch.Size((shape.heads, padded, columns)), dtype) for shape in shapes]
-        packed = torch.zeros(max(map(math.prod, wanted)), dtype=dtype, device=device)
-        self._packed = [packed[: math.prod(shape)].view(shape) for shape in wanted]
+        columns = [spec.values_of(entry) if backend.narrow_values else entry.size for entry in spec.entries]
+        wanted = [
+            backend.packed_shape(torch.Size((entry.heads, padded, size)), dtype)
+            for entry, size in zip(spec.entries, columns, strict=True)
+        ]
+        sizes = [math.prod(shape) for shape in wanted]
+        packed = torch.zeros(together(sizes), dtype=dtype, device=device)
+        begins = [sum(sizes[:n]) if spec.shared_from else 0 for n in range(len(sizes))]
+        self._packed = [
+            packed[begin : begin + size].view(shape) for begin, size, shape in zip(begins, sizes, wanted, strict=True)
+        ]
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
-            spec.heads, rows_of_queries(queries, padded), spec.head_dim, dtype=dtype, device=device
+            spec.heads, rows_of_queries(queries, padded), spec.entries[0].size, dtype=dtype, device=device
         )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
-        self._layers = [
-            _Layer(
-                [model.rotation_of(layer).operation(), *with_backend([*model.operations_of(layer, cache=0)], backend)]
-            )
-            for layer in range(spec.cached_layers)
-        ]
+        self._layers = [_Layer(self._operations_of(layer)) for layer in range(spec.cached_layers)]
+        self._layers[-1].others = [each for layer in sorted(spec.shared_from) for each in self._operations_of(layer)]
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
         self.widened_from = 0
@@ -141,17 +147,18 @@ class Prefill:
             logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
         self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
-        self._embed = model.embed()
+        self._embed = [*model.embed()]
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
         self._output = [*model.output()]
-        every = [*self._enter, *self._output]
+        every = [*self._embed, *self._enter, *self._output]
         for layer in self._layers:
-            every += [*layer.before, *layer.after]
+            every += [*layer.before, *layer.after, *layer.others]
         parts = [part for each in every for part in each.parts() if part.buffer not in ELSEWHERE]
         self._copies = {part.buffer: part.copies for part in parts}
         self._buffers = allocate_buffers(parts, chunk, dtype, device=device)
         self._reported = frozenset(reported_layers(spec.groups))
-        self._slots = Slots.of_prompt(torch.zeros(1, chunk, dtype=torch.int64, device=device), padded)
+        tokens = torch.zeros(1, chunk, dtype=torch.int64, device=device)
+        self._slots = Slots.of_prompt(tokens, padded, len(spec.groups))
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
@@ -170,7 +177,7 @@ class Prefill:
         """
         spec, start, group = self.model.spec, reading.done, reading.group
         has_budget, staging = spec.groups[group].has_budget, self._stagings[group]
-        last_layer = reading.layer == spec.layers - 1
+        last_layer = reading.layer == spec.layers - len(spec.shared_from) - 1
         is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
         used, begins = len(tokens), start == reading.skipped
@@ -178,38 +185,46 @@ class Prefill:
             self._begin_layer(reading, staging)
         x, layer = self.hidden[start : start + used], self._layer
         first = reading.before + start
-        chunk = self.chunk_at(first, used, x, offset=reading.dropped_before, group=group)
+        chunk = self._chunk_of(reading, start, x)
         self._packed_until.fill_(0 if begins else first)
         operations = layer.before
-        if reading.layer == 0:
+        if reading.layer == 0 or spec.layer_inputs is not None:
             self._slots.token[0, :used] = to_device(tokens, self.device)
-            operations = [self._embed, *operations]
+        if reading.layer == 0:
+            operations = [*self._embed, *operations]
         if is_ahead:
             self._slots.token[0, :used] = self._following(reading, start, used)
             operations = [*self._enter, *operations]
-        if last_layer or is_ahead:
-            program_for_rows(operations, chunk).run()
-            self._last_input.copy_(x[used - 1 :])
-            # Of the last layer's output, only the last token's may be needed; see _last_logits().
-            if last_layer and self._completes(reading):
-                program_for_rows(layer.after, chunk).run()
-        else:
-            program_for_rows([*operations, *layer.after], chunk).run()
+        program_for_rows(operations, chunk).run()
         if has_budget and layer.query is not None:  # otherwise nobody votes
             self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
+        if last_layer or is_ahead:
+            self._last_input.copy_(x[used - 1 :])
+        else:
+            program_for_rows(layer.after, chunk).run()
+        if last_layer:
+            self._finish_chunk(reading, start, x, layer)
         reading.done += used
         if reading.keeps is not None and reading.done == len(reading.keeps.tokens) and spec.groups[group].has_state:
             self._keep_beginning(reading, reading.keeps)  # it will be gone with the next chunk
-        if last_layer and reading.done == len(reading.tokens):
-            reading.logits = self._last_logits(reading, self._layers[reading.layer], used - 1)
-        if last_layer and reading.scored is not None:
-            self._score(reading, x, start)
         if reading.done == len(reading.tokens):
             if reading.keeps is not None and not spec.groups[group].has_state:
                 self._keep_beginning(reading, reading.keeps)
             self._compress(reading)
             reading.layer += 1
             reading.done = reading.skipped
+
+    def _finish_chunk(self, reading: Reading, start: int, x: Tensor, layer: _Layer) -> None:
+        """What comes after :attr:`_Layer.before` in the last layer: often, only the last token's result is needed."""
+        if start + len(x) == len(reading.tokens):
+            reading.logits = self._last_logits(reading, self._layers[reading.layer], len(x) - 1)
+        if reading.scored is None and self.model.ahead is None:
+            return
+        chunk = self._chunk_of(reading, start, x)
+        self._packed_until.fill_(0 if start == reading.skipped else reading.before + start)
+        program_for_rows([*layer.after, *layer.others], chunk).run()
+        if reading.scored is not None:
+            self._score(reading, x, start)
 
     def _begin_layer(self, reading: Reading, staging: LayerCache) -> None:
         """Put the entries that exist into the staging cache, and widen weights for a long prompt if that pays."""
@@ -221,11 +236,7 @@ class Prefill:
             staging.put_from_host(reading.prefix.layers[reading.layer], reading.skipped)
         self._layer = layer = self._layers[reading.layer]
         if self._widened is not None and self.widens(len(reading.tokens)):
-            self._layer = _Layer(self._widened.widen([*layer.before, *layer.after]))
-
-    def _completes(self, reading: Reading) -> bool:
-        """Whether all tokens go through the whole last layer."""
-        return reading.scored is not None or self.model.ahead is not None
+            self._layer = _Layer(self._widened.widen([*layer.before, *layer.after]), layer.others)
 
     def _following(self, reading: Reading, start: int, used: int) -> Tensor:
         """The token after each token of a chunk; for the last one, the most likely token stands in."""
@@ -233,35 +244,49 @@ class Prefill:
         following = to_device(reading.tokens[start + 1 : start + 1 + used], self.device)
         return following if len(following) == used else torch.cat((following, reading.logits.argmax(-1)))
 
+    def _operations_of(self, layer: int) -> list[Operation]:
+        """A layer, with its rotary angles; the staging caches of groups stand for those of layers."""
+        operations = self.model.operations_of(layer, cache=self.model.spec.group_of(layer))
+        return [self.model.rotation_of(layer).operation(), *with_backend([*operations], self.backend)]
+
+    def _chunk_of(self, reading: Reading, start: int, x: Tensor, row: int = 0) -> PromptChunk:
+        """The chunk of a prompt that begins with its token ``start``; for the rest, see :meth:`chunk_at`."""
+        position = reading.before + reading.dropped_before + start
+        return self.chunk_at(reading.entries_at(start), len(x), x, position=position, row=row)
+
     def chunk_at(
-        self, first: int, rows: int, x: Tensor | None = None, *, offset: int = 0, row: int = 0, group: int = 0
+        self, first: Sequence[int], rows: int, x: Tensor | None = None, *, position: int | None = None, row: int = 0
     ) -> PromptChunk:
         """What operations work on for a chunk; it is the current one until the next call.
 
         Args:
-            first: Entry of its first token.
+            first: Entry of its first token in each group of layers.
             rows: Its tokens (``T``).
-            x: Its hidden states, ``[T, hidden]``; by default those of the tokens at these entries.
-            offset: Offset of true positions from entries: the number of tokens dropped in earlier turns.
+            x: Its hidden states, ``[T, hidden]``; by default those of the tokens at the entries of the first group.
+            position: True position of the first token; by default its entry in the first group.
             row: Which rows of the buffers it has: so many after the first.
-            group: The group of the layer that it is taken through.
         """
-        self._slots.count.fill_(first)
-        self._slots.position.fill_(first + offset)
-        x = self.hidden[first : first + rows] if x is None else x
+        for count, entry in zip(self._slots.count, first, strict=True):
+            count.fill_(entry)
+        self._slots.position.fill_(first[0] if position is None else position)
+        x = self.hidden[first[0] : first[0] + rows] if x is None else x
         buffers = {
             name: buffer[row * self._copies[name] : (row + rows) * self._copies[name]]
             for name, buffer in self._buffers.items()
         }
-        slots = replace(self._slots, token=self._slots.token[:, :rows])
-        staging = self._stagings[group].row(0, first + rows if self.backend.reads_all_keys_in_prefill else None)
+        slots = replace(self._slots, token=self._slots.token[:, row : row + rows])
+        only = self.backend.reads_all_keys_in_prefill
+        stagings = [
+            staging.row(0, entry + rows if only else None) for staging, entry in zip(self._stagings, first, strict=True)
+        ]
         return PromptChunk(
             buffers | {"x": x},
             slots,
-            [staging],
+            stagings,
             [],
             self.staging.dtype,
-            packed=None if isinstance(staging, StateCache) else self._packed[group],
+            range(len(stagings)),
+            packed=self._packed,
             packed_until=self._packed_until,
         )
 
@@ -280,18 +305,19 @@ class Prefill:
         Args:
             reading: The prompt, whose last chunk has been through :attr:`_Layer.before`.
             layer: The last layer.
-            row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads.
+            row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads. Rows of other
+                tokens stay as they are.
         """
         # Computed the same way whether or not the prompt is scored.
         x = self._last_input
         self._packed_until.zero_()  # the last layer's values have not been packed yet
-        chunk = self.chunk_at(reading.length - 1, 1, x, offset=reading.dropped_before, row=row, group=reading.group)
-        program_for_rows(layer.after, chunk).run()
+        chunk = self._chunk_of(reading, len(reading.tokens) - 1, x, row)
+        program_for_rows([*layer.after, *layer.others], chunk).run()
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Logits, float32 ``[T, vocab]``, of hidden states of the last layer ``[T, hidden]``; a few rows."""
-        chunk = self.chunk_at(0, len(x), x)
+        chunk = self.chunk_at([0] * len(self._stagings), len(x), x)
         logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
         chunk.buffers["logits"] = logits
         program_for_rows(self._output, chunk).run()

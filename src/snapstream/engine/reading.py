@@ -95,7 +95,7 @@ class Reading:
         self.logprobs: list[TokenLogprobs | None] = [None]
         self._spec = spec
         # Multiplications per token: with the weights, and with each key it attends to.
-        self._constant, self._per_key = spec.layer_parameters, spec.heads * spec.head_dim * 2
+        self._constant, self._per_key = spec.layer_parameters, spec.heads * spec.largest_head * 2
 
     @property
     def group(self) -> int:
@@ -106,6 +106,10 @@ class Reading:
     def before(self) -> int:
         """Entries of earlier turns at the start of the current layer's staging cache."""
         return self._before(self.group)
+
+    def entries_at(self, start: int) -> list[int]:
+        """In each group of layers, the entry of the staging cache that a token of the prompt has."""
+        return [self._before(group) + start for group in range(len(self._spec.groups))]
 
     @property
     def dropped_before(self) -> int:

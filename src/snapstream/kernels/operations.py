@@ -78,7 +78,10 @@ class Angles(Operation):
 
 @dataclass(frozen=True)
 class Norm(Operation):
-    """Root-mean-square norm of each head; with ``add``, it is added to the target. For ``wide``, see ``plain.norm``."""
+    """Root-mean-square norm of each head; with ``add``, it is added to the target. For ``wide``, see ``plain.norm``.
+
+    What is written to the target is multiplied by ``factor``, a tensor ``[1]``, if there is one.
+    """
 
     source: Part
     target: Part
@@ -86,12 +89,14 @@ class Norm(Operation):
     epsilon: float
     add: bool = False
     wide: bool = False
+    factor: Tensor | None = None
 
     @override
     def run(self, m: Machine) -> None:
         target = self.target.of(m.buffers)
         y = plain.norm(self.source.of(m.buffers), self.weight, self.epsilon, wide=self.wide)
-        target.copy_(target + y if self.add else y)
+        y = target + y if self.add else y
+        target.copy_(y if self.factor is None else y * self.factor)
 
 
 @dataclass(frozen=True)
@@ -149,15 +154,22 @@ class GatedProduct(Operation):
 
 @dataclass(frozen=True)
 class Gate(Operation):
-    """What follows the product of a :class:`GatedProduct`: halves of rows become ``activation(first) * second``."""
+    """What follows the product of a :class:`GatedProduct`: halves of rows become ``activation(first) * second``.
+
+    If ``up`` is given, it is the second half, and the source the first one.
+    """
 
     source: Part
     target: Part
     activation: Activation = Activation.SILU
+    up: Part | None = None
 
     @override
     def run(self, m: Machine) -> None:
-        self.target.of(m.buffers).copy_(plain.gate(self.source.of(m.buffers), self.activation))
+        both = self.source.of(m.buffers)
+        if self.up is not None:
+            both = torch.cat((both, self.up.of(m.buffers)), -1)
+        self.target.of(m.buffers).copy_(plain.gate(both, self.activation))
 
 
 @dataclass(frozen=True)
@@ -278,7 +290,7 @@ class Attend(Operation):
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
             values = cache.values[0][..., : self.target.size]
-            start = slots.count[0, 0]
+            start = slots.count[m.group_of(self.layer), 0]
             given = (start, self.scale, self.window, self.cap, self.sinks)
             target[0] = plain.attend_chunk(query[0], cache.keys[0], values, *given)
             return
@@ -307,7 +319,10 @@ class Attend(Operation):
 
 @dataclass(frozen=True)
 class Choose(Operation):
-    """Choose each token's experts and their weights from the router's logits; see ``models/experts.py``."""
+    """Choose each token's experts and their weights from the router's logits; see ``models/experts.py``.
+
+    The weight of an expert is multiplied by its own of ``factors`` ``[E]``, if there are any.
+    """
 
     logits: Part
     weights: Part
@@ -318,6 +333,7 @@ class Choose(Operation):
     corrected: bool
     normalize: bool
     scale: float
+    factors: Tensor | None = None
 
     @override
     def run(self, m: Machine) -> None:
@@ -331,7 +347,7 @@ class Choose(Operation):
             normalize=self.normalize,
             scale=self.scale,
         )
-        self.weights.of(m.buffers)[:, 0] = weights
+        self.weights.of(m.buffers)[:, 0] = weights if self.factors is None else weights * self.factors[experts]
         self.experts.of(m.buffers)[:, 0] = experts
 
 
@@ -385,12 +401,13 @@ class ExpertProduct(Operation):
 
 @dataclass(frozen=True)
 class Combine(Operation):
-    """Add the weighted expert outputs of each token to the target."""
+    """Add up the weighted expert outputs of each token, and with ``add`` what is in the target."""
 
     source: Part
     weights: Part
     experts: Part
     target: Part
+    add: bool = True
 
     @override
     def run(self, m: Machine) -> None:
@@ -399,7 +416,7 @@ class Combine(Operation):
         place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
         rows, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         weighted = (rows[place] * self.weights.of(m.buffers)[:, 0, :, None]).sum(1)
-        target.copy_(target + weighted.to(target.dtype))
+        target.copy_(target + weighted.to(target.dtype) if self.add else weighted)
 
 
 @dataclass(frozen=True)

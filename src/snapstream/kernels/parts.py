@@ -106,26 +106,27 @@ class Slots:
         )
 
     @classmethod
-    def of_prompt(cls, token: Tensor, entries: int) -> Slots:
+    def of_prompt(cls, token: Tensor, entries: int, groups: int = 1) -> Slots:
         """A prompt as one slot that never wraps around: entry ``i`` of its cache is token ``i``.
 
         Args:
             token: Tokens of its first chunk, int64 ``[1, T]``.
             entries: Entries of the cache (``L``).
+            groups: Groups of layers.
         """
 
-        def column(value: int) -> Tensor:
-            return torch.full((1,), value, dtype=torch.int64, device=token.device)
+        def column(value: int, rows: int = 1) -> Tensor:
+            return torch.full((rows, 1), value, dtype=torch.int64, device=token.device)
 
         return cls(
             token=token,
-            position=column(0),
-            base=column(0)[None],
-            count=column(0)[None],
-            limit=column(entries)[None],
+            position=column(0)[0],
+            base=column(0, groups),
+            count=column(0, groups),
+            limit=column(entries, groups),
             active=torch.ones(1, dtype=torch.bool, device=token.device),
-            forced=column(-1)[:, None],
-            taken=column(0)[None],
+            forced=column(-1),
+            taken=column(0),
         )
 
     @classmethod
@@ -218,11 +219,11 @@ class PromptChunk(Machine):
     """A chunk of one prompt: one slot, whose tokens are all certain, so they are stored in the cache at once.
 
     Attributes:
-        packed: The attention backend's copy of the layer's values, if it keeps one.
+        packed: Of each group of layers, the attention backend's copy of values, if it keeps one.
         packed_until: Entries that earlier chunks have packed, int64 scalar.
     """
 
-    packed: Tensor | None = None
+    packed: Sequence[Tensor] = ()
     packed_until: Tensor | None = None
 
 

@@ -85,7 +85,7 @@ def _(o: ops.Embed, m: Machine) -> None:
 def _(o: ops.Norm, m: Machine) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:
-        cpu.norm(x, target, o.weight, o.epsilon, add=o.add, wide=o.wide)
+        cpu.norm(x, target, o.weight, o.epsilon, add=o.add, wide=o.wide, factor=o.factor)
     else:
         o.run(m)
 
@@ -118,6 +118,15 @@ def _(o: ops.Product, m: Machine) -> None:
 @_run.register
 def _(o: ops.GatedProduct, m: Machine) -> None:
     _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers), o.activation)
+
+
+@_run.register
+def _(o: ops.Gate, m: Machine) -> None:
+    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
+    if cpu.takes_rows(x):
+        cpu.gate(x, target, o.activation, None if o.up is None else o.up.of(m.buffers))
+    else:
+        o.run(m)
 
 
 @_run.register

@@ -61,6 +61,10 @@ class Weight:
         """One of several matrices."""
         raise NotImplementedError
 
+    def cut(self, rows: slice) -> Weight:
+        """A view of some rows of a matrix, all in one format; in blocks, the first is a multiple of 16."""
+        raise NotImplementedError
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x @ weight.T + bias`` by torch, in the wider of both types.
 
@@ -113,6 +117,10 @@ class DenseWeight(Weight):
     def matrix(self, number: int) -> DenseWeight:
         return DenseWeight(self.stored[number])
 
+    @override
+    def cut(self, rows: slice) -> DenseWeight:
+        return DenseWeight(self.stored[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class BlockWeight(Weight):
@@ -160,6 +168,12 @@ class BlockWeight(Weight):
     @override
     def matrix(self, number: int) -> BlockWeight:
         return BlockWeight(self.stored[number], self.kind, self.out)
+
+    @override
+    def cut(self, rows: slice) -> BlockWeight:
+        first, end, _ = rows.indices(self.out)
+        assert first % LANES == 0, rows
+        return BlockWeight(self.stored[first // LANES : -(-end // LANES)], self.kind, end - first)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from torch import nn
 
 from snapstream.kernels.operations import Attend, GateBy, Operation, Rotate, ScaleByPosition, Store
 from snapstream.kernels.parts import Part
-from snapstream.models.layers import Linear, Result, RMSNorm
+from snapstream.models.layers import FixedNorm, Linear, Result, RMSNorm
 from snapstream.models.names import Interleaved, Place, linear_places, norm_place
 from snapstream.models.spec import ModelSpec
 
@@ -19,23 +19,31 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.window = spec.layer_group(layer).window or 0
-        self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, spec.kv_heads, spec.head_dim, spec.scale
-        self.rotated = 0 if layer in spec.unrotated_layers else spec.rotated or spec.head_dim
+        self.window, entry = spec.layer_group(layer).window or 0, spec.entry_of(layer)
+        self.heads, self.kv_heads, self.head_dim, self.scale = spec.heads, entry.heads, entry.size, spec.scale
+        self.rotated = 0 if layer in spec.unrotated_layers else spec.rotated or entry.size
         self.growth = spec.query_growth
         self.pairs, self.cap = spec.rotates_pairs, spec.attention_cap
         self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.has_sinks else None
         # Gates, if there are any, then queries, keys and values.
         self.gates = spec.heads if spec.gates_attention else 0
-        heads = self.gates + spec.heads + 2 * spec.kv_heads
-        self.qkv = Linear(spec.hidden_size, heads * spec.head_dim, bias=spec.qkv_bias)
-        self.output = Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.projects_values = layer not in spec.values_from_keys
+        self.has_cache = layer not in spec.shared_from
+        heads = self.gates + spec.heads + self.has_cache * (1 + self.projects_values) * entry.heads
+        self.qkv = Linear(spec.hidden_size, heads * entry.size, bias=spec.qkv_bias)
+        self.output = Linear(spec.heads * entry.size, spec.hidden_size, bias=spec.output_bias)
+        epsilon = spec.norm_epsilon
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
-        if spec.qk_norm is not None:
+        if spec.qk_factors is not None:
+            self.query_norm, self.key_norm = (FixedNorm(entry.size, epsilon, each) for each in spec.qk_factors)
+        elif spec.qk_norm is not None:
             self.query_norm, self.key_norm = (
-                RMSNorm(size, spec.norm_epsilon, wide=spec.wide_norms) for size in _normed_sizes(spec)
+                RMSNorm(size, epsilon, wide=spec.wide_norms) for size in _normed_sizes(spec, layer)
             )
+        self.value_norm = FixedNorm(entry.size, epsilon) if spec.norms_values and self.has_cache else None
+        if not self.has_cache:
+            self.key_norm = None
 
     def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
         """Attention as operations."""
@@ -43,17 +51,20 @@ class GroupedAttention(nn.Module):
         start = self.gates * D
         query, key = Part("qkv", D, H, start), Part("qkv", D, N, start + H * D)
         value = Part("qkv", D, N, start + (H + N) * D)
-        yield self.qkv.operation(source, Part("qkv", start + (H + 2 * N) * D))
-        if self.query_norm is not None and self.key_norm is not None:
-            for norm, part in ((self.query_norm, query), (self.key_norm, key)):
+        yield self.qkv.operation(source, Part("qkv", self.qkv.out_features))
+        if self.value_norm is not None:
+            yield self.value_norm.operation(value if self.projects_values else key, value)
+        for norm, part in ((self.query_norm, query), (self.key_norm, key)):
+            if norm is not None:
                 size = len(norm.weight)
                 normed = Part("qkv", size, part.heads * D // size, part.offset)
                 yield norm.operation(normed, normed)
         if self.rotated:
             stride = 0 if self.rotated == D else D
-            rotated = Part("qkv", self.rotated, H + N, start, stride)
+            rotated = Part("qkv", self.rotated, H + N if self.has_cache else H, start, stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
-        yield Store(key, value, layer)
+        if self.has_cache:
+            yield Store(key, value, layer)
         if self.growth is not None:
             yield ScaleByPosition(query, *self.growth)
         attended = Part("attended", D, H)
@@ -63,19 +74,29 @@ class GroupedAttention(nn.Module):
         yield self.output.operation(Part("attended", H * D), result)
 
 
-def _normed_sizes(spec: ModelSpec) -> tuple[int, int]:
+def _normed_sizes(spec: ModelSpec, layer: int) -> tuple[int, int]:
     """Elements that a norm of queries and one of keys take together: those of a head, or of all heads."""
-    heads = (spec.heads, spec.kv_heads) if spec.qk_norm == "all" else (1, 1)
-    return heads[0] * spec.head_dim, heads[1] * spec.head_dim
+    entry = spec.entry_of(layer)
+    heads = (spec.heads, entry.heads) if spec.qk_norm == "all" else (1, 1)
+    return heads[0] * entry.size, heads[1] * entry.size
 
 
-def attention_places(source: str, target: str, spec: ModelSpec, *, joined: bool = False) -> dict[str, Place]:
+def attention_places(
+    source: str, target: str, spec: ModelSpec, layer: int, *, joined: bool = False
+) -> dict[str, Place]:
     """Where the tensors of grouped-query attention go; ``joined``: queries, keys and values are one tensor."""
-    queries, keys, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
+    entry, norms = spec.entry_of(layer), ["q", "k"]
+    queries, keys, hidden = spec.heads * entry.size, entry.heads * entry.size, spec.hidden_size
     rows = {"qkv_proj": queries + 2 * keys} if joined else {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    if layer in spec.values_from_keys:
+        del rows["v_proj"]
+    if layer in spec.shared_from:
+        rows, norms = {"q_proj": queries}, ["q"]
     with_gates = None
-    if spec.gates_attention:  # each head's query, then its gate
-        with_gates, rows["q_proj"] = Interleaved((spec.head_dim, spec.head_dim), (1, 0)), 2 * queries
+    if spec.gates_apart:
+        rows = {"gate_proj": queries} | rows
+    elif spec.gates_attention:  # each head's query, then its gate
+        with_gates, rows["q_proj"] = Interleaved((entry.size, entry.size), (1, 0)), 2 * queries
     places, start = dict[str, Place](), 0
     for name, count in rows.items():
         order = with_gates if name == "q_proj" else None
@@ -85,6 +106,6 @@ def attention_places(source: str, target: str, spec: ModelSpec, *, joined: bool 
         places[f"{source}.sinks"] = Place(f"{target}.sinks", (spec.heads,))
     places |= linear_places(f"{source}.o_proj", f"{target}.output", hidden, queries, spec.output_bias)
     if spec.qk_norm is not None:
-        for name, module, size in zip(("q", "k"), ("query", "key"), _normed_sizes(spec), strict=True):
+        for name, module, size in zip(norms, ("query", "key"), _normed_sizes(spec, layer), strict=False):
             places[f"{source}.{name}_norm.weight"] = norm_place(f"{target}.{module}_norm", size, spec)
     return places

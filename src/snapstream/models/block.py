@@ -26,22 +26,27 @@ class Attention(Protocol):
 class Block(nn.Module):
     """One decoder layer; most families differ in attention alone."""
 
-    def __init__(self, spec: ModelSpec, layer: int, attention: nn.Module) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, attention: nn.Module, feed_forward: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.factor = spec.residual_factor
 
-        def norm(needed: bool) -> RMSNorm | None:
-            return RMSNorm(spec.hidden_size, spec.norm_epsilon, wide=spec.wide_norms) if needed else None
+        def norm(needed: bool, epsilon: float | None = None) -> RMSNorm | None:
+            return RMSNorm(spec.hidden_size, epsilon or spec.norm_epsilon, wide=spec.wide_norms) if needed else None
 
-        self.attention_norm, self.attention_result_norm = norm(spec.norms_before), norm(spec.norms_after)
+        after = spec.norms_after, spec.norm_after_epsilon
+        self.attention_norm, self.attention_result_norm = norm(spec.norms_before), norm(*after)
         self.attention = attention
-        self.feed_forward_norm, self.feed_forward_result_norm = norm(spec.norms_before), norm(spec.norms_after)
+        self.feed_forward_norm, self.feed_forward_result_norm = norm(spec.norms_before), norm(*after)
         self.feed_forward: nn.Module
-        if spec.experts is not None and layer not in spec.experts.dense_layers:
+        if feed_forward is not None:
+            self.feed_forward = feed_forward
+        elif spec.experts is not None and layer not in spec.experts.dense_layers:
             self.feed_forward = MixtureOfExperts(spec.hidden_size, spec.experts, spec.activation)
         else:
             self.feed_forward = FeedForward(
-                spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, activation=spec.activation
+                spec.hidden_size, spec.inner_size(layer), bias=spec.mlp_bias, activation=spec.activation
             )
 
     def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
@@ -108,8 +113,19 @@ def block_places(
     layer: int,
     attention: dict[str, Place],
     names: BlockNames = BlockNames(),
+    feed_forward: str = "",
 ) -> dict[str, Place]:
-    """Where the tensors of a layer go; ``attention`` says it for attention's."""
+    """Where the tensors of a layer go.
+
+    Args:
+        source: Beginning of their names.
+        target: Name of the layer's module.
+        spec: The model.
+        layer: Index of the layer.
+        attention: The same for attention's tensors.
+        names: What the others are called.
+        feed_forward: Name of the module of the feed-forward block, if it is within another one.
+    """
     norms: dict[str, str] = {}
     if spec.norms_before:
         norms |= {names.attention_norm: "attention_norm", names.feed_forward_norm: "feed_forward_norm"}
@@ -117,8 +133,8 @@ def block_places(
         norms |= {names.attention_result_norm: "attention_result_norm"}
         norms |= {names.feed_forward_result_norm: "feed_forward_result_norm"}
     places = norm_places(source, target, spec, **norms) | attention
-    hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-    source, target = f"{source}.{names.feed_forward}", f"{target}.feed_forward"
-    if spec.experts is not None and layer not in spec.experts.dense_layers:
+    hidden, inner, bias = spec.hidden_size, spec.inner_size(layer), spec.mlp_bias
+    source, target = f"{source}.{names.feed_forward}", feed_forward or f"{target}.feed_forward"
+    if spec.experts is not None and layer not in spec.experts.dense_layers and not spec.experts.beside:
         return places | expert_places(source, target, hidden, spec.experts, names.experts)
     return places | gated_places(source, target, hidden, inner, bias=bias, joined=names.gate_up, down=names.down)

@@ -18,7 +18,8 @@ from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.families import make_block
 from snapstream.models.families.family import Layer
-from snapstream.models.layers import Linear, Matrix, Result, RMSNorm
+from snapstream.models.layer_inputs import PerLayerInputs, rounded_factor
+from snapstream.models.layers import FixedNorm, Linear, Matrix, Result, RMSNorm
 from snapstream.models.next_token import NextTokenModule
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec
@@ -37,6 +38,8 @@ class DecoderModel(nn.Module):
         if spec.tied_embeddings:
             self.head.weight = self.embedding
         self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
+        self.layer_inputs = PerLayerInputs(spec) if spec.layer_inputs else None
+        self.embedding_norm = FixedNorm(spec.hidden_size, spec.norm_epsilon) if spec.norms_embeddings else None
         names = dict.fromkeys(group.rotation for group in spec.groups)
         self.rotations = nn.ModuleList(Rotation(spec.source, name, spec.longest) for name in names)
 
@@ -59,18 +62,23 @@ class DecoderModel(nn.Module):
 
     def operations(self) -> Iterator[Operation]:
         """Maps tokens to logits, in the buffer ``logits`` (float32)."""
-        yield self.embed()
+        yield from self.embed()
         yield from (rotation.operation() for rotation in self._rotations)
+        if self.layer_inputs is not None:
+            yield from self.embed(Part("embedded", self.spec.hidden_size))
+            yield from self.layer_inputs.operations()
         for layer in range(self.spec.layers):
-            yield from self.operations_of(layer)
+            yield from self._block(layer, self.spec.cache_of(layer))
         yield from self.output()
 
-    def embed(self) -> Operation:
-        """Maps tokens to hidden states, in the buffer ``x``."""
+    def embed(self, target: Part | None = None) -> Iterator[Operation]:
+        """Maps tokens to hidden states, by default in the buffer ``x``."""
+        target = target or self._x
         table, factor = self.embedding.value, self.spec.embedding_factor
-        if self.spec.rounds_embedding_factor and isinstance(table, DenseWeight):  # as in transformers
-            factor = float(torch.tensor(factor, dtype=table.dtype))
-        return Embed(table, self._x, factor)
+        factor = rounded_factor(factor, table) if self.spec.rounds_embedding_factor else factor
+        yield Embed(table, target, factor)
+        if self.embedding_norm is not None:
+            yield self.embedding_norm.operation(target, target)
 
     def rotation_of(self, layer: int) -> Rotation:
         """The rotation of a layer."""
@@ -78,15 +86,21 @@ class DecoderModel(nn.Module):
         return next(each for each in self._rotations if each.name == name)
 
     def operations_of(self, layer: int, cache: int | None = None) -> Iterator[Operation]:
-        """A layer: changes the hidden states in ``x``.
+        """A layer alone: changes the hidden states in ``x``.
 
         Args:
             layer: Index of the layer; one more than the last for the next-token module's.
-            cache: Index of its cache, if that is another one.
+            cache: Index of the cache that it reads, if that is another one.
         """
+        if self.layer_inputs is not None:
+            yield from self.embed(Part("embedded", self.spec.hidden_size))
+            yield from self.layer_inputs.operations(layer)
+        yield from self._block(layer, self.spec.cache_of(layer) if cache is None else cache)
+
+    def _block(self, layer: int, cache: int) -> Iterator[Operation]:
         block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.layer
         angles = self.rotation_of(layer).operation().target
-        return block.operations(layer if cache is None else cache, self._x, angles)
+        return block.operations(cache, self._x, angles)
 
     def output(self) -> Iterator[Operation]:
         """Maps hidden states of the last layer, in ``x``, to logits; leaves the normalized states in ``normed``."""
@@ -109,7 +123,7 @@ class DecoderModel(nn.Module):
         """
         assert self.ahead is not None
         angles = self.rotation_of(self.spec.layers).operation()
-        yield self.embed()
+        yield from self.embed()
         yield angles
         yield from self.ahead.operations(self._x, angles.target)
 
@@ -117,7 +131,7 @@ class DecoderModel(nn.Module):
         """Replaces each token's hidden state in ``x`` by the input of the next-token module's layer."""
         assert self.ahead is not None
         yield self.norm.operation(self._x, Part("hidden", self.spec.hidden_size))
-        yield self.embed()
+        yield from self.embed()
         yield from self.ahead.enter(self._x)
 
     @property

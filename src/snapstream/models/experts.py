@@ -33,6 +33,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.zeros(shape.count)) if shape.biased else None
         self.correction = nn.Parameter(torch.zeros(shape.count)) if shape.corrected else None
+        self.factors = nn.Parameter(torch.ones(shape.count)) if shape.beside else None
 
 
 class MixtureOfExperts(nn.Module):
@@ -55,9 +56,17 @@ class MixtureOfExperts(nn.Module):
         if shape.shared_inner:
             self.shared = FeedForward(hidden_size, shape.shared_inner, activation=activation, gated=shape.gates_shared)
 
-    def operations(self, source: Part, result: Result) -> Iterator[Operation]:
-        """The mixture as operations; the result must be one that is added, with a factor of 1."""
-        assert result.add, result
+    def operations(
+        self, source: Part, result: Result, routed: Part | None = None, factor: float = 1.0
+    ) -> Iterator[Operation]:
+        """The mixture as operations.
+
+        Args:
+            source: What experts read.
+            result: Where their result goes, with a factor of 1.
+            routed: What the router reads, if it is something else.
+            factor: On the router's logits.
+        """
         assert result.factor == 1.0, result
         shape, wide, target = self.router.shape, torch.float32, result.target
         logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
@@ -66,7 +75,7 @@ class MixtureOfExperts(nn.Module):
         rows = Part("sorted", source.size, copies=self.chosen)
         inner = Part("expert_inner", shape.inner, copies=self.chosen)
         made = Part("made", target.size, copies=self.chosen)
-        yield Product(source, logits, DenseWeight(self.router.weight), self.router.bias)
+        yield Product(routed or source, logits, DenseWeight(self.router.weight), self.router.bias, factor=factor)
         yield Choose(
             logits,
             weights,
@@ -77,13 +86,14 @@ class MixtureOfExperts(nn.Module):
             corrected=shape.corrected,
             normalize=shape.normalize,
             scale=shape.scale,
+            factors=self.router.factors,
         )
         yield Sort(source, rows, experts, ends, shape.count)
         yield ExpertProduct(rows, inner, ends, self.gate_up.value, True, self.activation, self.gate_up_bias)
         yield ExpertProduct(inner, made, ends, self.down.value, gated=False, bias=self.down_bias)
         if self.shared is not None:
             yield from self.shared.operations(source, result)
-        yield Combine(made, weights, experts, target)
+        yield Combine(made, weights, experts, target, add=result.add or self.shared is not None)
 
 
 def check_experts(count: int, chosen: int | None, groups: int = 1, chosen_groups: int = 1, *, least: int = 1) -> None:
@@ -132,6 +142,8 @@ def expert_places(source: str, target: str, hidden: int, shape: ExpertShape, nam
     places = {f"{router}.weight": Place(f"{target}.router.weight", (shape.count, hidden))}
     if shape.biased:
         places[f"{router}.bias"] = Place(f"{target}.router.bias", (shape.count,))
+    if shape.beside:
+        places[f"{source}.router.per_expert_scale"] = Place(f"{target}.router.factors", (shape.count,))
     if shape.corrected:
         places[f"{source}.gate.e_score_correction_bias"] = Place(f"{target}.router.correction", (shape.count,))
     inner = shape.inner

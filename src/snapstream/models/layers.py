@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from snapstream.kernels.operations import GateBy, GatedProduct, Norm, Operation, Product
 from snapstream.kernels.parts import Part
@@ -84,14 +84,30 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32; for ``wide``, see ``plain.norm``."""
 
+    weight: Tensor
+
     def __init__(self, size: int, epsilon: float, *, wide: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.epsilon, self.wide = epsilon, wide
 
-    def operation(self, source: Part, target: Part, *, add: bool = False) -> Operation:
+    def operation(self, source: Part, target: Part, *, add: bool = False, factor: Tensor | None = None) -> Operation:
         """The norm as an operation."""
-        return Norm(source, target, self.weight, self.epsilon, add=add, wide=self.wide)
+        return Norm(source, target, self.weight, self.epsilon, add=add, wide=self.wide, factor=factor)
+
+
+class FixedNorm(RMSNorm):
+    """A norm without weights; its results are multiplied by a factor, in float32."""
+
+    def __init__(self, size: int, epsilon: float, factor: float = 1.0) -> None:
+        super().__init__(size, epsilon, wide=True)
+        del self.weight
+        self.size, self.factor = size, factor
+        self.register_buffer("weight", torch.full((size,), factor), persistent=False)
+
+    def compute(self, device: torch.device) -> None:
+        """Set the factors, which are not loaded."""
+        self.weight = torch.full((self.size,), self.factor, device=device)
 
 
 class FeedForward(nn.Module):

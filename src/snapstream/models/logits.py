@@ -22,7 +22,7 @@ def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
     length, device, dtype = len(tokens), tokens.device, model.dtype
     operations = list(model.operations())
     buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
-    groups = map(model.spec.layer_group, range(model.spec.layers))
+    groups = map(model.spec.layer_group, range(model.spec.cached_layers))
     caches = [group.entry.empty(1, length, dtype=dtype, device=device) for group in groups]
     PlainProgram(operations, PromptChunk(buffers, Slots.of_prompt(tokens[None], length), caches, [], dtype)).run()
     return buffers["logits"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from snapstream.models.spec import ModelSpec
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OF_CACHE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 _WITHIN = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -20,7 +21,16 @@ _WITHIN = {
 _OTHER_PARTS = tuple(
     f"{beginning}{part}."
     for beginning in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "visual")
+    for part in (
+        "vision_tower",
+        "vision_adapter",
+        "vision_projection",
+        "embed_vision",
+        "audio_tower",
+        "embed_audio",
+        "multi_modal_projector",
+        "visual",
+    )
 )
 
 
@@ -92,6 +102,8 @@ def may_be_ignored(name: str, spec: ModelSpec) -> bool:
     if spec.tied_embeddings and name == "lm_head.weight":  # a second copy
         return True
     if spec.weight_block is None and name.endswith(".activation_scale"):  # activations are not rounded to float8
+        return True
+    if (unused := _OF_CACHE.match(name)) and int(unused[1]) in spec.shared_from:
         return True
     if spec.ignored_layers and name.startswith("mtp."):
         return True

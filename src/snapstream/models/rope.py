@@ -12,7 +12,7 @@ from snapstream.errors import CheckpointError
 from snapstream.kernels.operations import Angles
 from snapstream.kernels.parts import Part
 
-_SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 class Rotation(nn.Module):

@@ -37,6 +37,19 @@ class LatentShape:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """What each layer reads besides the residual stream: an embedding of each token, and its own part of a projection.
+
+    Attributes:
+        size: Elements per layer.
+        vocab_size: Rows of the embedding.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class ExpertShape:
     """Shape of a mixture of experts.
 
@@ -54,6 +67,8 @@ class ExpertShape:
         biased: Whether the router and the products have biases.
         shared_inner: Width of the experts that process every token, together; 0 if there are none.
         gates_shared: Whether their result is multiplied by the sigmoid of a gate.
+        beside: Whether layers have a feed-forward block, too, with norms of its own (Gemma 4). Then each expert's
+            weight has a factor of its own.
     """
 
     count: int
@@ -68,6 +83,7 @@ class ExpertShape:
     biased: bool = False
     shared_inner: int = 0
     gates_shared: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,10 +109,12 @@ class ModelSpec:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the feed-forward block.
         layers: Decoder layers.
+        shared_from: Of each of the last layers that has no cache: the layer whose cache it reads.
+        wide_layers: Layers whose feed-forward block is twice as wide.
         groups: Groups of layers, those that a cache budget applies to first. By default, one of all layers.
         heads: Query heads (``H``).
-        kv_heads: KV heads in the cache (``N``); 1 with latent attention.
-        head_dim: Elements of a cache entry's key (``D``); with latent attention, of the whole latent.
+        kv_heads: KV heads in the caches of the first group (``N``); 1 with latent attention.
+        head_dim: Elements of its entries' keys (``D``); with latent attention, of the whole latent.
         scale: Factor on attention logits.
         attention_cap: Soft cap of attention logits; 0 for none.
         has_sinks: Whether each head has an extra logit in its softmax, without a value.
@@ -107,8 +125,13 @@ class ModelSpec:
         output_bias: Bias on attention's output projection.
         mlp_bias: Bias in the feed-forward block.
         qk_norm: RMS norm of queries and keys: of each ``"head"`` (Qwen3), of ``"all"`` heads together (OLMo), or none.
+        qk_factors: What normalized queries and keys are multiplied by, if their norms have no weights.
+        norms_values: Whether values are normalized, too, by a norm without weights.
+        values_from_keys: Layers whose values are the keys, as they are projected.
         norms_before: Whether attention and feed-forward read normalized states.
         norms_after: Whether their results are normalized before they are added to the residual stream.
+        norm_after_epsilon: Epsilon of these norms, if it is another one.
+        norms_embeddings: Whether embeddings are normalized, by a norm without weights.
         wide_norms: Whether norms round once, after the product with their weight, which is float32.
         norm_offset: What a norm's weight in a checkpoint lacks: 1 if weights are stored as their distance from it.
         rotated: Elements of a head that are rotated; ``None`` for all of them.
@@ -118,6 +141,7 @@ class ModelSpec:
             :class:`~snapstream.kernels.operations.ScaleByPosition`. ``None`` if they do not.
         gates_attention: Whether attention's results are multiplied by the sigmoid of gates, which are projected with
             the queries.
+        gates_apart: Whether checkpoints hold these gates in a tensor of their own.
         joined_inputs: Which projections of layers with a state checkpoints join, ``"qkvz"`` or ``"ba"``: rows of all
             key heads in turn (Qwen3-Next).
         value_heads_in_turn: Whether value heads of such layers take key heads in turn; see
@@ -135,6 +159,7 @@ class ModelSpec:
         longest: Maximum length of a sequence; LongRoPE has other frequencies for long ones.
         latent: Latent attention, if the model has it.
         experts: Mixture of experts, if the model has one.
+        layer_inputs: What layers read besides the residual stream, if anything.
         extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
         ignored_layers: Number of such layers, after these, that are not used. If there are any, tensors named ``mtp.*``
             are ignored, too.
@@ -164,8 +189,13 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     source: Any
     qk_norm: Literal["head", "all"] | None = None
+    qk_factors: tuple[float, float] | None = None
+    norms_values: bool = False
+    values_from_keys: frozenset[int] = frozenset()
     norms_before: bool = True
     norms_after: bool = False
+    norm_after_epsilon: float | None = None
+    norms_embeddings: bool = False
     wide_norms: bool = False
     norm_offset: float = 0.0
     rotated: int | None = None
@@ -173,6 +203,7 @@ class ModelSpec:
     unrotated_layers: frozenset[int] = frozenset()
     query_growth: tuple[float, int] | None = None
     gates_attention: bool = False
+    gates_apart: bool = False
     joined_inputs: tuple[str, ...] = ()
     value_heads_in_turn: bool = False
     activation: Activation = Activation.SILU
@@ -185,6 +216,9 @@ class ModelSpec:
     has_sinks: bool = False
     latent: LatentShape | None = None
     experts: ExpertShape | None = None
+    layer_inputs: LayerInputs | None = None
+    shared_from: Mapping[int, int] = field(default_factory=dict)
+    wide_layers: frozenset[int] = frozenset()
     extra_layers: int = 0
     ignored_layers: int = 0
     reads_ahead: bool = False
@@ -220,9 +254,14 @@ class ModelSpec:
         """Whether a cache budget applies to any layer; if not, all have sliding windows."""
         return self.groups[0].has_budget
 
+    def cache_of(self, layer: int) -> int:
+        """The layer whose cache a layer reads: its own, or that of an earlier one."""
+        return self.shared_from.get(layer, layer)
+
     def group_of(self, layer: int) -> int:
-        """Index of a layer's group."""
-        return next(index for index, group in enumerate(self.groups) if layer in group.layers)
+        """Index of a layer's group, or that of the layer whose cache it reads."""
+        cache = self.cache_of(layer)
+        return next(index for index, group in enumerate(self.groups) if cache in group.layers)
 
     def layer_group(self, layer: int) -> LayerGroup:
         """A layer's group."""
@@ -233,15 +272,44 @@ class ModelSpec:
         """Shape of the cache entry of one token in a layer, if the layers' do not differ."""
         return EntryShape(self.kv_heads, self.head_dim, self.latent is not None)
 
+    def entry_of(self, layer: int) -> EntryShape:
+        """Shape of the cache entry of one token in a layer that attends."""
+        entry = self.layer_group(layer).entry
+        assert isinstance(entry, EntryShape)
+        return entry
+
+    @property
+    def entries(self) -> list[EntryShape]:
+        """Shapes of the cache entries of one token, one per group of layers that attend."""
+        return [group.entry for group in self.groups if isinstance(group.entry, EntryShape)]
+
+    @property
+    def largest_head(self) -> int:
+        """Elements of the largest key."""
+        return max(entry.size for entry in self.entries)
+
+    def values_of(self, entry: EntryShape) -> int:
+        """Elements of an entry's value in attention; for a latent, the first ``rank`` elements are the value."""
+        return entry.size if self.latent is None else self.latent.rank
+
     @property
     def value_size(self) -> int:
-        """Elements of a value in attention; for a latent, the first ``rank`` elements are the value."""
-        return self.head_dim if self.latent is None else self.latent.rank
+        """Elements of the largest value in attention."""
+        return max(map(self.values_of, self.entries))
 
     @property
     def cached_layers(self) -> int:
-        """Number of layers that have a cache; the next-token module's is the last."""
-        return self.layers + self.reads_ahead
+        """Number of layers that have a cache: the first ones, and the next-token module's."""
+        return self.layers - len(self.shared_from) + self.reads_ahead
+
+    def inner_size(self, layer: int) -> int:
+        """Width inside a layer's feed-forward block."""
+        return self.intermediate_size * (2 if layer in self.wide_layers else 1)
+
+    @property
+    def largest_inner(self) -> int:
+        """Width inside the widest feed-forward block."""
+        return max(map(self.inner_size, range(self.layers)))
 
     @property
     def has_dense_experts(self) -> bool:
@@ -258,7 +326,7 @@ class ModelSpec:
         inner = self.intermediate_size
         if self.experts is not None:
             inner = self.experts.chosen * self.experts.inner + self.experts.shared_inner
-        return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * inner)
+        return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.largest_head + 3 * inner)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""

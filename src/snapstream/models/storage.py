@@ -18,7 +18,7 @@ from snapstream.models.attention import GroupedAttention
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.experts import Router
 from snapstream.models.families import tensor_places
-from snapstream.models.layers import Matrix, RMSNorm
+from snapstream.models.layers import FixedNorm, Matrix, RMSNorm
 from snapstream.models.names import Place
 from snapstream.models.recurrent import GatedDeltaNet
 from snapstream.models.spec import ModelSpec, StoredRows
@@ -81,12 +81,14 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         # The selection of experts depends on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = nn.Parameter(module.correction.float())
+        if isinstance(module, Router) and module.factors is not None:
+            module.factors = nn.Parameter(module.factors.float())
         if isinstance(module, GroupedAttention) and module.sinks is not None:
             module.sinks = nn.Parameter(module.sinks.float())
         if isinstance(module, GatedDeltaNet):
             wide = torch.promote_types(dtype, torch.float32)
             module.rates, module.shifts = (nn.Parameter(each.to(wide)) for each in (module.rates, module.shifts))
-        if isinstance(module, RMSNorm) and module.wide:
+        if isinstance(module, RMSNorm) and module.wide and not isinstance(module, FixedNorm):
             module.weight = nn.Parameter(module.weight.to(torch.promote_types(dtype, torch.float32)))
     return model
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from snapstream.models.families import family_of, read_spec, tensor_places
 from snapstream.models.files import read_json, weight_files
 from snapstream.models.gguf import is_gguf, load_gguf_spec
 from snapstream.models.joined import BLOCKS, SCALES, expert_parts, holds_experts
+from snapstream.models.layers import FixedNorm
 from snapstream.models.names import Place, may_be_ignored, name_within, scale_of
 from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
@@ -168,8 +169,9 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> 
 def allocate_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """Create a model whose weights are allocated but not yet loaded."""
     model = _materialise(empty_model(spec, dtype), device)
-    for rotation in model.rotations:
-        cast(Rotation, rotation).compute(device)
+    for module in model.modules():
+        if isinstance(module, Rotation | FixedNorm):
+            module.compute(device)
     return model.requires_grad_(False).eval()
 
 

@@ -73,7 +73,7 @@ class DraftModel(Drafter):
             if reading is None:
                 continue
             with current_device(self._device):
-                for _ in range(self._spec.layers):
+                for _ in range(self._spec.cached_layers):
                     self.prefill.advance(reading)
                     if reading.finished or reading.failed:
                         break

@@ -112,7 +112,14 @@ def takes_rows(x: Tensor) -> bool:
 
 
 def norm(
-    source: Tensor, target: Tensor, weight: Tensor, epsilon: float, *, add: bool = False, wide: bool = False
+    source: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    add: bool = False,
+    wide: bool = False,
+    factor: Tensor | None = None,
 ) -> None:
     """Root-mean-square norm of each head, in float32; see :class:`~snapstream.kernels.operations.Norm`.
 
@@ -123,13 +130,15 @@ def norm(
         epsilon: Added to the mean of squares.
         add: Whether the result is added to the target.
         wide: Whether it is multiplied by the weight before it is rounded, instead of after.
+        factor: What the result is multiplied by, ``[1]``, if anything.
 
     Raises:
         ValueError: The weight does not match the rows.
         MemoryError: There is not enough memory for temporaries.
     """
     require(weight.shape == source.shape[-1:], "weight does not match")
-    run_rows("Norm", source, target, weight=weight, epsilon=epsilon, add=add, wide=wide)
+    last = {} if factor is None else {"factor": factor}
+    run_rows("Norm", source, target, weight=weight, epsilon=epsilon, add=add, wide=wide, **last)
 
 
 def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> None:
@@ -144,9 +153,10 @@ def rotate(source: Tensor, target: Tensor, angles: Tensor, *, pairs: bool) -> No
     run_rows("Rotate", source, target, angles=angles, pairs=pairs)
 
 
-def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU) -> None:
-    """The activation of the first half of ``[T, 1, 2 * I]`` times the second, into ``[T, 1, I]``."""
-    run_rows("Gate", source, target, activation=activation)
+def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU, up: Tensor | None = None) -> None:
+    """The activation of the first half of ``[T, 1, 2 * I]`` times the second, or ``up``, into ``[T, 1, I]``."""
+    second = {} if up is None else {"up": up}
+    run_rows("Gate", source, target, activation=activation, **second)
 
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ _MADE = interface.STRUCTURES
 _WANTED = {
     "Angles": {"frequencies": torch.float32},
     "Attend": {"sinks": torch.float32},
-    "Choose": {"correction": torch.float32},
+    "Choose": {"correction": torch.float32, "factors": torch.float32},
     "Recur": {"rates": torch.float32, "shifts": torch.float32},
 }
 """Vectors of one type only; others may be float32 or bfloat16."""

@@ -53,6 +53,8 @@ class ExpertOperations {
     }
     for (int64_t i = 0; i < chosen; ++i)
       weights[i] = (o.normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * static_cast<float>(o.scale);
+    if (const float* factors = numbers<float>(o.factors))
+      for (int64_t i = 0; i < chosen; ++i) weights[i] *= factors[experts[i]];
   }
 
   // After the ranking there is room for two values per group.
@@ -143,7 +145,7 @@ class ExpertOperations {
         for (int64_t lane = 0; lane < LANES; ++lane) total[lane] += static_cast<float>(from[lane]) * weights[i];
       }
       for (int64_t lane = 0; lane < LANES; ++lane)
-        to[n + lane] = static_cast<T>(static_cast<float>(to[n + lane]) + static_cast<float>(static_cast<T>(total[lane])));
+        to[n + lane] = static_cast<T>((o.add ? static_cast<float>(to[n + lane]) : 0.0f) + static_cast<float>(static_cast<T>(total[lane])));
     }
   }
 

@@ -111,6 +111,8 @@ class RowOperations {
     with_type(o.weight.type, [&](auto n) {
       const auto* weight = numbers<decltype(n)>(o.weight);
       const int64_t size = o.source.size;
+      const bool multiplies = o.factor.data != nullptr;
+      const float last = multiplies ? some(o.factor, 0, 1)[0] : 1.0f;
       for (int64_t head = 0; head < o.source.heads; ++head) {
         const T* from = at<T>(o.source, row, head);
         T* to = at<T>(o.target, row, head);
@@ -134,6 +136,7 @@ class RowOperations {
             load_pair(to + i, own_low, own_high);
             low = own_low + rounded<T>(low), high = own_high + rounded<T>(high);
           }
+          if (multiplies) low = rounded<T>(low) * last, high = rounded<T>(high) * last;
           store_pair(to + i, low, high);
         }
       }
@@ -171,7 +174,7 @@ class RowOperations {
   }
 
   void run(const Gate& o, int64_t row) {
-    const T *gates = at<T>(o.source, row), *ups = gates + o.target.size;
+    const T *gates = at<T>(o.source, row), *ups = o.up.data ? at<T>(o.up, row) : gates + o.target.size;
     T* to = at<T>(o.target, row);
     for (int64_t i = 0; i < o.target.size; i += LANES) {
       const int64_t count = std::min<int64_t>(LANES, o.target.size - i);

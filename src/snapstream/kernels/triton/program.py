@@ -127,7 +127,7 @@ class TritonProgram:
         )
         query = Part(name, D, H)
         are_normed = [
-            isinstance(norm, ops.Norm) and norm.source == norm.target == part and not norm.add
+            isinstance(norm, ops.Norm) and norm.source == norm.target == part and not norm.add and norm.factor is None
             for norm, part in zip(norms, (query, key), strict=False)
         ]
         if rotated.target != both or rotated.pairs or not laid_out or not all(are_normed):
@@ -193,7 +193,14 @@ def _call_of(operation: Operation, m: Machine) -> Call:
 @_call_of.register
 def _(o: ops.Norm, m: Machine) -> Call:
     source, target = o.source.of(m.buffers), o.target.of(m.buffers)
-    return functools.partial(rows.norm, source, target, o.weight, o.epsilon, add=o.add, wide=o.wide)
+    return functools.partial(rows.norm, source, target, o.weight, o.epsilon, add=o.add, wide=o.wide, factor=o.factor)
+
+
+@_call_of.register
+def _(o: ops.Gate, m: Machine) -> Call:
+    source, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
+    up = None if o.up is None else o.up.of(m.buffers)[:, 0]
+    return functools.partial(rows.gate, source, target, o.activation, up)
 
 
 @_call_of.register

@@ -49,6 +49,7 @@ def _norm(
     source,
     target,
     weight,
+    factor,
     epsilon,
     source_row,
     source_head,
@@ -58,6 +59,7 @@ def _norm(
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, PADDED)
@@ -68,6 +70,8 @@ def _norm(
     place = target + row * target_row + head * target_head + column
     if ADD:
         result += tl.load(place, mask=mask, other=0.0).to(tl.float32)[None, :]
+    if MULTIPLIES:
+        result = rounded(result, target).to(tl.float32) * tl.load(factor).to(tl.float32)
     tl.store(place[None, :], rounded(result, target), mask=mask[None, :])
 
 
@@ -98,12 +102,22 @@ def _rotate(
 
 
 @triton.jit
-def _gate(source, target, source_row, target_row, INNER: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def _gate(
+    source,
+    ups,
+    target,
+    source_row,
+    ups_row,
+    target_row,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < INNER
     x = tl.load(source + row * source_row + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(source + row * source_row + INNER + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * ups_row + column, mask=mask, other=0.0).to(tl.float32)
     z = x
     if KIND == 1:  # GELU, the approximation by a hyperbolic tangent
         z = x * (1.5957691216 + 0.0713548163 * x * x)
@@ -162,7 +176,14 @@ def gate_by(source: Tensor, target: Tensor, *, sigmoid: bool) -> None:
 
 
 def norm(
-    source: Tensor, target: Tensor, weight: Tensor, epsilon: float, *, add: bool = False, wide: bool = False
+    source: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    add: bool = False,
+    wide: bool = False,
+    factor: Tensor | None = None,
 ) -> None:
     """Triton kernel for :func:`snapstream.kernels.plain.norm`.
 
@@ -173,6 +194,7 @@ def norm(
         epsilon: Added to the mean of squares.
         add: Whether the result is added to the target.
         wide: See there.
+        factor: What the result is multiplied by, ``[1]``, if anything.
     """
     rows, heads, size = source.shape
     padded = next_power_of_2(size)
@@ -180,6 +202,7 @@ def norm(
         source,
         target,
         weight,
+        weight if factor is None else factor,
         epsilon,
         *source.stride()[:2],
         *target.stride()[:2],
@@ -187,6 +210,7 @@ def norm(
         PADDED=padded,
         ADD=add,
         WIDE=wide,
+        MULTIPLIES=factor is not None,
         num_warps=min(16, max(1, padded // 512)),
     )
 
@@ -218,20 +242,24 @@ def rotate(source: Tensor, target: Tensor, cosine: Tensor, sine: Tensor, *, pair
     )
 
 
-def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU) -> None:
+def gate(source: Tensor, target: Tensor, activation: Activation = Activation.SILU, up: Tensor | None = None) -> None:
     """Triton kernel for :func:`snapstream.kernels.plain.gate`.
 
     Args:
-        source: ``[T, 2 * I]``; the elements of a row must be contiguous.
+        source: ``[T, 2 * I]``, or with ``up`` ``[T, I]``; the elements of a row must be contiguous.
         target: ``[T, I]``.
         activation: Of the first half.
+        up: What stands for the second half, ``[T, I]``.
     """
     rows, inner = target.shape
     block = min(1024, next_power_of_2(inner))
+    up = source[:, inner:] if up is None else up
     _gate[(rows, -(-inner // block))](
         source,
+        up,
         target,
         source.stride(0),
+        up.stride(0),
         target.stride(0),
         INNER=inner,
         BLOCK=block,

@@ -12,11 +12,13 @@ from snapstream.kernels.plain import Activation
 from snapstream.models.families.deepseek import DEEPSEEK
 from snapstream.models.families.family import Family
 from snapstream.models.families.gemma import GEMMA
+from snapstream.models.families.gemma4 import GEMMA4
 from snapstream.models.families.glm import GLM, GLM_EXPERTS
 from snapstream.models.families.gpt_oss import GPT_OSS
 from snapstream.models.families.granite import GRANITE, GRANITE_DENSE
 from snapstream.models.families.llama import LLAMA
 from snapstream.models.families.mixtral import MIXTRAL, QWEN_EXPERTS
+from snapstream.models.families.muse import MUSE
 from snapstream.models.families.olmo import OLMO, OLMOE
 from snapstream.models.families.phi import PHI
 from snapstream.models.families.qwen_next import QWEN_NEXT
@@ -29,12 +31,14 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA,
     DEEPSEEK,
     GEMMA,
+    GEMMA4,
     GLM,
     GLM_EXPERTS,
     GPT_OSS,
     GRANITE,
     GRANITE_DENSE,
     MIXTRAL,
+    MUSE,
     OLMO,
     OLMOE,
     PHI,
@@ -44,6 +48,8 @@ FAMILIES: tuple[Family, ...] = (
 )
 WRAPPED = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "MuseGlimmerForConditionalGeneration": {"muse_glimmer_text": "MuseGlimmerForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {
@@ -133,6 +139,7 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
     }
     if not spec.tied_embeddings:
         places["lm_head.weight"] = Place("head.weight", (spec.vocab_size, spec.hidden_size))
+    places |= family.apart(spec)
     for layer in range(spec.layers):
         places |= family.places(f"model.layers.{layer}", f"blocks.{layer}", spec, layer)
     if spec.reads_ahead:

@@ -44,6 +44,7 @@ class Family:
         block: Makes a layer, given its index.
         places: Where the tensors of a layer go, given the beginning of their names, the name of its module, the model
             and the layer's index.
+        apart: Where tensors outside of layers go, where that is not as in other families.
         joined_experts: How checkpoints may join the tensors of all experts; see :mod:`snapstream.models.joined`.
     """
 
@@ -51,4 +52,5 @@ class Family:
     fields: Callable[[Any, str], dict[str, Any]]
     block: Callable[[ModelSpec, int], nn.Module]
     places: Callable[[str, str, ModelSpec, int], dict[str, Place]]
+    apart: Callable[[ModelSpec], dict[str, Place]] = lambda spec: {}
     joined_experts: Joined | None = None

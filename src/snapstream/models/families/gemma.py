@@ -29,13 +29,9 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
     )
 
 
-GEMMA = grouped_family(
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    fields=_fields,
-    names=BlockNames(
-        attention_result_norm="post_attention_layernorm",
-        feed_forward_norm="pre_feedforward_layernorm",
-        feed_forward_result_norm="post_feedforward_layernorm",
-    ),
+GEMMA_NAMES = BlockNames(
+    attention_result_norm="post_attention_layernorm",
+    feed_forward_norm="pre_feedforward_layernorm",
+    feed_forward_result_norm="post_feedforward_layernorm",
 )
+GEMMA = grouped_family("Gemma2ForCausalLM", "Gemma3ForCausalLM", fields=_fields, names=GEMMA_NAMES)

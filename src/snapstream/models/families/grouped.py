@@ -26,6 +26,7 @@ def grouped_family(
     *architectures: str,
     fields: Callable[[Any, str], dict[str, Any]],
     names: BlockNames = BlockNames(),  # noqa: B008
+    apart: Callable[[ModelSpec], dict[str, Place]] = lambda spec: {},
 ) -> Family:
     """A family with grouped-query attention.
 
@@ -33,6 +34,7 @@ def grouped_family(
         *architectures: Their names in ``config.json``.
         fields: See :class:`~snapstream.models.families.family.Family`.
         names: What the tensors of a layer are called.
+        apart: See there.
     """
     return Family(
         architectures=architectures,
@@ -41,6 +43,7 @@ def grouped_family(
         places=lambda source, target, spec, layer: block_places(
             source, target, spec, layer, _attention_places(source, target, spec, layer, names), names
         ),
+        apart=apart,
         joined_experts=names.experts.joined,
     )
 
@@ -54,7 +57,7 @@ def _attention_places(source: str, target: str, spec: ModelSpec, layer: int, nam
     target = f"{target}.attention"
     if spec.layer_group(layer).has_state:
         return recurrent_places(f"{source}.linear_attn", target, spec, layer)
-    return attention_places(f"{source}.self_attn", target, spec, joined=names.joined_qkv)
+    return attention_places(f"{source}.self_attn", target, spec, layer, joined=names.joined_qkv)
 
 
 def grouped_fields(config: Any, types: Sequence[str] | None = None) -> dict[str, Any]:
@@ -139,7 +142,12 @@ def softmax_experts(
 
 def _rotated(config: Any, head_dim: int) -> int | None:
     """Elements of a head that are rotated, if not all."""
-    shares = {float(each.get("partial_rotary_factor") or 1.0) for each in rope_sets(config).values() if each}
+    # "proportional" turns the rest of a head, too, by nothing.
+    whole = ("proportional", 1.0)
+    sets = (each for each in rope_sets(config).values() if each)
+    shares = {
+        float(1.0 if each.get("rope_type") in whole else each.get("partial_rotary_factor") or 1.0) for each in sets
+    }
     if len(shares) != 1:
         raise CheckpointError(f"layers that rotate different parts of a head ({shares}) are not supported")
     rotated = int(head_dim * shares.pop())
