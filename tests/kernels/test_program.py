@@ -54,7 +54,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     spec, generator = model.spec.that_takes_back(8), torch.Generator().manual_seed(seed)
     dtype = dtype or model.dtype
     stored = stored or dtype
-    groups = [spec.group_of(layer) for layer in range(spec.layers)]
+    groups = [spec.group_of(layer) for layer in range(spec.cached_layers)]
     layouts = [[group.lay_out(length, BUDGET) for length in (3, 600, 5000, 1104)] for group in spec.groups]
 
     def column(values):

@@ -15,6 +15,7 @@ from gguf import (
 from gguf.quants import dequantize, quantize
 
 from snapstream.kernels.formats import FORMATS, Format
+from snapstream.models.names import name_within
 from tests.blocks import random_rows
 from tests.checkpoints import make_model
 
@@ -33,6 +34,8 @@ NAMES = {
     "gemma2": "gemma2",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "muse_glimmer_text": "muse-glimmer",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
     "qwen3_next": "qwen3next",
@@ -40,7 +43,7 @@ NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 """Architectures in files, by ``model_type``."""
-IN_PAIRS = ("llama", "granite", "smollm3")
+IN_PAIRS = ("llama", "granite", "smollm3", "muse-glimmer")
 """Architectures whose converter reorders rows of queries and keys."""
 # Byte-level tokens of a byte each, then words that merges make.
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
@@ -97,6 +100,18 @@ def in_pairs(tensor, heads):
 def describe(writer, name, config, head):
     """What an architecture has besides sizes."""
     rope = config.rope_parameters
+    if name in ("gemma4", "muse-glimmer"):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if name == "muse-glimmer":
+        writer.add_logit_scale(config.output_multiplier)
+        for layer in range(config.num_hidden_layers):
+            for part, factor in (("q", config.qk_scale_factor), ("k", 1.0)):
+                writer.add_tensor(f"blk.{layer}.attn_{part}_norm.weight", numpy.full(head, factor, numpy.float32))
+    if name == "gemma4":
+        describe_gemma4(writer, config)
+        return
     if "full_attention" in rope:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -138,6 +153,40 @@ def describe(writer, name, config, head):
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
+
+
+def describe_gemma4(writer, config):
+    """Heads of two sizes, and which part of the larger ones is not rotated."""
+    full, slid = (config.per_layer_config[kind] for kind in ("full_attention", "sliding_attention"))
+    rope, head = config.rope_parameters, full.head_dim
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_dimension_count_swa(slid.head_dim)
+    writer.add_key_length_swa(slid.head_dim)
+    writer.add_value_length_swa(slid.head_dim)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    rotated = int(head * rope["full_attention"]["partial_rotary_factor"]) // 2
+    divisors = [1.0] * rotated + [1e30] * (head // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", numpy.array(divisors, dtype=numpy.float32))
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def described_sizes(name, config):
+    """Heads and widths; of each layer, if they differ."""
+    inner, heads = getattr(config, "intermediate_size", None), config.num_key_value_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if name != "gemma4":
+        return head, inner, heads
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    wide = [inner * (2 if config.use_double_wide_mlp and layer >= first else 1) for layer in range(len(layers))]
+    full = config.per_layer_config["full_attention"]
+    return full.head_dim, wide, [each.num_key_value_heads for each in layers]
 
 
 def describe_states(writer, name, config):
@@ -238,17 +287,19 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
     unmarked: The same, but the file says that they are ordinary ones.
     """
     model = make_model(family, **(SIZES | changes))
-    config = model.config
+    config = getattr(model.config, "text_config", model.config)
+    if config.model_type == "gemma4_text":
+        config.allow_global_per_layer_attribute_access = True
     name = NAMES[config.model_type]
     writer = GGUFWriter(path, name)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if hasattr(config, "intermediate_size"):
-        writer.add_feed_forward_length(config.intermediate_size)
+    head, inner, kv_heads = described_sizes(name, config)
+    if inner is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -270,12 +321,18 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
         writer.add_eos_token_id(len(every) - 2)
         writer.add_eot_token_id(len(every) - 1)
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}")
-    kept, kinds = split_experts(model.state_dict()), itertools.cycle(kinds if isinstance(kinds, list) else [kinds])
+    state = {within: tensor for key, tensor in model.state_dict().items() if (within := name_within(key))}
+    joined = name == "gemma4"  # its experts stay together
+    kept, kinds = (
+        state if joined else split_experts(state),
+        itertools.cycle(kinds if isinstance(kinds, list) else [kinds]),
+    )
     moved = {}
     if has_states:
         kept, moved = split_states(kept, name, config)
     numbers = {arch: number for number, arch in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(numbers.get(name, numbers["llama"]), config.num_hidden_layers)
+    known = "afmoe" if name == "muse-glimmer" else name
+    names = get_tensor_name_map(numbers.get(known, numbers["llama"]), config.num_hidden_layers)
     with torch.no_grad():
         for key, tensor in kept.items():
             if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -283,7 +340,13 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
             rotated = name in IN_PAIRS and (".q_proj." in key or ".k_proj." in key)
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             adds = name in ("gemma2", "gemma3") or (has_states and "linear_attn" not in key)
+            adds = adds or (name == "muse-glimmer" and "layernorm" in key)
             offset = 1.0 if adds and "norm" in key else 0.0
+            if key.endswith(("router.scale", "router.per_expert_scale")):
+                product = "router.proj" if key.endswith("router.scale") else "experts.down_proj"
+                owner = names.get_name(f"{key.partition('router')[0]}{product}")
+                writer.add_tensor(f"{owner}.scale", tensor.numpy())
+                continue
             if key.endswith("A_log"):
                 writer.add_tensor(f"{names.get_name(key)}", (-tensor.exp()).numpy())
                 continue
@@ -292,7 +355,8 @@ def write(path, family, kinds=GGMLQuantizationType.F32, *, change=None, tokens=T
             kind = GGMLQuantizationType.F32 if key.endswith("bias") else next(kinds)
             packed, as_kind, back = stored(in_pairs(tensor, heads) if rotated else tensor + offset, kind)
             renamed = key.replace("correction_bias", "correction.bias").replace(".sinks", ".sinks.weight")
-            renamed = renamed.replace(".dt_bias", ".dt_proj.bias")
+            renamed = renamed.replace(".dt_bias", ".dt_proj.bias").replace("layer_scalar", "layer_scalar.weight")
+            renamed += ".weight" if joined and renamed.endswith(("experts.gate_up_proj", "experts.down_proj")) else ""
             stem, _, ending = renamed.rpartition(".")
             writer.add_tensor(f"{names.get_name(stem)}.{ending}", numpy.ascontiguousarray(packed), raw_dtype=as_kind)
             back = back - offset

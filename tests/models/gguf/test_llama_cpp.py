@@ -42,10 +42,11 @@ def test_logits(tmp_path, family):
     changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}} if unscaled else {}
     file = tmp_path / "model.gguf"
     write(file, family, Kind.F32, initializer_range=0.08, **GRANTED.get(family, {}) | sizes | changes)
-    tokens = [random.Random(0).randrange(250) for _ in range(100)]
+    rng = random.Random(0)
+    tokens = [rng.randrange(250) for _ in range(100)]
     got, want = logits_of(file, tokens).log_softmax(-1), llama_cpp(file, tokens).log_softmax(-1)
-    off = (got - want).abs()
-    assert off.mean() < 0.02, off.mean()
+    off = (got - want).abs().mean(-1)
+    assert off.median() < 0.02, off  # other experts may be chosen where two are nearly as good
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.95
 
 
@@ -89,3 +90,34 @@ def test_tokens(tmp_path, vocabulary, name):
     got, want = ours.encode(TEXT, add_special_tokens=False), llama_cpp(file, TEXT).tolist()
     assert [tokens[each] for each in got] == [tokens[each] for each in want]
     assert ours.decode(got) == TEXT
+
+
+def test_tokens_of_whole_lines(tmp_path):
+    """Gemma 4's tokenizer: merges of letters, not of bytes, within lines."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    text = TEXT + "\n\n\n\n" + TEXT[:40] + "\n" * 7 + "end"
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|[^\n]+"), "isolated")
+    known = [text.replace("😀", "").replace("日", "").replace(" ", "▁"), "\n", "\n\n", "\n\n\n"] * 3
+    made.train_from_iterator(known, trainers.BpeTrainer(vocab_size=600))
+    about = json.loads(made.to_str())["model"]
+    letters = sorted(about["vocab"], key=about["vocab"].get)
+    tokens = ["<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+
+    def describe(writer):
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types([3] + [6] * 256 + [1] * len(letters))
+        writer.add_token_merges([" ".join(pair) for pair in about["merges"]])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+
+    file = tmp_path / "model.gguf"
+    write(file, "qwen2", tokens=False, change=describe, vocab_size=len(tokens))
+    ours = load_gguf_tokenizer(file)
+    got = ours.encode(text)
+    assert got[0] == 0
+    assert [tokens[each] for each in got[1:]] == [tokens[each] for each in llama_cpp(file, text).tolist()]
+    assert ours.decode(got[1:]) == text

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from snapstream.errors import CheckpointError
 from snapstream.models.gguf.container import Container
 
@@ -22,9 +24,11 @@ class Metadata:
         name = f"{self.name}.{key}"
         return self.file.metadata.get(name, *otherwise) if otherwise else self.file.require(name)
 
-    def number(self, key: str, *otherwise: int) -> int:
-        """A positive number; also one that is stated for each layer, if it is the same for all."""
+    def number(self, key: str, *otherwise: int, layer: int | None = None) -> int:
+        """A positive number; also one that is stated for each layer, if it is the same for all, or of one ``layer``."""
         value = self.value(key, *otherwise)
+        if isinstance(value, list) and layer is not None and layer < len(value):
+            value = value[layer]
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -37,6 +41,7 @@ class Metadata:
 
 
 _SIGMOID = 2
+_DIVISORS = "rope_freqs.weight"
 _Settings = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
@@ -49,6 +54,8 @@ class Architecture:
         model: Name of the model in ``config.json``.
         reordered: Whether files store query and key rows in the order for rotating neighboring pairs, not halves.
         partial: Whether a part of each head may be rotated.
+        by_layer: Whether heads and widths may differ between layers; common settings are those of the first.
+        names: The architecture whose names its tensors have, if the gguf package does not know its own.
         windowed: Whether the window, if there is one, is that of all layers.
         sections: Whether rotation may be by several positions, which are one and the same for texts.
         settings: Given the metadata and the settings that all have in common, the other ones.
@@ -60,6 +67,8 @@ class Architecture:
     partial: bool = False
     windowed: bool = False
     sections: bool = False
+    by_layer: bool = False
+    names: str | None = None
     settings: _Settings = lambda about, common: {}
 
 
@@ -109,6 +118,55 @@ def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
         "query_pre_attn_scalar": _gemma_scalar(common, 62),
         "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
+    }
+
+
+def _gemma4(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Divisors in the file say which part of a head is not rotated in layers with full attention."""
+    layers, slides = common["num_hidden_layers"], about.value("attention.sliding_window_pattern")
+    if not about.has(_DIVISORS) or len(slides) != layers or all(slides):
+        raise CheckpointError(f"{about.file.path} is damaged: {_DIVISORS} or the pattern of windows is wrong")
+    full, slid = slides.index(False), slides.index(True) if any(slides) else 0
+    own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
+    inner = [about.number("feed_forward_length", layer=layer) for layer in (0, layers - 1)]
+    settings = {
+        "rope_parameters": {
+            "full_attention": common["rope_parameters"] | {"rope_type": "proportional", "partial_rotary_factor": 1.0},
+            "sliding_attention": own,
+        },
+        "sliding_window": about.number("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "head_dim": about.number("attention.key_length_swa"),
+        "global_head_dim": about.number("attention.key_length"),
+        "num_key_value_heads": about.number("attention.head_count_kv", layer=slid),
+        "num_global_key_value_heads": about.number("attention.head_count_kv", layer=full),
+        "attention_k_eq_v": not about.has(f"blk.{full}.attn_v.weight"),
+        "num_kv_shared_layers": int(about.value("attention.shared_kv_layers", 0)),
+        "use_double_wide_mlp": inner[1] == 2 * inner[0],
+        "hidden_size_per_layer_input": int(about.value("embedding_length_per_layer_input", 0)),
+        "vocab_size_per_layer_input": common["vocab_size"],
+        "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
+    }
+    if about.value("expert_count", 0):
+        experts = _experts(about)
+        settings |= experts | {"enable_moe_block": True, "top_k_experts": experts["num_experts_per_tok"]}
+    return settings
+
+
+def _muse(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    """The factor on queries is in the weights of their norms, which all are the same."""
+    slides = about.value("attention.sliding_window_pattern")
+    factors = {float(each) for each in about.file.rows("blk.0.attn_q_norm.weight", numpy.arange(1))[0]}
+    if len(factors) != 1:
+        raise CheckpointError(f"{about.file.path}: norms of queries with weights are not supported")
+    theta = common["rope_parameters"]["rope_theta"]
+    return {
+        "sliding_window": about.number("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_rope_theta": [theta if each else 0 for each in slides],
+        "qk_scale_factor": factors.pop(),
+        "output_multiplier": float(about.value("logit_scale")),
+        "final_logit_softcapping": float(about.value("final_logit_softcapping", 0.0)),
     }
 
 
@@ -212,6 +270,10 @@ ARCHITECTURES = {
     "gpt-oss": Architecture("GptOssConfig", "GptOssForCausalLM", settings=_gpt_oss),
     "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", settings=_gemma2),
     "gemma3": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", settings=_gemma),
+    "gemma4": Architecture("Gemma4TextConfig", "Gemma4ForCausalLM", by_layer=True, settings=_gemma4),
+    "muse-glimmer": Architecture(
+        "MuseGlimmerTextConfig", "MuseGlimmerForCausalLM", reordered=True, names="afmoe", settings=_muse
+    ),
     "glm4": Architecture("Glm4Config", "Glm4ForCausalLM", partial=True, settings=_glm),
     "glm4moe": Architecture("Glm4MoeConfig", "Glm4MoeForCausalLM", partial=True, settings=_glm_experts),
 }

@@ -59,15 +59,18 @@ def configuration(file: Container) -> Any:
     if any(about.value("rope.dimension_sections", ())) and not kind.sections:
         raise CheckpointError(f"{file.path}: rotation by several positions (images, M-RoPE) is not supported")
     layers = about.number("block_count") - int(about.value("nextn_predict_layers", 0))  # without those for MTP
+    first_layer = 0 if kind.by_layer else None
     rope, kinds = _rope(about), {stored.kind for stored in file.tensors.values()}
     settings = {
         "architectures": [kind.model],
         "vocab_size": shape.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": about.number("feed_forward_length", about.value("expert_feed_forward_length", 0)),
+        "intermediate_size": about.number(
+            "feed_forward_length", about.value("expert_feed_forward_length", 0), layer=first_layer
+        ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": about.number("attention.head_count_kv", heads),
+        "num_key_value_heads": about.number("attention.head_count_kv", heads, layer=first_layer),
         "head_dim": head,
         "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": about.number("context_length"),

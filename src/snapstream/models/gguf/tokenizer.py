@@ -1,6 +1,7 @@
 """Builds the tokenizer that a GGUF file describes: its tokens, merges, special tokens, and pre-tokenizer by name.
 
-The model ``gpt2`` is byte-level BPE; ``llama`` is SentencePiece's BPE, which has scores instead of merges.
+The model ``gpt2`` is byte-level BPE; ``llama`` is SentencePiece's BPE, which has scores instead of merges; ``gemma4``
+has merges, too, but no bytes for letters: lines are merged whole.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("smollm", "refact", "command-r", "starcoder", "codeshell"), _DIGITS),
     **dict.fromkeys(("gpt-2", "olmo", "granite-docling", "mpt"), ""),
     "qwen35": _QWEN_3_5,
-    "gpt-4o": _GPT_4O,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
+_MODELS = ("gpt2", "llama", "gemma4")
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -53,12 +55,15 @@ def load_gguf_tokenizer(path: Path) -> Any:
     tokens = file.strings("tokenizer.ggml.tokens")
     stated: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     model = file.require("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
-        raise CheckpointError(f"{path}: tokenizer {model!r} is not supported in GGUF; supported: gpt2, llama")
+    if model not in _MODELS:
+        raise CheckpointError(f"{path}: tokenizer {model!r} is not supported in GGUF; supported: {', '.join(_MODELS)}")
     if len(set(tokens)) != len(tokens) or len(stated) != len(tokens):
         raise CheckpointError(f"{path} is damaged: tokens occur twice, or have no type")
     kinds = [_CONTROL if control_looking(token) else kind for token, kind in zip(tokens, stated, strict=True)]
-    made = _byte_level(file, tokens) if model == "gpt2" else _sentence_piece(file, tokens, kinds)
+    if model == "gpt2":
+        made = _byte_level(file, tokens)
+    else:
+        made = _sentence_piece(file, tokens, kinds, merges=_stated_merges(file) if model == "gemma4" else None)
     # A file cannot say that a token takes the whitespace after it, as most of Phi-3's do; llama.cpp knows them, too.
     strips = model == "llama" and architecture(file)[0] == "phi3"
     made.add_special_tokens(
@@ -72,7 +77,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         f"{name}_token": _token(file, tokens, key)
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
-    begins = file.metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or _split_name(file) in _BEGIN)
+    begins = file.metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2" or _split_name(file) in _BEGIN)
     if begins and named["bos_token"] is not None:
         _begin_with(made, named["bos_token"])
     return PreTrainedTokenizerFast(
@@ -109,8 +114,7 @@ def _byte_level(file: Container, tokens: Sequence[str]) -> Any:
         raise CheckpointError(
             f"{file.path}: the pre-tokenizer {name!r} is not supported; supported: {', '.join(SPLITS)}"
         )
-    pairs = (merge.partition(" ") for merge in file.strings("tokenizer.ggml.merges"))
-    merges = [(first, second) for first, _, second in pairs]
+    merges = _stated_merges(file)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
         # With ignore_merges, a word in the vocabulary is a token even if merges cannot produce it.
@@ -128,23 +132,31 @@ def _byte_level(file: Container, tokens: Sequence[str]) -> Any:
     return made
 
 
-def _sentence_piece(file: Container, tokens: Sequence[str], kinds: Sequence[int]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _stated_merges(file: Container) -> list[tuple[str, str]]:
+    pairs = (merge.partition(" ") for merge in file.strings("tokenizer.ggml.merges"))
+    return [(first, second) for first, _, second in pairs]
 
-    scores: Sequence[float] = file.require("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise CheckpointError(f"{file.path} is damaged: {len(tokens)} tokens have {len(scores)} scores")
+
+def _sentence_piece(
+    file: Container, tokens: Sequence[str], kinds: Sequence[int], merges: list[tuple[str, str]] | None = None
+) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer(
-        models.BPE(
-            vocabulary,
-            list(_merges(tokens, scores, vocabulary)),
-            unk_token=_token(file, tokens, "unknown") or "<unk>",
-            fuse_unk=True,
-            byte_fallback=_BYTE in kinds,
-        )
-    )
-    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    has_scores = merges is None
+    if merges is None:
+        scores: Sequence[float] = file.require("tokenizer.ggml.scores")
+        if len(scores) != len(tokens):
+            raise CheckpointError(f"{file.path} is damaged: {len(tokens)} tokens have {len(scores)} scores")
+        merges = list(_merges(tokens, scores, vocabulary))
+    unknown = _token(file, tokens, "unknown") or "<unk>"
+    try:
+        made = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in kinds))
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise CheckpointError(f"{file.path} is damaged: {error}") from error
+    if not has_scores:
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|[^\n]+"), "isolated")
+    prefix = has_scores and file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Prepend("▁")] if prefix else []
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     stripped = [decoders.Strip(" ", 1, 0)] if prefix else []

@@ -30,18 +30,39 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_RENAMED = {"correction_bias": "correction.bias", ".sinks": ".sinks.weight", ".dt_bias": ".dt_proj.bias"}
+_RENAMED = {
+    "correction_bias": "correction.bias",
+    ".sinks": ".sinks.weight",
+    ".dt_bias": ".dt_proj.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+}
 """Ends of names that the gguf package has otherwise."""
+_SCALES = {".router.scale": ".router.proj", ".router.per_expert_scale": ".experts.down_proj"}
+"""Ends of the names of factors, and of the products that they belong to in files."""
+_GATE_UP = ("gate_proj", "up_proj")
 _APART = (FREQUENCY_FACTORS, *LONG_FACTORS.values())
 """Tensors that belong to the configuration."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a tensor of a checkpoint is in a GGUF file: a tensor, or one expert's part of it."""
+    """What a tensor of a checkpoint is in a GGUF file: a tensor, or one expert's part of it.
+
+    Attributes:
+        name: Name of the tensor in the file.
+        expert: The expert.
+        part: Which of several products of the expert, whose rows follow each other.
+        parts: How many these are.
+    """
 
     name: str
     expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    def first(self, rows: int) -> int:
+        """The row that its own begin with; ``rows`` says how many they are."""
+        return ((self.expert or 0) * self.parts + self.part) * rows
 
 
 def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
@@ -50,23 +71,35 @@ def stored_shapes(path: Path, places: Mapping[str, Place]) -> dict[str, tuple[in
     sources = sources_of(file, places)
     uses = Counter(source.name for source in sources.values())
     others = file.tensors.keys() - uses.keys() - set(_APART)
-    shapes = {name: file.tensors[name].shape for name in others if not _is_ahead(file, name)}
+    shapes = {name: file.tensors[name].shape for name in others if not _is_unused(file, name)}
     for name, source in sources.items():
         stored = file.tensors.get(source.name)
         if stored is not None:
-            is_part = source.expert is not None and stored.shape[0] == uses[source.name]  # all experts are there
-            shapes[name] = stored.shape[1:] if is_part else stored.shape
+            shapes[name], count = stored.shape, stored.shape[0] * source.parts
+            if source.expert is not None and count == uses[source.name]:  # all experts are there
+                _, *shape = stored.shape
+                shapes[name] = (shape[0] // source.parts, *shape[1:])
             wanted = places[name].shape
             if shapes[name] == tuple(size for size in wanted if size > 1):  # files leave out dimensions of 1
                 shapes[name] = wanted
     return shapes
 
 
-def _is_ahead(file: Container, name: str) -> bool:
-    """Whether a tensor belongs to the layers for multi-token prediction, the last ones, which are not used."""
+def _is_unused(file: Container, name: str) -> bool:
+    """Whether a tensor is not used.
+
+    The last layers may be for multi-token prediction, or read caches of others and yet have keys and values of their
+    own. Norms of Muse's queries and keys have no weights but what the configuration says.
+    """
     arch, layer = architecture(file)[0], _LAYER.match(name)
-    count, unused = (file.metadata.get(f"{arch}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
-    return layer is not None and count - unused <= int(layer[1]) < count
+    if layer is None:
+        return False
+    if arch == "muse-glimmer" and name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
+        return True
+    keys = "block_count", "nextn_predict_layers", "attention.shared_kv_layers"
+    count, ahead, shared = (file.metadata.get(f"{arch}.{key}", 0) for key in keys)
+    number, own = int(layer[1]), name.removeprefix(layer[0])
+    return count - ahead <= number < count or (number >= count - shared and own.startswith(("attn_k", "attn_v.")))
 
 
 def stored_formats(path: Path, places: Mapping[str, Place]) -> dict[str, Format]:
@@ -97,7 +130,8 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
     Raises:
         CheckpointError: The quantization of a tensor is not supported, or the file has the wrong number of factors.
     """
-    file, frequencies = open_container(path), model.rotation_of(0).frequencies
+    file, first_layer = open_container(path), model.spec.groups[0].layers[0]
+    frequencies = model.rotation_of(first_layer).frequencies
     sources = sources_of(file, places)
     for name, place in with_progress(places.items(), len(places)):
         source, (target, kind) = sources[name], target_of(model, place)
@@ -108,7 +142,7 @@ def fill_model(path: Path, model: DecoderModel, places: Mapping[str, Place]) -> 
         if source.expert is not None and len(place.shape) == 1:  # a bias is one of the rows
             target.copy_(torch.from_numpy(file.rows(source.name, numpy.array([source.expert]))[0]))
             continue
-        first = (source.expert or 0) * place.shape[0]
+        first = source.first(place.shape[0])
         if kind is not None and file.tensors[source.name].kind == kind.number:
             rows = file.stored_rows(source.name)[first : first + place.shape[0]]
             fill_tiles(target, kind, rows, torch.from_numpy(order))
@@ -137,9 +171,9 @@ def _read_numbers(
 
 def sources_of(file: Container, names: Iterable[str]) -> dict[str, Source]:
     """Where a file has tensors, by their names in transformers; the gguf package knows the names."""
-    arch, _ = architecture(file)
-    known = _known_names(arch, file.metadata.get(f"{arch}.block_count", 0))
-    return {name: _source(known, name) for name in names}
+    arch, kind = architecture(file)
+    known = _known_names(kind.names or arch, file.metadata.get(f"{arch}.block_count", 0))
+    return {name: _source(file, known, name) for name in names}
 
 
 @functools.lru_cache(maxsize=2)
@@ -150,7 +184,10 @@ def _known_names(arch: str, layers: int) -> TensorNameMap:
     return get_tensor_name_map(numbers.get(arch, numbers["llama"]), layers)  # mistral has llama's
 
 
-def _source(known: TensorNameMap, name: str) -> Source:
+def _source(file: Container, known: TensorNameMap, name: str) -> Source:
+    for ours, theirs in _SCALES.items():
+        if name.endswith(ours):
+            return Source(f"{known.get_name(name.replace(ours, theirs))}.scale")
     if name.endswith(".A_log"):
         return Source(known.get_name(name) or name)
     renamed = name
@@ -159,6 +196,13 @@ def _source(known: TensorNameMap, name: str) -> Source:
     stem, _, kind = renamed.rpartition(".")
     expert = _EXPERT.search(stem)
     found = known.get_name(_EXPERT.sub(".experts.", stem))
+    if expert is not None and (found is None or f"{found}.{kind}" not in file.tensors):
+        stem, _, product = stem.rpartition(".")
+        joined = known.get_name(_EXPERT.sub(".experts.", f"{stem}.gate_up_proj"))
+        if joined is not None and product in _GATE_UP:
+            if f"{joined}.{kind}" not in file.tensors:  # apart, under names that the package does not know
+                return Source(f"{joined.replace('gate_up', product[: -len('_proj')])}.{kind}", int(expert[1]))
+            return Source(f"{joined}.{kind}", int(expert[1]), _GATE_UP.index(product), len(_GATE_UP))
     return Source(f"{found or stem}.{kind}", None if expert is None else int(expert[1]))
 
 
