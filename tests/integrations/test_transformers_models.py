@@ -21,6 +21,16 @@ BUDGET = CacheBudget(sink=2, recent=10, top_k=12, window=4, kernel=3)
 COMMON = SMALL | {"head_dim": 16, "pad_token_id": 0}
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA4 = WINDOW | {
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -48,6 +58,7 @@ SUPPORTED = {
     "Gemma": ("gemma", {}, ""),
     "Gemma 2": ("gemma2", WINDOW, f"{WINDOW_NOTE}; capped logits"),
     "Gemma 3 (text)": ("gemma3_text", WINDOW, WINDOW_NOTE),
+    "Gemma 4 (31B; 26B-A4B)": ("gemma4_text", GEMMA4, f"{WINDOW_NOTE}; heads of two sizes"),
     "Phi-1.5, 2": ("phi", {}, ""),
     "Phi-3 (4k), Phi-4": ("phi3", {"sliding_window": None}, "without a window in its configuration"),
     "GPT-OSS": ("gpt_oss", EXPERTS | WINDOW, f"{WINDOW_NOTE}; learned sinks"),
@@ -88,6 +99,12 @@ REFUSED = {
         {"num_hidden_layers": 4, "num_local_experts": 2},
         "layers with chunked attention",
         "chunked_attention",
+    ),
+    "Gemma 4 (E2B, E4B)": (
+        "gemma4_text",
+        GEMMA4 | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": WINDOW["layer_types"] * 2},
+        "layers that share caches",
+        "num_kv_shared_layers",
     ),
     "Qwen3-Next": (
         "qwen3_next",

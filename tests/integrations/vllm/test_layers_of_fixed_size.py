@@ -43,7 +43,7 @@ def prompts():
     return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "gemma2"])
+@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "gemma2", "gemma4"])
 def checkpoint(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param)
 

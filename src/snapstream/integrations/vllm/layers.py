@@ -33,7 +33,7 @@ class LayerCompressor:
         index: Its index, for policies that differ between layers.
         layer: vLLM's attention layer.
         sequences: The worker's record of its requests.
-        heads_total: KV heads of the whole model, over all tensor-parallel ranks.
+        heads_total: KV heads of the layer, over all tensor-parallel ranks.
     """
 
     def __init__(self, name: str, index: int, layer: Any, sequences: Sequences, heads_total: int) -> None:
@@ -203,8 +203,6 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
 
     compressors = []
     backends: dict[Any, type] = {}
-    heads_total = vllm_config.model_config.get_total_num_kv_heads()
-    heads_here = max(1, heads_total // vllm_config.parallel_config.tensor_parallel_size)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not isinstance(layer, AttentionLayerBase) or isinstance(layer, MambaBase):
             continue  # a state of fixed size is vLLM's
@@ -213,9 +211,11 @@ def adopt_layers(vllm_config: Any, sequences: Sequences) -> list[LayerCompressor
         if _has_window(layer):  # likewise
             continue
         is_latent = isinstance(layer, MLAAttention)
-        _check_layer(name, layer, 1 if is_latent else heads_here)
+        heads_total = 1 if is_latent else _kv_heads(vllm_config.model_config, extract_layer_index(name))
+        heads_here = max(1, heads_total // vllm_config.parallel_config.tensor_parallel_size)
+        _check_layer(name, layer, heads_here)
         index = 0 if sequences.budget.policy.name in _ALIKE else extract_layer_index(name)
-        compressor = LayerCompressor(name, index, layer, sequences, 1 if is_latent else heads_total)
+        compressor = LayerCompressor(name, index, layer, sequences, heads_total)
         if is_latent:
             layer.__class__ = _compressing_latent_layer(type(layer))
             layer.snapstream = compressor
@@ -299,6 +299,14 @@ def _is_composite(impl: Any) -> bool:
     """Whether ``impl`` delegates to other implementations, which are not wrapped."""
     variants = getattr(impl, "get_impl_variants", None)
     return variants is not None and tuple(variants()) != (impl,)
+
+
+def _kv_heads(model_config: Any, layer: int) -> int:
+    """KV heads of a layer over all ranks; in some models, layers differ."""
+    config, heads = model_config.hf_text_config, None
+    if hasattr(config, "per_layer_config") and layer < config.num_hidden_layers:
+        heads = getattr(config.per_layer_config[layer], "num_key_value_heads", None)
+    return int(heads or model_config.get_total_num_kv_heads())
 
 
 def _check_layer(name: str, layer: Any, heads: int) -> None:
