@@ -51,13 +51,13 @@ OWN = {
 }
 
 
-@pytest.fixture(params=[*WINDOWED, *OWN])
+@pytest.fixture(params=[*WINDOWED, *OWN, "gemma4-shared"])
 def windowed(request, tmp_path, monkeypatch):
     """Checkpoints whose layers all have caches."""
     return save_mixed(tmp_path, request.param, monkeypatch)
 
 
-@pytest.fixture(params=[*WINDOWED, *OWN, *HYBRIDS])
+@pytest.fixture(params=[*WINDOWED, *OWN, "gemma4-shared", *HYBRIDS])
 def mixed(request, tmp_path, monkeypatch):
     """Checkpoints of all such kinds."""
     return save_mixed(tmp_path, request.param, monkeypatch)
@@ -128,7 +128,7 @@ def test_every_family_in_bfloat16(tmp_path, family):
     assert sum(abs(a - b) for a, b in zip(mine, theirs, strict=True)) / 6 < 1.0, (mine, theirs)
 
 
-@pytest.mark.parametrize("family", ["qwen3-windows", "two-windows", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3-windows", "two-windows", "gemma4-shared", "qwen3.5"])
 @pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}], ids=["steps", "guesses"])
 def test_turns_by_tritons_kernels_equal_naive_turns(family, settings, tmp_path, monkeypatch):
     pytest.importorskip("triton")
@@ -237,18 +237,24 @@ def test_reports_and_plan(windowed):
     """Bytes and entries are those of each group."""
     llm = make(windowed, sessions=2, decode_steps=3)
     spec, decode = llm.engine.spec, llm.engine.executor.decode
-    windows = [spec.layer_group(layer).window for layer in range(spec.layers)]
+    windows = [spec.layer_group(layer).window for layer in range(spec.cached_layers)]
+    each = [spec.entry_of(layer).nbytes(torch.float32) for layer in range(spec.cached_layers)]
+
+    def nbytes(entries):
+        """Of so many entries in each layer."""
+        return sum(count * size for count, size in zip(entries, each, strict=True))
+
     assert [cache.entries for cache in decode.layers] == [window or 48 for window in windows]
-    lost = sum(window is not None for window in windows) * 3 * (16 + 3)  # kept for the sake of sessions
-    entry = spec.entry.nbytes(torch.float32)
-    assert llm.engine.plan.slots == (3 * sum(window or 48 for window in windows) + lost) * entry
+    lost = [0 if window is None else 16 + 3 for window in windows]  # kept for the sake of sessions
+    held = [window or 48 for window in windows]
+    assert llm.engine.plan.slots == 3 * (nbytes(held) + nbytes(lost))
     output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
-    assert output.cache.bytes_held == sum(window or 48 for window in windows) * entry
-    assert output.cache.bytes_full == sum(min(130, window or 130) for window in windows) * entry
+    assert output.cache.bytes_held == nbytes(held)
+    assert output.cache.bytes_full == nbytes([min(130, window or 130) for window in windows])
     full, first = None in windows, spec.groups[0].window
-    held = [len(layer[0]) for layer in output.cache.kept.positions]
-    assert held == [first or 48] * windows.count(first)
-    assert len(output.cache.kept.mass) == len(held)
+    kept = [len(layer[0]) for layer in output.cache.kept.positions]
+    assert kept == [first or 48] * windows.count(first)
+    assert len(output.cache.kept.mass) == len(kept)
     assert (max(output.cache.kept.mass) < 1) == full
     assert (output.cache.sink, output.cache.pinned, output.cache.recent, output.cache.limit) == (
         (4, 20, 24, 48) if full else (0, 0, first, first)

@@ -88,20 +88,22 @@ def test_half_precision_loads_and_agrees(dtype, tmp_path):
     [
         *itertools.product(("Gemma3",), ("gemma3",), (False, True)),
         *itertools.product(("Mistral3",), ("mistral", "ministral3", "mistral4"), (False, True)),
+        *itertools.product(("Gemma4",), ("gemma4", "gemma4-shared"), (False,)),
+        ("Gemma4Unified", "gemma4", False),
         ("Qwen3_5", "qwen3.5", False),
         ("Qwen3_5Moe", "qwen3.5-moe", False),
     ],
 )
 def test_the_text_model_within_a_model_of_images(outer, family, renamed, tmp_path):
-    tied = outer == "Gemma3"
-    inner = make_model(family, tie_word_embeddings=tied).config
+    tied = outer.startswith("Gemma")
+    inner = make_model(family, tie_word_embeddings=tied).config.to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 8}
     if outer.startswith("Qwen"):
         vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
-    config = getattr(transformers, f"{outer}Config")(
-        text_config=inner.to_dict(), vision_config=vision, tie_word_embeddings=tied
-    )
+    if outer == "Gemma4Unified":
+        inner["model_type"] = "gemma4_unified_text"
+    config = getattr(transformers, f"{outer}Config")(text_config=inner, vision_config=vision, tie_word_embeddings=tied)
     torch.manual_seed(0)
     peer = getattr(transformers, f"{outer}ForConditionalGeneration")(config).eval()
     peer.save_pretrained(tmp_path)

@@ -19,10 +19,15 @@ PARAMETERS = {
     "GLM-4.5-Air": 106_852_251_264,  # without its layer for multi-token prediction
     "Gemma-2-9B": 9_241_705_984,
     "Gemma-3-1B": 999_885_952,
+    "Gemma-4-26B-A4B": 25_233_141_790,  # this and the next three: the part for texts
+    "Gemma-4-31B": 30_697_345_340,
+    "Gemma-4-E2B": 4_628_569_379,  # without what the layers that share caches have in checkpoints
+    "Gemma-4-E4B": 7_463_013_418,
     "Granite-3.3-8B": 8_170_864_640,
     "Llama-3.1-8B": 8_030_261_248,
     "Mistral-Small-24B": 23_572_403_200,
     "Mixtral-8x7B": 46_702_792_704,
+    "Muse-Glimmer-30B": 27_854_780_928,  # the part for texts
     "OLMo-3-7B": 7_298_011_136,
     "OLMoE-1B-7B": 6_919_161_856,
     "Phi-4-mini": 3_836_021_760,

@@ -25,6 +25,7 @@ _OTHER_PARTS = tuple(
         "vision_tower",
         "vision_adapter",
         "vision_projection",
+        "vision_embedder",
         "embed_vision",
         "audio_tower",
         "embed_audio",

@@ -37,7 +37,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
     own, shared = types[:first], range(first, count)
     if not {*types[first:]} <= {*own}:
         raise CheckpointError(f"{architecture}: no layer has the cache that layers of another type share")
-    inputs = config.hidden_size_per_layer_input or 0
+    inputs = getattr(config, "hidden_size_per_layer_input", 0) or 0
     read = grouped_fields(config, own)
     groups = tuple(_group(group, own[group.layers[0]], config) for group in read["groups"])
     return (
@@ -53,7 +53,7 @@ def _fields(config: Any, architecture: str) -> dict[str, Any]:
             ),
             "wide_layers": frozenset(shared if config.use_double_wide_mlp else ()),
             "layer_inputs": LayerInputs(inputs, config.vocab_size_per_layer_input) if inputs else None,
-            "experts": _experts(config) if config.enable_moe_block else None,
+            "experts": _experts(config) if getattr(config, "enable_moe_block", False) else None,
             "scale": 1.0,
             "logit_cap": float(config.final_logit_softcapping or 0.0),
             "qk_norm": "head",
