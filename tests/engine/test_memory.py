@@ -26,6 +26,7 @@ SHAPES = {
     "llama3-gqa": GROUPED,
     "qwen3-windows": GROUPED,
     "gemma2": GROUPED,
+    "gemma4-shared": GROUPED | {"vocab_size_per_layer_input": 4000},
     "qwen3.5": STATE,
     "deepseek-v3": LATENT,
 }
@@ -74,11 +75,11 @@ def test_what_a_cpu_allocates(checkpoint, attention):
 def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
     """On CUDA: no masks, and no logits of ``L x T``. Only staging grows, by what a token has there, and the choice."""
     short, long = (plan_of(checkpoint, "cuda", max_model_len=length) for length in (2**14, 2**17))
-    heads = set_up(str(checkpoint), 256, EngineConfig(device="cuda"), must_exist=False).spec.kv_heads
-    assert 0 <= long.workspace - short.workspace <= heads * CHOICE_BYTES * (2**17 - 2**14)
-    per_token = (long.staging - short.staging) / (2**17 - 2**14)
     spec = set_up(str(checkpoint), 256, EngineConfig(device="cuda"), must_exist=False).spec
-    assert per_token == spec.entry.nbytes(torch.bfloat16) + spec.hidden_size * 2
+    assert 0 <= long.workspace - short.workspace <= spec.kv_heads * CHOICE_BYTES * (2**17 - 2**14)
+    per_token = (long.staging - short.staging) / (2**17 - 2**14)
+    staged = [entry.nbytes(torch.bfloat16) for entry in spec.entries]
+    assert per_token == (sum(staged) if spec.shared_from else max(staged)) + spec.hidden_size * 2
 
 
 def test_plans_for_a_device_that_is_not_here(checkpoint, monkeypatch):
