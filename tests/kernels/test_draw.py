@@ -9,9 +9,10 @@ import torch
 from snapstream.config import SamplingParams
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.cpu.program import CpuProgram
-from snapstream.kernels.operations import Draw, PlainProgram
+from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Part, Slots
 from snapstream.kernels.sampling import SamplingState
+from snapstream.kernels.taking import Draw
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 CPU = torch.device("cpu")

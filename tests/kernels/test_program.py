@@ -15,10 +15,11 @@ from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Advance, Commit, Draw, PlainProgram, Verify
+from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
+from snapstream.kernels.taking import Advance, Commit, Draw, Verify
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint

@@ -21,7 +21,7 @@ class AttendWith(Attend):
     """:class:`Attend` with the backend's ``prefill`` for a chunk of a prompt, and ``decode`` for a step.
 
     A step of several tokens attends one token after another. Pending entries of the tokens before are in the cache
-    meanwhile. What they replace is put back at the end, since only :class:`~snapstream.kernels.operations.Commit` keeps
+    meanwhile. What they replace is put back at the end, since only :class:`~snapstream.kernels.taking.Commit` keeps
     entries.
     """
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from snapstream.engine.graphs import StaticGraph
 from snapstream.engine.programs import Programs
 from snapstream.engine.verification import Run, most_tokens
-from snapstream.kernels.operations import Commit
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.products import linear
+from snapstream.kernels.taking import Commit
 from snapstream.models import DecoderModel
 
 

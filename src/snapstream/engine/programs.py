@@ -14,10 +14,11 @@ from snapstream.attention import AttentionBackend
 from snapstream.cache import LayerCache, StateCache
 from snapstream.engine.verification import Parts, Run
 from snapstream.kernels.cpu.program import unsupported
-from snapstream.kernels.operations import Advance, Commit, Draw, Operation, Verify
+from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
+from snapstream.kernels.taking import Advance, Commit, Draw, Verify
 from snapstream.models import DecoderModel
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from snapstream.engine.graphs import StaticGraph
-from snapstream.kernels.operations import accept
 from snapstream.kernels.parts import Machine
 from snapstream.kernels.sampling import Sampled, SamplingState, sample
+from snapstream.kernels.taking import accept
 
 Run = Callable[[], None]
 

@@ -8,9 +8,9 @@ import torch
 from snapstream.attention import TritonAttention
 from snapstream.attention.operation import with_backend
 from snapstream.cache import EntryShape
-from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.parts import Machine, Slots
+from snapstream.kernels.taking import Commit, Draw
 from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import read_in_chunks
@@ -46,7 +46,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def without_take(operations):
-    return [each for each in operations if not isinstance(each, ops.Draw)]
+    return [each for each in operations if not isinstance(each, Draw)]
 
 
 def on_device(m):
@@ -210,7 +210,7 @@ def test_accepted_tokens_are_stored(latent, ring):
         drafted=column([T - 1] * B),
         accepted=column([5, 4, 5, 1, 3, 5]),
     )
-    TritonProgram([ops.Commit()], Machine({}, slots, [mine], [pending], mine.dtype)).run()
-    PlainProgram([ops.Commit()], Machine({}, slots, [plain], [pending], plain.dtype)).run()
+    TritonProgram([Commit()], Machine({}, slots, [mine], [pending], mine.dtype)).run()
+    PlainProgram([Commit()], Machine({}, slots, [plain], [pending], plain.dtype)).run()
     for a, b in zip(mine.tensors, plain.tensors, strict=True):
         assert torch.equal(a, b)

@@ -139,7 +139,7 @@ def _declared(text: str) -> _Fields:
 def _operations() -> Iterator[tuple[str, _Fields]]:
     """Names and fields of the operations, in the order of their classes."""
     folder = Path(__file__).parent.parent
-    sources = (ast.parse((folder / f"{name}.py").read_text()) for name in ("operations", "recurrence"))
+    sources = (ast.parse((folder / f"{name}.py").read_text()) for name in ("operations", "recurrence", "taking"))
     for each in (statement for source in sources for statement in source.body):
         if isinstance(each, ast.ClassDef) and any(ast.unparse(base) == "Operation" for base in each.bases):
             fields = [one for one in each.body if isinstance(one, ast.AnnAssign)]

@@ -18,6 +18,7 @@ from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import add_biases, stock_grouped_linear
 from snapstream.kernels.recurrence import Recur
+from snapstream.kernels.taking import Commit
 from snapstream.kernels.triton import blocks, recurrence, rows, store
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
 from snapstream.kernels.weight import BlockWeight
@@ -34,7 +35,8 @@ class TritonProgram:
         """Prepare every call.
 
         Args:
-            operations: The operations in order, without :class:`Draw`: the host records what is taken.
+            operations: The operations in order, without :class:`~snapstream.kernels.taking.Draw`: the host records what
+                is taken.
             machine: The buffers, slots and caches that they work on, all on one device.
             splits: Into how many parts attention splits the entries of each slot.
         """
@@ -291,7 +293,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
 
 
 @_call_of.register
-def _(o: ops.Commit, m: Machine) -> Call:
+def _(o: Commit, m: Machine) -> Call:
     def commit() -> None:
         for layer, (pending, cache) in enumerate(zip(m.pending, m.caches, strict=True)):
             if not isinstance(cache, StateCache):
