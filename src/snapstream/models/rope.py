@@ -80,6 +80,8 @@ def rope_frequencies(config: Any, name: str | None = None, longest: int | None =
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = rope_sets(config)[name]
+    if name is not None and hasattr(config, "per_layer_config"):  # heads may differ
+        config = config.per_layer_config[name]
     kind = parameters.get("rope_type", "default")
     with torch.device("cpu"):
         if kind != "default":

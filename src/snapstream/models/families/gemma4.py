@@ -31,14 +31,13 @@ _EXPERTS = ExpertNames(router="router.proj", joined=Joined.ROWS)
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
     if config.use_bidirectional_attention == "all":
         raise CheckpointError(f"{architecture} with use_bidirectional_attention='all' is not supported")
-    config.allow_global_per_layer_attribute_access = True  # of heads: those of layers with a window
     count, types = config.num_hidden_layers, list(config.layer_types)
     first = count - config.num_kv_shared_layers
     own, shared = types[:first], range(first, count)
     if not {*types[first:]} <= {*own}:
         raise CheckpointError(f"{architecture}: no layer has the cache that layers of another type share")
     inputs = getattr(config, "hidden_size_per_layer_input", 0) or 0
-    read = grouped_fields(config, own)
+    read = grouped_fields(config.per_layer_config[0], own)  # the sizes of heads are those of one layer
     groups = tuple(_group(group, own[group.layers[0]], config) for group in read["groups"])
     return (
         read
