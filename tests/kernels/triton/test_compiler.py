@@ -57,6 +57,7 @@ def test_kernels_compile_for_desktops(capability, dtype):
         ("qwen3", "lookup", "q4_0"),
         ("qwen3-windows", "lookup", "auto"),
         ("qwen3.5", "lookup", "auto"),
+        pytest.param("gemma4-shared", "lookup", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "mtp", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "off", "q8_0", marks=pytest.mark.slow),
     ],

@@ -33,6 +33,8 @@ from snapstream.kernels.triton.program import TritonProgram
         "glm4",
         "gemma2",
         "gemma3",
+        "gemma4-moe",
+        "gemma4-shared",
         "gpt-oss",
         "granite",
         "qwen3-next",
