@@ -198,13 +198,14 @@ NEAR = {
     "glm4": ("Glm4", {"head_dim": 32, "rope_parameters": HALF, "attention_bias": True, "pad_token_id": 0}),
 }
 # Heads of two sizes, and in the first two values from keys; experts in one, shared caches in the other.
+PAIR = ["sliding_attention", "full_attention"]
 GEMMA4 = {
     "head_dim": 32,
     "global_head_dim": 64,
     "sliding_window": 20,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 96,
-    "layer_types": ["sliding_attention", "full_attention"],
+    "layer_types": PAIR,
     "final_logit_softcapping": 20.0,
     "tie_word_embeddings": True,
 }
@@ -227,9 +228,9 @@ NEAR |= {
         | {
             "hidden_size_per_layer_input": 32,
             "num_hidden_layers": 6,
-            "num_kv_shared_layers": 3,
+            "num_kv_shared_layers": 4,
             "use_double_wide_mlp": True,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "layer_types": [*PAIR, *PAIR[::-1], *PAIR],
         },
     ),
 }

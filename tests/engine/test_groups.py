@@ -53,7 +53,7 @@ OWN = {
 
 @pytest.fixture(params=[*WINDOWED, *OWN, "gemma4-shared"])
 def windowed(request, tmp_path, monkeypatch):
-    """Checkpoints whose layers all have caches."""
+    """Checkpoints without states."""
     return save_mixed(tmp_path, request.param, monkeypatch)
 
 
@@ -111,6 +111,14 @@ def test_turns_of_every_family_equal_naive_turns(tmp_path, family):
     if torch.cuda.is_available() and has_experts(family):
         pytest.skip("torch multiplies experts in bfloat16 only")
     save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    check_turns(tmp_path, [(70, 30), (5, 10)])
+
+
+def test_the_last_cache_may_be_that_of_a_window(tmp_path):
+    """Then layers after it also read a cache with a budget, of an earlier layer; in Gemma 4's models it is the last."""
+    types = ["sliding_attention", "full_attention"] * 3
+    save_checkpoint(tmp_path, "gemma4-shared", num_kv_shared_layers=3, layer_types=types)
     save_tokenizer(tmp_path)
     check_turns(tmp_path, [(70, 30), (5, 10)])
 

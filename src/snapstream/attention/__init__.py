@@ -12,6 +12,7 @@ backend    devices               what it reads
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -29,7 +30,9 @@ logger = logging.getLogger(__name__)
 _BACKENDS: dict[str, type[AttentionBackend]] = {"cpu": CpuAttention, "sdpa": SdpaAttention, "triton": TritonAttention}
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: int) -> AttentionBackend:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, *sizes: int, others: Iterable[int] = ()
+) -> AttentionBackend:
     """The backend called ``name``, or for ``auto`` the fastest one that supports the device, dtype and head sizes.
 
     Args:
@@ -37,19 +40,20 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *sizes: 
         device: Device of the tensors; a CUDA device need not be present.
         dtype: Dtype of keys and values.
         sizes: Elements of a key, and of a value if they differ.
+        others: Elements of smaller heads that other layers have.
 
     Raises:
         ConfigurationError: The backend is unknown or cannot run here; the message says why.
     """
     if name == "auto":
         fastest = "triton" if device.type == "cuda" else "cpu"
-        reason = _reason_against(fastest, device, dtype, *sizes)
+        reason = _reason_against(fastest, device, dtype, *sizes, *others)
         if reason and device.type == "cuda":
             logger.warning("This GPU runs stock operations, which are slower than SnapStream's kernels: %s.", reason)
         return _BACKENDS["sdpa" if reason else fastest].for_heads(device, dtype, *sizes)
     if name not in _BACKENDS:
         raise ConfigurationError(f"unknown attention backend {name!r}; allowed: auto, {', '.join(sorted(_BACKENDS))}")
-    reason = _reason_against(name, device, dtype, *sizes)
+    reason = _reason_against(name, device, dtype, *sizes, *others)
     if reason:
         raise ConfigurationError(f"attention backend {name!r} cannot run here: {reason}")
     return _BACKENDS[name].for_heads(device, dtype, *sizes)

@@ -110,16 +110,17 @@ class Devices:
         chosen = 1.0
         if spec.experts is not None:  # expected share of the experts that at least one token chooses
             chosen = 1 - (1 - spec.experts.chosen / spec.experts.count) ** sequences
-        embedding = spec.vocab_size * spec.hidden_size * self.dtype.itemsize
+        looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+        if spec.layer_inputs is not None:
+            looked_up += spec.layer_inputs.vocab_size * spec.layer_inputs.size * spec.layers
         caches = here * self.cache_bytes(entries)
         return DevicePlan(
             sequences=sequences,
             weights=replicated + (split + experts) // self.count,
             caches=caches,
-            # Of the embedding, only the batch's rows are read, which are negligible. If it is also the output
-            # projection, all of it is read.
-            read_weights=replicated
-            + (split - (0 if spec.tied_embeddings else embedding) + int(experts * chosen)) // self.count,
+            # Of embeddings, only the batch's rows are read, which are negligible. If one is also the output projection,
+            # all of it is read.
+            read_weights=replicated + (split - looked_up * self.dtype.itemsize + int(experts * chosen)) // self.count,
             read_caches=caches,
             sent=self._sent(sequences),
         )
@@ -151,13 +152,19 @@ class Devices:
                     entry = group.entry.nbytes(self.dtype) // self.dtype.itemsize
                     each = spec.heads * (group.entry.size + spec.values_of(group.entry)) + entry
                 numbers += len(group.layers) * here * each
+            for layer in spec.shared_from:
+                shared = spec.entry_of(layer)
+                numbers += here * spec.heads * (shared.size + spec.values_of(shared))
         return numbers * others // self.count * self.dtype.itemsize
 
     @cached_property
     def _weights(self) -> tuple[int, int, int]:
         """Bytes of replicated weights, of divided weights, and of experts, which are divided as well."""
         model = empty_model(self.spec, self.dtype)
-        wide = {id(part) for matrix in (model.embedding, model.head.weight) for part in matrix.parts}
+        tables = [model.embedding, model.head.weight]
+        if model.layer_inputs is not None:
+            tables.append(model.layer_inputs.table)
+        wide = {id(part) for matrix in tables for part in matrix.parts}
         routed, routers = set(), set()
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):

@@ -49,8 +49,8 @@ class MemoryPlan:
         weights: Model parameters.
         slots: Compressed caches and states of all slots, and what a saved sequence needs besides: entries that a window
             has lost, and older states.
-        staging: Memory for the one prompt that is being prefilled: the cache of one layer, its values in multiplication
-            order, the hidden states of all tokens, and the queries of the last tokens.
+        staging: Memory for the one prompt that is being prefilled: the cache of one layer (of each group, where layers
+            share caches), its values in multiplication order, the hidden states of all tokens, and the last queries.
         workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations between turns, for the maximum number of sessions.
         contexts: Maximum size of all contexts.

@@ -11,8 +11,9 @@ next layer. While a prompt of ``L`` tokens is prefilled, memory holds ::
             | a slot are filled  | --+ gathers what    |   | becomes   |   | l vote   |
             |  <-----------------+     is kept         |   + layer l   |              |
 
-Only one layer's cache and the hidden states of one layer grow with the prompt, whatever the model's depth. Some
-attention backends keep a second copy of the layer's values, in the order in which they multiply them (``packed``).
+Only one layer's cache and the hidden states of one layer grow with the prompt, whatever the model's depth; where layers
+read caches of earlier ones, one of each group. Some attention backends keep a second copy of the layer's values, in the
+order in which they multiply them (``packed``).
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Prefill:
         """
         spec, start, group = self.model.spec, reading.done, reading.group
         has_budget, staging = spec.groups[group].has_budget, self._stagings[group]
-        last_layer = reading.layer == spec.layers - len(spec.shared_from) - 1
+        last_layer = reading.layer == spec.own_caches - 1
         is_ahead = reading.layer == spec.layers
         tokens = reading.tokens[start : start + self.chunk]
         used, begins = len(tokens), start == reading.skipped
@@ -221,7 +222,9 @@ class Prefill:
         if reading.scored is None and self.model.ahead is None:
             return
         chunk = self._chunk_of(reading, start, x)
-        self._packed_until.fill_(0 if start == reading.skipped else reading.before + start)
+        # Layers of several groups read what is packed.
+        first = min(reading.entries_at(start)) if layer.others else reading.before + start
+        self._packed_until.fill_(0 if start == reading.skipped else first)
         program_for_rows([*layer.after, *layer.others], chunk).run()
         if reading.scored is not None:
             self._score(reading, x, start)
@@ -306,7 +309,8 @@ class Prefill:
             reading: The prompt, whose last chunk has been through :attr:`_Layer.before`.
             layer: The last layer.
             row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads. Rows of other
-                tokens stay as they are.
+                tokens stay as they are. This row does not if other layers follow, but nothing reads it any more: no
+                token of the prompt comes after it, which could be scored.
         """
         # Computed the same way whether or not the prompt is scored.
         x = self._last_input

@@ -84,7 +84,7 @@ class Programs:
         given: dict[str, Tensor] | None = None,
     ) -> Machine:
         """What operations work on: caches of layers, the model's own if not said, and buffers for what is between."""
-        layers = range(self._spec.layers - len(self._spec.shared_from)) if layers is None else layers
+        layers = range(self._spec.own_caches) if layers is None else layers
         groups = [self._spec.group_of(layer) for layer in layers]
         (rows, tokens), device = slots.token.shape, slots.token.device
         parts = (part for each in operations for part in each.parts())

@@ -143,7 +143,14 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         types=Types.all(dtype),
         max_model_len=max_model_len,
         budget=chosen,
-        backend=choose_backend(config.attention, device, dtype, spec.largest_head, spec.value_size),
+        backend=choose_backend(
+            config.attention,
+            device,
+            dtype,
+            spec.largest_head,
+            spec.value_size,
+            others={entry.size for entry in spec.entries} - {spec.largest_head},
+        ),
         eager=config.enforce_eager or device.type == "cpu" or not _can_be_captured(spec, device),
         drafter=_set_up_drafter(config, chosen, max_model_len, must_exist=must_exist),
     )

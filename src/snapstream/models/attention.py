@@ -99,8 +99,8 @@ def attention_places(
         with_gates, rows["q_proj"] = Interleaved((entry.size, entry.size), (1, 0)), 2 * queries
     places, start = dict[str, Place](), 0
     for name, count in rows.items():
-        order = with_gates if name == "q_proj" else None
-        places |= linear_places(f"{source}.{name}", f"{target}.qkv", count, hidden, spec.qkv_bias, start, order)
+        order, bias = with_gates if name == "q_proj" else None, spec.qkv_bias and name != "gate_proj"
+        places |= linear_places(f"{source}.{name}", f"{target}.qkv", count, hidden, bias, start, order)
         start += count
     if spec.has_sinks:
         places[f"{source}.sinks"] = Place(f"{target}.sinks", (spec.heads,))

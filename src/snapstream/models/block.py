@@ -33,7 +33,8 @@ class Block(nn.Module):
         self.factor = spec.residual_factor
 
         def norm(needed: bool, epsilon: float | None = None) -> RMSNorm | None:
-            return RMSNorm(spec.hidden_size, epsilon or spec.norm_epsilon, wide=spec.wide_norms) if needed else None
+            epsilon = spec.norm_epsilon if epsilon is None else epsilon
+            return RMSNorm(spec.hidden_size, epsilon, wide=spec.wide_norms) if needed else None
 
         after = spec.norms_after, spec.norm_after_epsilon
         self.attention_norm, self.attention_result_norm = norm(spec.norms_before), norm(*after)

@@ -65,8 +65,7 @@ class DecoderModel(nn.Module):
         yield from self.embed()
         yield from (rotation.operation() for rotation in self._rotations)
         if self.layer_inputs is not None:
-            yield from self.embed(Part("embedded", self.spec.hidden_size))
-            yield from self.layer_inputs.operations()
+            yield from self.layer_inputs.operations(self._x)
         for layer in range(self.spec.layers):
             yield from self._block(layer, self.spec.cache_of(layer))
         yield from self.output()
@@ -93,8 +92,9 @@ class DecoderModel(nn.Module):
             cache: Index of the cache that it reads, if that is another one.
         """
         if self.layer_inputs is not None:
-            yield from self.embed(Part("embedded", self.spec.hidden_size))
-            yield from self.layer_inputs.operations(layer)
+            embedded = Part("embedded", self.spec.hidden_size)
+            yield from self.embed(embedded)
+            yield from self.layer_inputs.operations(embedded, layer)
         yield from self._block(layer, self.spec.cache_of(layer) if cache is None else cache)
 
     def _block(self, layer: int, cache: int) -> Iterator[Operation]:

@@ -7,6 +7,7 @@ for every layer, which is normalized first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from snapstream.kernels.weight import DenseWeight, Weight
 from snapstream.models.layers import FixedNorm, Linear, Matrix, RMSNorm
 from snapstream.models.names import Place, linear_places, norm_place
 from snapstream.models.spec import ModelSpec
+
+LAYER_PROJECTION = "layer_inputs.projection.weight"
+"""Name of the weight of the projection, which layers read a part of."""
 
 
 class PerLayerInputs(nn.Module):
@@ -31,20 +35,21 @@ class PerLayerInputs(nn.Module):
         self.norm = RMSNorm(self.size, spec.norm_epsilon, wide=spec.wide_norms)
         self.balance = FixedNorm(1, 0.0, 2.0**-0.5)  # a factor on the sum
 
-    def part(self, layer: int) -> Part:
-        """What a layer reads."""
-        return Part("layer_inputs", self.size, offset=layer * self.size)
-
-    def operations(self, layer: int | None = None) -> Iterator[Operation]:
-        """The inputs of one layer, or of all, given the tokens' embeddings in the buffer ``embedded``."""
+    def operations(self, embedded: Part, layer: int | None = None) -> Iterator[Operation]:
+        """The inputs of one layer, or of all, given the tokens' embeddings."""
         table, size = self.table.value, self.size
         first, count = (0, self.layers) if layer is None else (layer, 1)
         yield Embed(table, Part("layer_inputs", self.layers * size), rounded_factor(size**0.5, table))
         weight = self.projection.weight.value.cut(slice(first * size, (first + count) * size))
         projected = Part("projected", count * size)
-        yield Product(Part("embedded", self.hidden_size), projected, weight, factor=self.hidden_size**-0.5)
-        target = Part("layer_inputs", size, count, first * size)
+        yield Product(embedded, projected, weight, factor=self.hidden_size**-0.5)
+        target = replace(part_of_layer(first, size), heads=count)
         yield self.norm.operation(Part("projected", size, count), target, add=True, factor=self.balance.weight)
+
+
+def part_of_layer(layer: int, size: int) -> Part:
+    """What a layer reads."""
+    return Part("layer_inputs", size, offset=layer * size)
 
 
 def rounded_factor(factor: float, table: Weight) -> float:

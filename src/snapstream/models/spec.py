@@ -114,7 +114,7 @@ class ModelSpec:
         groups: Groups of layers, those that a cache budget applies to first. By default, one of all layers.
         heads: Query heads (``H``).
         kv_heads: KV heads in the caches of the first group (``N``); 1 with latent attention.
-        head_dim: Elements of its entries' keys (``D``); with latent attention, of the whole latent.
+        head_dim: Elements of a key in these caches (``D``); with latent attention, of the whole latent.
         scale: Factor on attention logits.
         attention_cap: Soft cap of attention logits; 0 for none.
         has_sinks: Whether each head has an extra logit in its softmax, without a value.
@@ -300,7 +300,12 @@ class ModelSpec:
     @property
     def cached_layers(self) -> int:
         """Number of layers that have a cache: the first ones, and the next-token module's."""
-        return self.layers - len(self.shared_from) + self.reads_ahead
+        return self.own_caches + self.reads_ahead
+
+    @property
+    def own_caches(self) -> int:
+        """Number of layers, not counting that module's, that have a cache of their own."""
+        return self.layers - len(self.shared_from)
 
     def inner_size(self, layer: int) -> int:
         """Width inside a layer's feed-forward block."""
@@ -325,7 +330,8 @@ class ModelSpec:
         """Approximate number of weights of one layer that a token is multiplied with."""
         inner = self.intermediate_size
         if self.experts is not None:
-            inner = self.experts.chosen * self.experts.inner + self.experts.shared_inner
+            dense = self.intermediate_size if self.experts.beside else 0
+            inner = self.experts.chosen * self.experts.inner + self.experts.shared_inner + dense
         return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.largest_head + 3 * inner)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from snapstream.models.attention import GroupedAttention
 from snapstream.models.decoder import DecoderModel
 from snapstream.models.experts import Router
 from snapstream.models.families import tensor_places
+from snapstream.models.layer_inputs import LAYER_PROJECTION
 from snapstream.models.layers import FixedNorm, Matrix, RMSNorm
 from snapstream.models.names import Place
 from snapstream.models.recurrent import GatedDeltaNet
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _IN_EIGHT_BITS = (
     "embed_tokens.weight",
+    "embed_tokens_per_layer.weight",
     "lm_head.weight",
     "shared_expert_gate.weight",
     *(f"in_proj_{part}.weight" for part in ("a", "b", "ba")),
@@ -57,7 +59,8 @@ def with_formats(spec: ModelSpec, formats: Mapping[str, Format]) -> ModelSpec:
         runs.sort(key=lambda each: each[0])
         if not any(run.format for _, run in runs):
             continue
-        if any(start % LANES for start, _ in runs):
+        is_cut = name == LAYER_PROJECTION and spec.layer_inputs is not None and spec.layer_inputs.size % LANES
+        if is_cut or any(start % LANES for start, _ in runs):
             unfit.append(name)
         else:
             each_format = groupby((run for _, run in runs), lambda run: run.format)

@@ -30,6 +30,8 @@ NAMES = {
     "granite": "granite",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
     "olmoe": "olmoe",
     "gemma2": "gemma2",
     "gpt_oss": "gpt-oss",
@@ -43,7 +45,7 @@ NAMES = {
     "qwen3_5_moe_text": "qwen35moe",
 }
 """Architectures in files, by ``model_type``."""
-IN_PAIRS = ("llama", "granite", "smollm3", "muse-glimmer")
+IN_PAIRS = ("llama", "granite", "smollm3", "muse-glimmer", "mistral3")
 """Architectures whose converter reorders rows of queries and keys."""
 # Byte-level tokens of a byte each, then words that merges make.
 MERGES = ["Ġ t", "h e", "Ġt he", "1 2"]
@@ -132,6 +134,9 @@ def describe(writer, name, config, head):
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if name == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if name in ("gemma2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
     if name == "gemma2":

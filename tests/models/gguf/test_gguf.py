@@ -18,7 +18,7 @@ from snapstream.models.fingerprint import fingerprint
 from snapstream.models.gguf.container import open_container
 from snapstream.models.storage import formats_in_use
 from snapstream.models.weights import load_model, load_spec, with_chosen_formats
-from tests.checkpoints import FAMILIES, GROUPED, HYBRIDS, make_model
+from tests.checkpoints import FAMILIES, GROUPED, HYBRIDS, YARN, make_model
 from tests.models.gguf.files import NAMES, SIZES, write
 
 CPU = torch.device("cpu")
@@ -56,6 +56,8 @@ OTHERS = [
     "granite",
     "smollm3",
     "olmo2",
+    "olmo3",
+    "ministral3",
     "glm4",
     "gemma2",
     "gemma3",
@@ -72,6 +74,12 @@ OTHERS = [
 ]
 # Rows of each projection in blocks of sixteen.
 MANY_HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 # What llama.cpp takes for granted.
 GRANTED = {
     "granite": {"attention_bias": False, "mlp_bias": False},
@@ -93,9 +101,19 @@ GRANTED = {
     "gemma4-shared": {
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 288,
+        "num_kv_shared_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
     "muse": {"num_hidden_layers": 4},
+    "ministral3": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": PLAIN_YARN,
+        },
+    },
     "qwen3-next": MANY_HEADS | {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen3.5": MANY_HEADS | {"linear_value_head_dim": 32},
     "qwen3.5-moe": MANY_HEADS | {"linear_num_key_heads": 4},

@@ -325,7 +325,7 @@ def _check_layer(name: str, layer: Any, heads: int) -> None:
         ),
         (not hasattr(impl, "do_kv_cache_update"), f"backend {backend.get_name()}, which has no cache update"),
         (_is_composite(impl), f"backend {backend.get_name()}, which combines several backends"),
-        (layer.num_kv_heads != heads, f"{layer.num_kv_heads} KV heads where other layers have {heads}"),
+        (layer.num_kv_heads != heads, f"{layer.num_kv_heads} KV heads on a rank, not {heads}"),
         (
             backend.is_mla() and getattr(layer, "W_UK_T", None) is None,
             f"backend {backend.get_name()}, which packs its weights; choose another --attention-backend",

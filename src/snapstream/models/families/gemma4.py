@@ -20,7 +20,7 @@ from snapstream.models.families.family import Family
 from snapstream.models.families.gemma import GEMMA_NAMES
 from snapstream.models.families.grouped import FULL, SLIDING, grouped_fields, softmax_experts, without_float16
 from snapstream.models.joined import Joined
-from snapstream.models.layer_inputs import layer_input_places
+from snapstream.models.layer_inputs import layer_input_places, part_of_layer
 from snapstream.models.layers import FeedForward, Linear, Result, RMSNorm
 from snapstream.models.names import Place, linear_places, norm_places
 from snapstream.models.spec import ExpertShape, LayerInputs, ModelSpec
@@ -29,13 +29,15 @@ _EXPERTS = ExpertNames(router="router.proj", joined=Joined.ROWS)
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:
+    if not hasattr(config, "per_layer_config"):
+        raise CheckpointError(f"{architecture} needs a later version of transformers; 5.19 is one that works")
     if config.use_bidirectional_attention == "all":
         raise CheckpointError(f"{architecture} with use_bidirectional_attention='all' is not supported")
     count, types = config.num_hidden_layers, list(config.layer_types)
     first = count - config.num_kv_shared_layers
     own, shared = types[:first], range(first, count)
     if not {*types[first:]} <= {*own}:
-        raise CheckpointError(f"{architecture}: no layer has the cache that layers of another type share")
+        raise CheckpointError(f"{architecture}: layers without a cache are of a type that no layer with one has")
     inputs = getattr(config, "hidden_size_per_layer_input", 0) or 0
     read = grouped_fields(config.per_layer_config[0], own)  # the sizes of heads are those of one layer
     groups = tuple(_group(group, own[group.layers[0]], config) for group in read["groups"])
@@ -81,11 +83,11 @@ def _experts(config: Any) -> ExpertShape:
 class DenseWithExperts(nn.Module):
     """A feed-forward block and a mixture of experts, whose results are normalized and added up."""
 
-    def __init__(self, spec: ModelSpec, shape: ExpertShape) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, shape: ExpertShape) -> None:
         super().__init__()
         size = spec.hidden_size
         self.root = size**-0.5
-        self.dense = FeedForward(size, spec.intermediate_size, activation=spec.activation)
+        self.dense = FeedForward(size, spec.inner_size(layer), activation=spec.activation)
         self.experts = MixtureOfExperts(size, shape, spec.activation)
         self.dense_result_norm, self.router_norm, self.experts_norm, self.experts_result_norm = (
             RMSNorm(size, spec.norm_epsilon, wide=spec.wide_norms) for _ in range(4)
@@ -108,7 +110,7 @@ class Gemma4Block(Block):
     """A layer that may have a third branch, which reads the layer's own input; its result has a factor."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        both = None if spec.experts is None else DenseWithExperts(spec, spec.experts)
+        both = None if spec.experts is None else DenseWithExperts(spec, layer, spec.experts)
         super().__init__(spec, layer, GroupedAttention(spec, layer), both)
         size, self.layer, self.activation = spec.hidden_size, layer, spec.activation
         self.scalar = nn.Parameter(torch.ones(1))
@@ -127,7 +129,7 @@ class Gemma4Block(Block):
     def _branches(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
         yield from super().operations(layer, x, angles)
         if self.inputs:
-            own = Part("layer_inputs", self.inputs, offset=self.layer * self.inputs)
+            own = part_of_layer(self.layer, self.inputs)
             gates, gated, result = Part("input_gates", self.inputs), Part("gated", self.inputs), Part("branch", x.size)
             yield self.input_gate.operation(x, gates)
             yield Gate(gates, gated, self.activation, own)
@@ -159,7 +161,7 @@ def _places(source: str, target: str, spec: ModelSpec, layer: int) -> dict[str, 
 
 
 GEMMA4 = Family(
-    architectures=("Gemma4ForCausalLM",),
+    architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     fields=_fields,
     block=Gemma4Block,
     places=_places,

@@ -142,11 +142,11 @@ def softmax_experts(
 
 def _rotated(config: Any, head_dim: int) -> int | None:
     """Elements of a head that are rotated, if not all."""
-    # "proportional" turns the rest of a head, too, by nothing.
-    whole = ("proportional", 1.0)
-    sets = (each for each in rope_sets(config).values() if each)
+    # Where it is "proportional", the rest of a head is turned, too, by an angle of 0.
     shares = {
-        float(1.0 if each.get("rope_type") in whole else each.get("partial_rotary_factor") or 1.0) for each in sets
+        1.0 if each.get("rope_type") == "proportional" else float(each.get("partial_rotary_factor") or 1.0)
+        for each in rope_sets(config).values()
+        if each
     }
     if len(shares) != 1:
         raise CheckpointError(f"layers that rotate different parts of a head ({shares}) are not supported")

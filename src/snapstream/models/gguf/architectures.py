@@ -42,6 +42,7 @@ class Metadata:
 
 _SIGMOID = 2
 _DIVISORS = "rope_freqs.weight"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _Settings = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
 
 
@@ -81,6 +82,35 @@ def _experts(about: Metadata, inner: str = "expert_feed_forward_length") -> dict
     }
 
 
+def _types(about: Metadata, common: dict[str, Any], period: int) -> list[str]:
+    """Types of the layers: stated for each, or full attention in every so many, by default in each ``period``."""
+    pattern, layers = about.value("attention.sliding_window_pattern", period), common["num_hidden_layers"]
+    slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return [_SLIDING if each else _FULL for each in slides]
+
+
+def _ministral(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Queries of Ministral 3 grow with their position; those of Mistral Small 3.1, which has the same files, do not."""
+    beta = about.value("attention.temperature_scale", None)
+    return {"rope_parameters": common["rope_parameters"] | ({"llama_4_scaling_beta": float(beta)} if beta else {})}
+
+
+def _olmo(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3: windows in three of four layers, whose rotation is not scaled."""
+    window = about.value("attention.sliding_window", None)
+    if not window:
+        return {}
+    rope = common["rope_parameters"]
+    return {
+        "sliding_window": int(window),
+        "layer_types": _types(about, common, 4),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        },
+    }
+
+
 def _granite(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     if not about.value("rope.scaling.finetuned", True):  # where this says whether there is any rotation
         raise CheckpointError(f"{about.file.path}: a Granite without rotation is not supported in GGUF")
@@ -109,13 +139,11 @@ def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    pattern, layers = about.value("attention.sliding_window_pattern", 6), common["num_hidden_layers"]
-    slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
     return {
         "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": own},
         "sliding_window": about.number("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": _types(about, common, 6),
         "query_pre_attn_scalar": _gemma_scalar(common, 62),
         "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
     }
@@ -123,10 +151,10 @@ def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma4(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     """Divisors in the file say which part of a head is not rotated in layers with full attention."""
-    layers, slides = common["num_hidden_layers"], about.value("attention.sliding_window_pattern")
-    if not about.has(_DIVISORS) or len(slides) != layers or all(slides):
+    layers, types = common["num_hidden_layers"], _types(about, common, 6)
+    if not about.has(_DIVISORS) or len(types) != layers or _FULL not in types:
         raise CheckpointError(f"{about.file.path} is damaged: {_DIVISORS} or the pattern of windows is wrong")
-    full, slid = slides.index(False), slides.index(True) if any(slides) else 0
+    full, slid = types.index(_FULL), types.index(_SLIDING) if _SLIDING in types else 0
     own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
     inner = [about.number("feed_forward_length", layer=layer) for layer in (0, layers - 1)]
     settings = {
@@ -135,7 +163,7 @@ def _gemma4(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": own,
         },
         "sliding_window": about.number("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": types,
         "head_dim": about.number("attention.key_length_swa"),
         "global_head_dim": about.number("attention.key_length"),
         "num_key_value_heads": about.number("attention.head_count_kv", layer=slid),
@@ -155,15 +183,15 @@ def _gemma4(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 def _muse(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     """The factor on queries is in the weights of their norms, which all are the same."""
-    slides = about.value("attention.sliding_window_pattern")
+    types = _types(about, common, 4)
     factors = {float(each) for each in about.file.rows("blk.0.attn_q_norm.weight", numpy.arange(1))[0]}
     if len(factors) != 1:
         raise CheckpointError(f"{about.file.path}: norms of queries with weights are not supported")
     theta = common["rope_parameters"]["rope_theta"]
     return {
         "sliding_window": about.number("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
-        "layer_rope_theta": [theta if each else 0 for each in slides],
+        "layer_types": types,
+        "layer_rope_theta": [theta if each == _SLIDING else 0 for each in types],
         "qk_scale_factor": factors.pop(),
         "output_multiplier": float(about.value("logit_scale")),
         "final_logit_softcapping": float(about.value("final_logit_softcapping", 0.0)),
@@ -250,6 +278,7 @@ def _smollm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 _LLAMA = Architecture("LlamaConfig", "LlamaForCausalLM", reordered=True)
 _MIXTRAL = Architecture("MixtralConfig", "MixtralForCausalLM", reordered=True, windowed=True, settings=_mixtral)
+_OLMO_3 = Architecture("Olmo3Config", "Olmo3ForCausalLM", settings=_olmo)
 # Mistral's files name the architecture llama, as their layers are the same; so do Mixtral's.
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -265,6 +294,7 @@ ARCHITECTURES = {
     "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", partial=True, windowed=True, settings=_phi),
     "granite": Architecture("GraniteConfig", "GraniteForCausalLM", reordered=True, settings=_granite),
     "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", reordered=True, settings=_smollm),
+    "mistral3": Architecture("Ministral3Config", "Ministral3ForCausalLM", reordered=True, settings=_ministral),
     "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM"),
     "olmoe": Architecture("OlmoeConfig", "OlmoeForCausalLM", settings=_olmoe),
     "gpt-oss": Architecture("GptOssConfig", "GptOssForCausalLM", settings=_gpt_oss),
@@ -291,4 +321,6 @@ def architecture(file: Container) -> tuple[str, Architecture]:
         raise CheckpointError(f"{file.path}: {name!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}")
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return name, _MIXTRAL
+    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
+        return name, _OLMO_3
     return name, ARCHITECTURES[name]

@@ -143,6 +143,9 @@ def _rope(about: Metadata) -> dict[str, Any]:
             value = about.value(f"rope.scaling.{theirs}", None)
             if value is not None:
                 parameters[ours] = float(value)
+        multiplier = float(about.value("rope.scaling.yarn_log_multiplier", 0))
+        if multiplier:  # what llama.cpp makes of it
+            parameters |= {"mscale": 1.0, "mscale_all_dim": multiplier}
         scale = about.value("rope.scaling.attn_factor", about.value("rope.scaling.yarn_attn_factor", None))
         if scale is not None:  # a factor on YaRN's own; transformers expects the product of both
             parameters["attention_factor"] = float(scale) * (0.1 * math.log(factor) + 1.0)

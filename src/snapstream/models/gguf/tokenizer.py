@@ -26,6 +26,8 @@ _GPT_4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Without contractions, and digit by digit.
+_TEKKEN = _GPT_4O.replace(_ENDING, "|").replace(r"\p{N}{1,3}", r"\p{N}")
 # Splits digits, then splits like GPT-2.
 _DIGITS = None
 SPLITS: dict[str, str | None] = {
@@ -35,6 +37,7 @@ SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-2", "olmo", "granite-docling", "mpt"), ""),
     "qwen35": _QWEN_3_5,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
+    "tekken": _TEKKEN,
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
 _MODELS = ("gpt2", "llama", "gemma4")
@@ -98,8 +101,8 @@ class _Uncopied:
         return self._made
 
 
-_BEGIN = ("llama-bpe", "llama3")
-"""Pre-tokenizers whose texts begin with a BOS token if the file does not say."""
+_BEGIN = ("llama-bpe", "llama3", "tekken")
+"""Pre-tokenizers whose texts begin with a BOS token if the file does not say, and whose words may be tokens."""
 
 
 def _split_name(file: Container) -> str:
