@@ -177,7 +177,7 @@ def test_what_would_give_wrong_tokens_is_refused(tmp_path):
     for family, change, said in (
         ("glm4", lambda writer: writer.add_rope_dimension_sections([8, 12, 12, 0]), "rotation by several positions"),
         ("granite", lambda writer: writer.add_rope_scaling_finetuned(False), "a Granite without rotation"),
-        ("olmo2", lambda writer: writer.add_sliding_window(64), "sliding-window attention"),
+        ("qwen3", lambda writer: writer.add_sliding_window(64), "sliding-window attention"),
     ):
         path = tmp_path / f"{family}.gguf"
         write(path, family, change=change, **GRANTED.get(family, {}))
