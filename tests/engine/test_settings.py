@@ -46,7 +46,7 @@ def test_experts_are_captured_where_the_host_has_no_part_in_them(
     save_checkpoint(tmp_path, family)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("snapstream.engine.settings.choose_backend", lambda *arguments: None)
+    monkeypatch.setattr("snapstream.engine.settings.choose_backend", lambda *arguments, **others: None)
     setup = set_up(str(tmp_path), 64, EngineConfig(device="cuda", max_model_len=128), must_exist=False)
     assert setup.eager == eager
     assert setup.captured != eager
