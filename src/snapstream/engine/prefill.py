@@ -109,15 +109,13 @@ class Prefill:
             each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends
         }
         # One memory for the layers of all groups, seen as the entries of each; unless layers read several caches.
-        together = max if not spec.shared_from else sum
         sizes = [math.prod(entry.shape(1, padded)) * entry.kind.stored for entry in spec.entries]
-        memory = torch.zeros(together(sizes), dtype=dtype, device=device)
-        begins = [sum(sizes[:n]) if spec.shared_from else 0 for n in range(len(sizes))]
+        memory = iter(_memories(sizes, dtype, device, apart=bool(spec.shared_from)))
         self._stagings = [
-            group.entry.within(memory[begins[n] :], 1, padded)
+            group.entry.within(next(memory), 1, padded)
             if isinstance(group.entry, EntryShape)
             else group.entry.empty(1, group.window or 0, dtype=dtype, device=device)
-            for n, group in enumerate(spec.groups)
+            for group in spec.groups
         ]
         self.staging = self._stagings[0]
         columns = [spec.values_of(entry) if backend.narrow_values else entry.size for entry in spec.entries]
@@ -125,12 +123,8 @@ class Prefill:
             backend.packed_shape(torch.Size((entry.heads, padded, size)), dtype)
             for entry, size in zip(spec.entries, columns, strict=True)
         ]
-        sizes = [math.prod(shape) for shape in wanted]
-        packed = torch.zeros(together(sizes), dtype=dtype, device=device)
-        begins = [sum(sizes[:n]) if spec.shared_from else 0 for n in range(len(sizes))]
-        self._packed = [
-            packed[begin : begin + size].view(shape) for begin, size, shape in zip(begins, sizes, wanted, strict=True)
-        ]
+        packed = _memories([math.prod(shape) for shape in wanted], dtype, device, apart=bool(spec.shared_from))
+        self._packed = [each.view(shape) for each, shape in zip(packed, wanted, strict=True)]
         self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
         self.queries = torch.zeros(
@@ -408,6 +402,14 @@ class Prefill:
             layer=reading.layer,
             **self._softmaxes[reading.layer],
         )
+
+
+def _memories(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, apart: bool) -> Sequence[Tensor]:
+    """Flat memory of so many numbers for each group: views of one memory, unless they must be ``apart``."""
+    if apart:
+        return torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), list(sizes))
+    memory = torch.zeros(max(sizes), dtype=dtype, device=device)
+    return [memory[:size] for size in sizes]
 
 
 def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
