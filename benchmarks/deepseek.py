@@ -17,8 +17,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from engine import CPU, filled_decode, interleaved, ratio
 from snapstream import CacheBudget
 from snapstream.attention import choose_backend
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading
+from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.products import grouped_linear, stock_grouped_linear

@@ -28,7 +28,7 @@ from limits import MemoryReader, as_the_command_does
 from model import CONFIG
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention import choose_backend
-from snapstream.engine.decode import Decode
+from snapstream.engine.decode.decode import Decode
 from snapstream.engine.settings import Types
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.operations import Attend, GatedProduct, Norm, Product
@@ -379,7 +379,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
     prompts = [torch.randint(0, 4096, (MEMORY_PROMPT,)).tolist() for _ in range(4)]
     for i, prompt in enumerate(prompts):
         llm.engine.add_request(prompt, SamplingParams(max_tokens=250, ignore_eos=True), request_id=str(i))
-    while len(llm.engine.scheduler.running) < 4:
+    while len(llm.engine.table.running) < 4:
         llm.engine.step()
     llm.engine.step()
     plan = llm.engine.plan

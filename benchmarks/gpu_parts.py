@@ -16,12 +16,12 @@ from snapstream.compression import choose_entries, lay_out, layout_tensors
 from snapstream.compression.compress import selected
 from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import CacheBudget, LayerPrompt
-from snapstream.engine.decode import Decode
+from snapstream.engine.decode.decode import Decode
+from snapstream.engine.decode.graphs import graph_pool
 from snapstream.engine.executor import Executor
-from snapstream.engine.graphs import graph_pool
 from snapstream.engine.memory import plan_engine
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading
+from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.prefill import Prefill
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import Attend, GatedProduct, Product, Rotate
 from snapstream.kernels.stock import program_for_rows

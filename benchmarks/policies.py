@@ -19,8 +19,8 @@ from engine import CPU, Spread, make_checkpoint, seconds
 from limits import as_the_command_does
 from prefill import CHUNK, Reader
 from snapstream import CacheBudget
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading, Target
+from snapstream.engine.prefill.job import Reading, Target
+from snapstream.engine.prefill.prefill import Prefill
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 

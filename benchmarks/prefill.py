@@ -30,8 +30,8 @@ from model import CONFIG
 from snapstream import CacheBudget
 from snapstream.attention import CpuAttention, choose_backend
 from snapstream.cache import LayerCache
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading
+from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.kernels import cpu as kernels

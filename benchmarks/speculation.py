@@ -26,7 +26,6 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.assets import MLA_TASK_MODEL, TASK_MODEL
 from snapstream.cache import CompressedSequence
 from snapstream.engine.drafters import Drafter, PromptLookup
-from snapstream.engine.pace import Pace
 from snapstream.evaluation.tasks import TASKS, make_sample
 
 SECTIONS = ("step", "texts", "acceptance", "shipped", "module")
@@ -75,7 +74,7 @@ def read_once(llm: LLM, tokens: Sequence[int]) -> CompressedSequence:
 def decode(llm: LLM, drafter: Drafter | None, pasts: Sequence[CompressedSequence], params: Sequence[SamplingParams]):
     """Outputs, and the decoding time in seconds, from the first token on."""
     engine = llm.engine
-    engine.executor.drafter = drafter
+    engine.runner.drafter = drafter
     names = [engine.add_request([], one, past=past) for past, one in zip(pasts, params, strict=True)]
     outputs = {}
     while len(outputs) < len(names):
@@ -91,7 +90,7 @@ def bench_step(checkpoint: str, rounds: int) -> None:
     print("| batch | 2 tokens | 4 tokens | 8 tokens |\n|---|---|---|---|", flush=True)
     for batch in BATCHES:
         llm = make_engine(checkpoint, batch)
-        slots = llm.engine.executor.decode
+        slots = llm.engine.model_runner.decoder
 
         def verify(guesses: int, batch: int = batch, slots=slots) -> None:
             set_position(slots, CacheBudget.of(BUDGET), CONTEXT)
@@ -168,7 +167,7 @@ def bench_acceptance(checkpoint: str, rounds: int) -> None:
             for _ in range(batch)
         ]
         for name in (2, 3, f"as many as pay, up to {MOST}"):
-            always = mock.patch.object(Pace, "most", lambda pace, limit, cost, name=name: min(limit, name))
+            always = mock.patch.object(DraftLength, "most", lambda pace, limit, cost, name=name: min(limit, name))
             with always if isinstance(name, int) else mock.MagicMock():
                 found = compare(llm, {str(share): Known(share) for share in shares}, pasts, params, rounds)
             cells = (f"{show(found[str(share)][0], 2)}x" for share in shares)
@@ -184,7 +183,7 @@ def bench_shipped(rounds: int) -> None:
     for model, speculative in ((TASK_MODEL, "lookup"), (MLA_TASK_MODEL, "lookup"), (MLA_TASK_MODEL, "mtp")):
         llm = LLM(str(model), budget=512, max_model_len=2560, slots=1, sessions=1, speculative=speculative,
                   report_plan=lambda _: None)  # fmt: skip
-        encode, drafter = llm.tokenizer.encode, llm.engine.executor.drafter
+        encode, drafter = llm.tokenizer.encode, llm.engine.runner.drafter
         for name in ("needle", "multiquery", "kv", "qa", "tracking", "long-decode"):
             samples = [
                 make_sample(TASKS[name], 2048, s, lambda text, encode=encode: len(encode(text))) for s in range(6)
@@ -212,7 +211,9 @@ def bench_module(samples: int = 40) -> None:
         made = [make_sample(task, 2048, seed, lambda text: len(encode(text)), decode=256) for seed in range(samples)]
         prompts, cells, answers = [encode(sample.prompt + sample.lead) for sample in made], [], None
         for guesses in (1, 2, 3):
-            always = mock.patch.object(Pace, "most", lambda pace, limit, cost, guesses=guesses: min(limit, guesses))
+            always = mock.patch.object(
+                DraftLength, "most", lambda pace, limit, cost, guesses=guesses: min(limit, guesses)
+            )
             with always:
                 outputs = llm.generate(prompts, SamplingParams(max_tokens=task.max_tokens))
             tokens = [output.token_ids for output in outputs]

@@ -53,9 +53,9 @@ def in_format(path: str, kind: Format) -> tuple[LLM, LLM]:
     with patch.object(settings, "with_chosen_formats", chosen):
         blocks = make(path, "auto")
     wide = make(path, "dense")
-    modules = dict(blocks.engine.executor.prefill.model.named_modules())
+    modules = dict(blocks.engine.model_runner.prefiller.model.named_modules())
     with torch.no_grad():
-        for name, module in wide.engine.executor.prefill.model.named_modules():
+        for name, module in wide.engine.model_runner.prefiller.model.named_modules():
             if isinstance(module, Matrix):
                 module.parts[0].copy_(modules[name].value.dense(torch.bfloat16))
     return blocks, wide

@@ -1,14 +1,14 @@
 """Seeing what an engine reads."""
 
 
-def record_readings(executor, monkeypatch):
+def record_readings(engine, monkeypatch):
     """A list to which each prompt that is read is added, once, when it begins."""
-    read, advance = [], executor.prefill.advance
+    read, advance = [], engine.model_runner.prefiller.advance
 
-    def recording(reading):
-        if (reading.layer, reading.done) == (0, 0):
-            read.append(list(reading.tokens))
-        return advance(reading)
+    def recording(job):
+        if (job.layer, job.done) == (0, 0):
+            read.append(list(job.tokens))
+        return advance(job)
 
-    monkeypatch.setattr(executor.prefill, "advance", recording)
+    monkeypatch.setattr(engine.model_runner.prefiller, "advance", recording)
     return read

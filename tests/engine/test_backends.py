@@ -47,7 +47,7 @@ def test_it_verifies_guesses(model, monkeypatch):
 def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
     """And the caches are as before, also where a ring is shorter than a step, and after an error."""
     llm = make(model, BUDGET, speculative="lookup", speculative_tokens=3, attention="sdpa", slots=3)
-    decode = llm.engine.executor.decode
+    decode = llm.engine.model_runner.decoder
     machine = decode.verifications[4]._machine
     torch.manual_seed(0)
     for tensor in (*machine.caches[0].tensors, *machine.pending[0].tensors):

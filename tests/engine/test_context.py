@@ -176,7 +176,7 @@ def test_an_interrupt_while_a_text_is_read_leaves_nothing(checkpoint, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor.prefill, "advance", interrupted)
+        patched.setattr(llm.engine.model_runner.prefiller, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.read(prompt(100))
     assert not llm.engine.request_ids or not llm.engine.step()

@@ -7,7 +7,7 @@ import torch
 
 from snapstream import CacheBudget, RequestError, SamplingParams
 from snapstream.compression import entry_of, lay_out, next_slot, surviving_tokens
-from snapstream.engine.output import KEPT_PARTS
+from snapstream.engine.requests.output import KEPT_PARTS
 from tests.checkpoints import prompt, prompt_before_words
 from tests.conversation import NaiveConversation
 from tests.engine.test_engine import greedy, make

@@ -136,6 +136,6 @@ def test_memory_is_what_was_planned(tmp_path):
 
 
 def test_backends(checkpoint):
-    assert isinstance(make(checkpoint, device="cuda").engine.executor.decode.backend, TritonAttention)
-    stock = make(checkpoint, device="cuda", attention="sdpa").engine.executor.decode.backend
+    assert isinstance(make(checkpoint, device="cuda").engine.model_runner.decoder.backend, TritonAttention)
+    stock = make(checkpoint, device="cuda", attention="sdpa").engine.model_runner.decoder.backend
     assert isinstance(stock, SdpaAttention)

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from snapstream import LLM, CacheBudget, ConfigurationError, MemoryPlanError, RequestError, SamplingParams
-from snapstream.engine.detokenizer import Detokenizer, special_tokens
+from snapstream.engine.requests.detokenizer import Detokenizer, special_tokens
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import logits_with
 from tests.checkpoints import prompt, save_checkpoint
@@ -182,8 +182,8 @@ def test_requests_come_and_go(checkpoint):
     assert aborted
     assert set(finished) == set(jobs) - aborted
     assert finished == {name: want[name] for name in finished}
-    assert llm.engine.scheduler.running == []
-    assert not llm.engine.executor.decode.active.any()
+    assert llm.engine.table.running == []
+    assert not llm.engine.model_runner.decoder.active.any()
     assert llm.engine.request_ids == []
 
 
@@ -265,7 +265,7 @@ def test_closing_a_stream_frees_its_slot(checkpoint):
     llm = make(checkpoint)
     stream = llm.stream(prompt(50), greedy(100))
     next(stream)
-    assert llm.engine.scheduler.running
+    assert llm.engine.table.running
     stream.close()
     assert not llm.engine.busy
 
@@ -394,7 +394,7 @@ def test_an_error_of_one_request_ends_that_one_alone(checkpoint, monkeypatch):
     def fail(token):
         raise OverflowError("cannot decode")
 
-    bad = next(request for request in llm.engine.scheduler.waiting if request.request_id == "bad")
+    bad = next(request for request in llm.engine.table.waiting if request.request_id == "bad")
     bad.text.detokenizer.add = fail
     finished = {}
     while llm.engine.busy:

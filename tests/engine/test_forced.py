@@ -86,7 +86,7 @@ def test_a_request_with_a_policy_of_its_own(checkpoint, budget):
 def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
     """Five budgets and three slots, one prefill; wherever in the queue they are."""
     llm = make(checkpoint)
-    read = record_readings(llm.engine.executor, monkeypatch)
+    read = record_readings(llm.engine, monkeypatch)
     params = [greedy(20, kv_budget=budget) for budget in OTHERS]
     got = llm.generate([prompt(140)] * 5, params)
     assert read == [prompt(140)]

@@ -244,7 +244,7 @@ def test_output_depends_on_nothing_else(mixed):
 def test_reports_and_plan(windowed):
     """Bytes and entries are those of each group."""
     llm = make(windowed, sessions=2, decode_steps=3)
-    spec, decode = llm.engine.spec, llm.engine.executor.decode
+    spec, decode = llm.engine.spec, llm.engine.model_runner.decoder
     windows = [spec.layer_group(layer).window for layer in range(spec.cached_layers)]
     each = [spec.entry_of(layer).nbytes(torch.float32) for layer in range(spec.cached_layers)]
 
@@ -295,7 +295,7 @@ def test_reports_and_plan_of_states(family, tmp_path, monkeypatch):
     saved = run(llm, prompt(100), SamplingParams(max_tokens=0), keep=True).saved
     assert sum(layer.nbytes for layer in saved.layers) == output.cache.bytes_held
     assert llm.engine.kept_bytes(100) == saved.nbytes - saved.logits.nbytes
-    held = [*llm.engine.executor.decode.layers, *llm.engine.executor.decode.lagging._states]
+    held = [*llm.engine.model_runner.decoder.layers, *llm.engine.model_runner.decoder.lagging._states]
     tensors = {each.data_ptr(): each for cache in held for each in cache.tensors}  # lagging states share inputs
     assert plan.slots == sum(each.nbytes for each in tensors.values())
 

@@ -95,11 +95,11 @@ def assert_right_or_error(output, want):
 
 def assert_idle(llm):
     assert not llm.engine.busy
-    assert not llm.engine.scheduler.running
-    assert not llm.engine.scheduler.waiting
+    assert not llm.engine.table.running
+    assert not llm.engine.table.waiting
     assert llm.engine.request_ids == []
-    assert not llm.engine.executor.decode.active.any()
-    assert (llm.engine.executor.decode.forced == -1).all()
+    assert not llm.engine.model_runner.decoder.active.any()
+    assert (llm.engine.model_runner.decoder.forced == -1).all()
 
 
 def until_idle(llm, outputs):
@@ -153,17 +153,17 @@ def test_errors_at_random_lines_of_a_step(llm, alone, error):
     assert broken > 5
 
 
-def test_an_error_after_readers_were_let_go(llm, monkeypatch):
-    """At the end of a prompt, where the executor no longer knows for whom it was read: its request ends, too."""
-    executor = llm.engine.executor
-    let_go = executor.stop_reading
+def test_an_error_at_the_end_of_a_prompt(llm, monkeypatch):
+    """At the end of a prompt, which is not read any more: its request ends, too."""
+    runner = llm.engine.runner
+    prefill = runner.prefill
 
-    def raising():
-        let_go()
-        monkeypatch.undo()
-        raise RuntimeError("injected")
+    def raising(job):
+        if prefill(job) is not None:
+            monkeypatch.undo()
+            raise RuntimeError("injected")
 
-    monkeypatch.setattr(executor, "stop_reading", raising)
+    monkeypatch.setattr(runner, "prefill", raising)
     llm.engine.add_request(prompt(40), greedy(3), "one")
     outputs = []
     until_idle(llm, outputs)
@@ -267,11 +267,11 @@ def test_what_waits_survives_an_interrupt(made, alone, monkeypatch):
     llm = made()
     for number in range(4):
         llm.engine.add_request(*JOBS[number], str(number))
-    while len(llm.engine.scheduler.running) < 2:
+    while len(llm.engine.table.running) < 2:
         llm.engine.step()
     outputs = []
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor.decode, "launch", interrupt)
+        patch.setattr(llm.engine.model_runner.decoder, "launch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
     until_idle(llm, outputs)
@@ -293,7 +293,7 @@ def test_forced_tokens_do_not_outlive_a_broken_launch(made, monkeypatch):
     want = llm.generate(prompt(50), greedy(20))[0].token_ids
     for clean_up in (lambda: None, llm.engine.reset):
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.executor.decode.program, "run", interrupt)
+            patch.setattr(llm.engine.model_runner.decoder.program, "run", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(prompt(50), greedy(20, forced=tuple(prompt(9, seed=3))))
         clean_up()
@@ -306,7 +306,7 @@ def test_an_interrupt_between_reading_and_decoding(made, alone, monkeypatch, pla
     llm = made()
     stream = llm.stream(*JOBS[1])
     next(stream)
-    part = llm.engine.executor.decode if place == "start" else llm.engine.executor.prefill
+    part = llm.engine.model_runner.decoder if place == "start" else llm.engine.model_runner.prefiller
     with monkeypatch.context() as patch:
         patch.setattr(part, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -326,7 +326,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(made, monkeypatch):
     holder = [stream]
     holder.append(holder)
     del stream
-    launch = llm.engine.executor.decode.launch
+    launch = llm.engine.model_runner.decoder.launch
 
     def collecting(*arguments, **named):
         if holder:
@@ -334,7 +334,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_step(made, monkeypatch):
             gc.collect()
         return launch(*arguments, **named)
 
-    monkeypatch.setattr(llm.engine.executor.decode, "launch", collecting)
+    monkeypatch.setattr(llm.engine.model_runner.decoder, "launch", collecting)
     assert llm.generate(prompt(90), greedy(30))[0].token_ids == want
     assert_idle(llm)
 

@@ -61,7 +61,7 @@ def test_output_depends_on_nothing_else(deepseek, attention):
 
 def test_one_latent_is_stored_per_token(deepseek):
     llm = make(deepseek, sessions=1)
-    held = sum(layer.nbytes for layer in llm.engine.executor.decode.layers)
+    held = sum(layer.nbytes for layer in llm.engine.model_runner.decoder.layers)
     assert held == llm.engine.plan.slots == 3 * BUDGET.capacity * llm.engine.plan.bytes_per_token
     output = run(llm, prompt(130), greedy(10, telemetry=True), keep=True)
     assert all(len(layer.tensors) == 1 for layer in output.saved.layers)

@@ -13,8 +13,9 @@ from snapstream import CacheBudget, SamplingParams
 from snapstream.attention import SdpaAttention, TritonAttention
 from snapstream.cache import layer
 from snapstream.compression import compress, scoring
-from snapstream.engine import engine, executor, prefill, reading
+from snapstream.engine import engine, runner
 from snapstream.engine.drafters import next_token
+from snapstream.engine.prefill import job, prefill, result
 from snapstream.engine.settings import set_up
 from snapstream.kernels import compression as kernels_of_compression
 from snapstream.kernels import triton as kernels
@@ -58,7 +59,7 @@ def copies(request, monkeypatch):
     monkeypatch.setattr(engine, "set_up", set_up_there)
     monkeypatch.setattr(engine, "load_model", load)
     monkeypatch.setattr(engine, "available_memory", lambda *arguments: None)
-    for module in (executor, prefill, reading, next_token):
+    for module in (runner, prefill, job, result, next_token):
         monkeypatch.setattr(module, "to_host", to_host)
     # Operations would choose what says the shape of their result alone.
     monkeypatch.setattr(scoring, "window_attention", kernels_of_compression._window_attention)
@@ -114,7 +115,7 @@ def test_nothing_waits_for_the_device_in_a_step(llm, copies):
         llm.engine.add_request(prompt(length, seed=length), one)
     outputs = []
     while llm.engine.busy:
-        reads, copies[:] = bool(llm.engine.reading or llm.engine.scheduler.waiting), []
+        reads, copies[:] = bool(llm.engine.reading or llm.engine.table.waiting), []
         with NoNumbers():
             outputs += llm.engine.step()
         # One for a launch; of a prompt that has been read, its first token, its shares, and its telemetry.
@@ -147,7 +148,7 @@ def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, famil
     save_tokenizer(tmp_path)
     options = {"device": "cpu", "dtype": "bfloat16", "speculative": speculative, "speculative_tokens": 5}
     llm = make(tmp_path, max_model_len=200, slots=3, **options)
-    decode = llm.engine.executor.decode
+    decode = llm.engine.model_runner.decoder
     assert list(decode.verifications) == [2, 4, 6]
     for greedy in (True, False):
         with NoNumbers():

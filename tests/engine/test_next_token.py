@@ -19,7 +19,7 @@ from tests.peers import peer_guesses
 @pytest.fixture(autouse=True)
 def all_that_is_allowed(monkeypatch):
     """However few of the guesses are right."""
-    monkeypatch.setattr("snapstream.engine.pace.Pace.most", lambda pace, limit, cost: limit)
+    monkeypatch.setattr("snapstream.engine.drafters.draft_length.DraftLength.most", lambda pace, limit, cost: limit)
 
 
 class Watched(Oracle):
@@ -40,9 +40,9 @@ class Watched(Oracle):
 
 def watched(checkpoint, answers, budget=BUDGET, *, share=0.6, seed=0, **settings):
     llm = make(checkpoint, budget, speculative="mtp", **({"speculative_tokens": 3} | settings))
-    executor = llm.engine.executor
-    assert isinstance(executor.drafter, NextToken)
-    executor.drafter = Watched(executor.drafter, answers, share, seed)
+    runner = llm.engine.runner
+    assert isinstance(runner.drafter, NextToken)
+    runner.drafter = Watched(runner.drafter, answers, share, seed)
     return llm
 
 
@@ -86,7 +86,7 @@ def test_guesses_equal_a_forward_in_float64(model, budget):
         outputs = llm.generate(prompts, greedy(steps))
         assert [out.token_ids for out in outputs] == list(want.values())
         assert sum(out.accepted for out in outputs) > 20
-        for place, guesses in llm.engine.executor.drafter.guesses.items():
+        for place, guesses in llm.engine.runner.drafter.guesses.items():
             assert list(guesses) == guessed[place][: len(guesses)], place
             compared.add((place, len(guesses)))
     assert len(compared) > 60
@@ -162,7 +162,7 @@ def test_interrupts_leave_nothing_behind(latent, monkeypatch):
     want = make(latent).generate(prompt(70), greedy(30))[0].token_ids
     llm = make(latent, speculative="mtp")
     engine = llm.engine
-    ahead = engine.executor.decode.ahead
+    ahead = engine.model_runner.decoder.ahead
     for owner, place in ((ahead._steps[8], "read"), (ahead, "guess")):
         engine.add_request(prompt(70), greedy(30))
         with monkeypatch.context() as patch:
@@ -186,7 +186,7 @@ def test_steps_go_on_without_it(latent, caplog, monkeypatch):
     def fails(most):
         raise RuntimeError("no guess today")
 
-    monkeypatch.setattr(llm.engine.executor.decode.ahead, "guess", fails)
+    monkeypatch.setattr(llm.engine.model_runner.decoder.ahead, "guess", fails)
     assert llm.generate(prompt(60), greedy(20))[0].token_ids == want.token_ids
     assert caplog.text.count("no guess today") in (1, 2)
 

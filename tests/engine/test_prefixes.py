@@ -7,7 +7,7 @@ import torch
 
 from snapstream import CacheBudget, ConfigurationError, SamplingParams
 from snapstream.cache import LayerCache
-from snapstream.engine.prefixes import Prefix, Prefixes
+from snapstream.engine.prefill.prefix_cache import Prefix, Prefixes
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_conversation import run
@@ -52,8 +52,8 @@ def check_equal(checkpoint, seed, budget, **settings):
         assert theirs.reused == 0
         assert ours.reused % CHUNK == 0
         reused += ours.reused
-        assert len(sharing.engine.executor.prefixes) <= 2
-        assert sharing.engine.executor.prefixes.nbytes <= sharing.engine.plan.prefixes
+        assert len(sharing.engine.model_runner.prefixes) <= 2
+        assert sharing.engine.model_runner.prefixes.nbytes <= sharing.engine.plan.prefixes
     return reused
 
 
@@ -96,7 +96,7 @@ def test_equal_prompts_that_wait_together_are_read_once_and_nothing_is_kept(chec
     llm = make(checkpoint, prefix_contexts=1)
     outputs = llm.generate([prompt(100)] * 3, SamplingParams(max_tokens=2))
     assert [output.reused for output in outputs] == [0, 0, 0]
-    assert not len(llm.engine.executor.prefixes)
+    assert not len(llm.engine.model_runner.prefixes)
 
 
 def test_what_is_scored_or_goes_on_is_read_as_a_whole(checkpoint):
@@ -119,7 +119,7 @@ def test_a_reading_that_ends_early_keeps_nothing(checkpoint):
     llm.engine.step()
     llm.engine.abort(name)
     llm.engine.step()
-    assert not len(llm.engine.executor.prefixes)
+    assert not len(llm.engine.model_runner.prefixes)
     assert run(llm, begins + prompt(40, seed=2), SamplingParams(max_tokens=1)).reused == 0
     assert run(llm, begins + prompt(40, seed=3), SamplingParams(max_tokens=1)).reused == 160
 
@@ -161,7 +161,7 @@ def test_a_prompt_that_comes_again_reuses_states(tmp_path):
     llm, params = make(tmp_path, prefix_contexts=2), SamplingParams(max_tokens=1)
     found = [run(llm, prompt(150), params).reused for _ in range(4)]
     assert found == [0, 0, 64, 64]
-    assert len(llm.engine.executor.prefixes) == 1
+    assert len(llm.engine.model_runner.prefixes) == 1
 
 
 def test_a_known_beginning_is_not_kept_again(checkpoint):
@@ -170,11 +170,11 @@ def test_a_known_beginning_is_not_kept_again(checkpoint):
     params, begins = SamplingParams(max_tokens=1), prompt(96)
     for n in range(3):
         run(llm, begins + prompt(40, seed=n), params)
-    kept = llm.engine.executor.prefixes._kept
+    kept = llm.engine.model_runner.prefixes._kept
     before = [id(prefix) for prefix in kept]
     for n in range(3):
         assert run(llm, begins + prompt(5, seed=n), params).reused == 32
-    assert [id(prefix) for prefix in llm.engine.executor.prefixes._kept] == before
+    assert [id(prefix) for prefix in llm.engine.model_runner.prefixes._kept] == before
 
 
 def test_only_what_will_be_read_is_compared(checkpoint):
@@ -186,7 +186,7 @@ def test_only_what_will_be_read_is_compared(checkpoint):
     names.append(llm.engine.add_request([*begins, 5], SamplingParams(max_tokens=1, prompt_logprobs=0)))
     while llm.engine.busy:
         llm.engine.step()
-    assert not len(llm.engine.executor.prefixes)
+    assert not len(llm.engine.model_runner.prefixes)
 
 
 def test_too_little_memory_for_a_beginning_fails_nobody(checkpoint, monkeypatch, caplog):
@@ -200,7 +200,7 @@ def test_too_little_memory_for_a_beginning_fails_nobody(checkpoint, monkeypatch,
     monkeypatch.setattr(LayerCache, "to_host", full)
     made = [run(llm, begins + prompt(9, seed=n), SamplingParams(max_tokens=5)) for n in range(3)]
     assert [output.text for output in made] == expected
-    assert not len(llm.engine.executor.prefixes)
+    assert not len(llm.engine.model_runner.prefixes)
     assert "could not be cached" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_policies_that_look_at_all_queries_have_use_for_none(checkpoint):
     llm = make(checkpoint, prefix_contexts=1, kept_queries=-1)
     for n in range(3):
         assert run(llm, prompt(100) + prompt(9, seed=n), SamplingParams(max_tokens=1)).reused == 0
-    assert not len(llm.engine.executor.prefixes)
+    assert not len(llm.engine.model_runner.prefixes)
 
 
 def test_settings():

@@ -32,7 +32,7 @@ def test_any_chunk_equals_the_naive_decoder(checkpoint, chunk, length):
 def test_a_step_never_reads_more_than_a_chunk_of_all_layers(checkpoint, monkeypatch):
     llm = make(checkpoint, slots=2)
     list(zip(range(2), llm.stream(prompt(9), greedy(200)), strict=False))  # somebody decodes all the while
-    prefill, sizes = llm.engine.executor.prefill, []
+    prefill, sizes = llm.engine.model_runner.prefiller, []
     advance = prefill.advance
 
     def counting(reading):
@@ -60,14 +60,13 @@ def test_progress_is_a_share_of_the_work(checkpoint):
     """Halfway through the layers is half of the work, and a token at the end of a prompt costs more than one before."""
     llm = make(checkpoint, prefill_chunk=10, max_model_len=256)
     name = llm.engine.add_request(prompt(200), greedy(3))
-    reading = None
     halves = []
     while llm.engine.prefill_progress(name)[0] < 200:
         llm.engine.step()
-        reading = llm.engine.executor.reading or reading
-        halves.append((reading.layer, reading.done, reading.share))
-        if not llm.engine.executor.readers:
+        if not llm.engine.table.readers:
             break
+        (prefill,) = llm.engine.table.prefills.values()
+        halves.append((prefill.job.layer, prefill.job.done, prefill.job.share))
     at_border = {layer: share for layer, done, share in halves if done == 0}
     for layer, share in at_border.items():
         assert share == pytest.approx(layer / llm.engine.spec.layers)
@@ -85,7 +84,7 @@ def test_all_that_wait_share_a_reading(checkpoint, monkeypatch):
     jobs.append((prompt(140), greedy(5, prompt_logprobs=1)))
     alone = [make(checkpoint).generate(*job)[0] for job in jobs]
     llm = make(checkpoint, slots=2)
-    read = record_readings(llm.engine.executor, monkeypatch)
+    read = record_readings(llm.engine, monkeypatch)
     got = llm.generate([tokens for tokens, _ in jobs], [params for _, params in jobs])
     assert read == [prompt(140), *(prompt(20, seed=index) for index in range(len(OTHERS)))]
     for one, want in zip(got, alone, strict=True):
@@ -96,8 +95,8 @@ def test_all_that_wait_share_a_reading(checkpoint, monkeypatch):
 
 def test_no_more_is_shared_than_memory_was_planned_for(checkpoint, monkeypatch):
     llm = make(checkpoint, slots=1)
-    read = record_readings(llm.engine.executor, monkeypatch)
-    llm.engine._spare = 2 * 48 * llm.engine.plan.bytes_per_token
+    read = record_readings(llm.engine, monkeypatch)
+    llm.engine.table.spare = 2 * 48 * llm.engine.plan.bytes_per_token
     want = make(checkpoint).generate(prompt(140), greedy(9))[0].token_ids
     assert [o.token_ids for o in llm.generate([prompt(140)] * 5, greedy(9))] == [want] * 5
     assert len(read) == 2  # one in the slot and two that wait, then the same with the rest
@@ -107,7 +106,7 @@ def test_an_abort_leaves_the_reading_to_the_others(checkpoint, monkeypatch):
     want = make(checkpoint).generate(prompt(140), greedy(9))[0].token_ids
     for gone in range(4):
         llm = make(checkpoint, slots=2)
-        read = record_readings(llm.engine.executor, monkeypatch)
+        read = record_readings(llm.engine, monkeypatch)
         names = [llm.engine.add_request(prompt(140), greedy(9)) for _ in range(4)]
         llm.engine.step()
         llm.engine.abort(names[gone])
@@ -130,14 +129,14 @@ def test_aborting_all_readers_leaves_no_trace(checkpoint, monkeypatch):
         for name in names:
             llm.engine.abort(name)
         assert llm.generate(prompt(90, seed=4), greedy(20))[0].token_ids == want
-    assert llm.engine.executor.reading is None
+    assert not llm.engine.table.prefills
 
 
 def test_an_error_in_a_reading_ends_those_it_was_for(checkpoint, monkeypatch):
     """Who waits behind has a reading of its own."""
     llm = make(checkpoint, slots=1)
     want = llm.generate(prompt(140), greedy(9))[0].token_ids
-    prefill = llm.engine.executor.prefill
+    prefill = llm.engine.model_runner.prefiller
     compress, calls = prefill._compress, []
 
     def failing_once(reading):
@@ -152,19 +151,19 @@ def test_an_error_in_a_reading_ends_those_it_was_for(checkpoint, monkeypatch):
     assert second.token_ids == want
 
 
-@pytest.mark.parametrize("place", ["begin", "_take_over", "put", "start"])
+@pytest.mark.parametrize("place", ["begin", "start"])
 def test_an_error_around_a_reading_leaves_nobody_behind(checkpoint, monkeypatch, place):
     llm = make(checkpoint, slots=2)
     want = llm.generate(prompt(140), greedy(9))[0].token_ids
-    work, calls = getattr(llm.engine.executor, place), []
+    work, calls = getattr(llm.engine.runner, place), []
 
     def failing_second(*arguments):
         calls.append(1)
-        if len(calls) == (1 if place in ("begin", "put") else 2):
+        if len(calls) == (1 if place == "begin" else 2):
             raise MemoryError("on purpose")
         return work(*arguments)
 
-    monkeypatch.setattr(llm.engine.executor, place, failing_second)
+    monkeypatch.setattr(llm.engine.runner, place, failing_second)
     outputs = llm.generate([prompt(140)] * 4, greedy(9))
     # Where there is no memory for those who wait, they have a reading of their own.
     assert {o.finish_reason for o in outputs} == ({"length"} if place == "begin" else {"length", "error"})
@@ -209,9 +208,11 @@ def test_a_model_of_one_layer(tmp_path):
 def test_staging_holds_one_layer(checkpoint):
     """Of the prompt, and nothing else grows with it but hidden states."""
     llm = make(checkpoint, max_model_len=1024, prefill_chunk=32)
-    prefill, spec = llm.engine.executor.prefill, llm.engine.spec
-    held = [value for value in vars(prefill).values() if isinstance(value, torch.Tensor)]
-    size = prefill.staging.nbytes + sum(tensor.nbytes for tensor in held)
-    assert prefill.staging.nbytes == 1024 * spec.entry.nbytes(torch.float32)
+    prefill, spec = llm.engine.model_runner.prefiller, llm.engine.spec
+    size = spec.hidden_size * 4
+    for lane, entries in zip(prefill.lanes, (1024, 128), strict=True):
+        assert lane.caches[0].nbytes == entries * spec.entry.nbytes(torch.float32)
+        held = [value for value in vars(lane).values() if isinstance(value, torch.Tensor)]
+        size += sum(tensor.nbytes for tensor in (*lane.caches[0].tensors, *lane.packed, *held))
     assert size - 3 * 8 <= llm.engine.plan.staging
     assert size > 0.99 * llm.engine.plan.staging

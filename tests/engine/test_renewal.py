@@ -9,7 +9,7 @@ import torch
 
 from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
 from snapstream.compression import lay_out
-from snapstream.engine.renewal import Placement, newest
+from snapstream.engine.decode.renewal import Placement, newest
 from snapstream.evaluation.tasks import TASKS, make_sample
 from snapstream.integrations.transformers import SnapStreamCache
 from tests.checkpoints import prompt, save_checkpoint
@@ -71,7 +71,7 @@ def test_answers_depend_on_nothing_else(tmp_path, family):
 
 def renewals_of(llm):
     """Counts how often places are given anew."""
-    decode, counted = llm.engine.executor.decode, []
+    decode, counted = llm.engine.model_runner.decoder, []
     renew = decode.renew
 
     def count(*given):

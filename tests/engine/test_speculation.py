@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from snapstream import CacheBudget, ConfigurationError, SamplingParams
+from snapstream.engine.decode.verification import most_tokens
 from snapstream.engine.drafters import Drafter
-from snapstream.engine.verification import most_tokens
 from tests.checkpoints import prompt, prompt_before_words, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make, naive_generate
@@ -40,14 +40,14 @@ class Oracle(Drafter):
 def drafting(checkpoint, answers, budget=BUDGET, *, share=0.5, seed=0, **settings):
     """An engine that gets guesses from an oracle, and as many as there may be."""
     llm = make(checkpoint, budget, speculative="lookup", **({"speculative_tokens": 3} | settings))
-    llm.engine.executor.drafter = Oracle(answers, share, seed)
+    llm.engine.runner.drafter = Oracle(answers, share, seed)
     return llm
 
 
 @pytest.fixture(autouse=True)
 def all_that_is_allowed(monkeypatch):
     """However few of the guesses are right."""
-    monkeypatch.setattr("snapstream.engine.pace.Pace.most", lambda pace, limit, cost: limit)
+    monkeypatch.setattr("snapstream.engine.drafters.draft_length.DraftLength.most", lambda pace, limit, cost: limit)
 
 
 # Through the native loop, grouped and latent; and in plain torch, as the head has a size that the loop does not take.
@@ -102,7 +102,7 @@ def test_nothing_right_and_everything_right(model, share):
     prompts = [prompt(n, seed=n) for n in (60, 131)]
     want = answers_of(make(model), prompts, greedy(41))
     llm = drafting(model, want, share=share)
-    llm.engine.executor.drafter.random.randint = lambda low, high: high
+    llm.engine.runner.drafter.random.randint = lambda low, high: high
     for out, tokens in zip(llm.generate(prompts, greedy(41)), want.values(), strict=True):
         assert out.token_ids == tokens
         # 40 tokens after the first: one for each wrong guess, or four at a time.
@@ -150,7 +150,7 @@ def test_the_distribution_is_unchanged(checkpoint):
     logits = peer(torch.tensor([[*tokens, first]])).logits[0, -1]
     likely = logits.softmax(-1).topk(5)
     llm = drafting(checkpoint, {}, CacheBudget.preset("full", 256), slots=16, max_logprobs=1)
-    llm.engine.executor.drafter.guess = lambda requests, most: [[int(likely.indices[0])][:many] for many in most]
+    llm.engine.runner.drafter.guess = lambda requests, most: [[int(likely.indices[0])][:many] for many in most]
     params = [SamplingParams(max_tokens=3, temperature=0.8, seed=seed, forced=(first,)) for seed in range(1600)]
     batches = (params[at : at + 32] for at in range(0, len(params), 32))
     outputs = [output for batch in batches for output in llm.generate([tokens] * len(batch), batch)]
@@ -203,7 +203,7 @@ def test_conversations_go_on_the_same(model):
             said.append((tuple(seen), output.token_ids))
         if speculative:
             assert said == made
-            assert llm.engine.executor.drafter.answers
+            assert llm.engine.runner.drafter.answers
         made = said
 
 
@@ -227,10 +227,10 @@ def test_aborts_and_errors_hurt_nobody_else(model, monkeypatch):
         raise KeyboardInterrupt
 
     name = engine.add_request(prompts[0], greedy(40))
-    while not any(request.tokens for request in engine.scheduler.running):
+    while not any(request.tokens for request in engine.table.running):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor.drafter, "guess", breaks)
+        patch.setattr(engine.runner.drafter, "guess", breaks)
         with pytest.raises(KeyboardInterrupt):
             list(iter(engine.step, None))
     ended = [output for output in engine.step() if output.request_id == name]
@@ -246,7 +246,7 @@ def test_a_drafter_that_fails_is_only_slower(model, caplog):
     def fails(requests, most):
         raise RuntimeError("no guess today")
 
-    llm.engine.executor.drafter.guess = fails
+    llm.engine.runner.drafter.guess = fails
     got = llm.generate(prompt(60), greedy(20))[0]
     assert (got.token_ids, got.drafted) == (want.token_ids, 0)
     assert "no guess today" in caplog.text
@@ -272,7 +272,7 @@ def test_kinds_of_steps():
 
 def counting(llm):
     """Counts steps that verify guesses."""
-    counts, decode = Counter(), llm.engine.executor.decode
+    counts, decode = Counter(), llm.engine.model_runner.decoder
     verify = decode.verify
 
     def counted(*args, **kwargs):
@@ -290,7 +290,7 @@ def test_lookup_finds_what_is_copied_from_the_prompt(model, monkeypatch):
     copied = tuple(tokens[20:80])
     want = make(model).generate(tokens, greedy(62, forced=copied))[0]
     llm = make(model, speculative="lookup", speculative_tokens=3)
-    llm.engine.executor.cost.saw_guesses = lambda *seen: None
+    llm.engine.runner.cost.saw_guesses = lambda *seen: None
     counts = counting(llm)
     got = llm.generate(tokens, greedy(62, forced=copied))[0]
     assert got.token_ids == want.token_ids

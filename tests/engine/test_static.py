@@ -56,7 +56,7 @@ llm = LLM(sys.argv[1], max_model_len=256, slots=2, enforce_eager=False)
 params = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, seed=1)]
 llm.generate([[5] * 100, [6] * 200], params)
 assert not torch._dynamo.utils.counters["stats"], torch._dynamo.utils.counters
-assert llm.engine.executor.decode.program.draws or not sys.argv[2:]
+assert llm.engine.model_runner.decoder.program.draws or not sys.argv[2:]
 """
 
 

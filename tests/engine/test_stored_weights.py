@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from snapstream import LLM, CacheBudget, ConfigurationError, SamplingParams
 from snapstream.config import EngineConfig
-from snapstream.engine import memory, prefill
+from snapstream.engine import memory
 from snapstream.engine.memory import plan_engine
+from snapstream.engine.prefill import prefill
 from snapstream.engine.settings import set_up
 from snapstream.errors import CacheFileError
 from snapstream.kernels import cpu
@@ -74,7 +75,7 @@ def test_as_with_the_numbers_of_the_blocks(checkpoint, weights, tmp_path):
     # In full caches: in others, a small difference may change what is kept.
     llm, plain = make(checkpoint, None, weights=weights), make(checkpoint, None)
     assert llm.engine.plan.weights < 0.6 * plain.engine.plan.weights
-    assert llm.engine.plan.weights == sum(each.nbytes for each in llm.engine.executor.prefill.model.parameters())
+    assert llm.engine.plan.weights == sum(each.nbytes for each in llm.engine.model_runner.prefiller.model.parameters())
     want = make(widened(checkpoint, weights, tmp_path / "wide"), None)
     for got, expected, original in zip(*map(logprobs_of, (llm, want, plain)), strict=True):
         off, lost = (got - expected).abs().mean(), (original - expected).abs().mean()
@@ -162,7 +163,7 @@ def test_prefixes_that_were_read_in_another_way_are_not_used(checkpoint, monkeyp
         got, want = (llm.generate([each], params)[0] for llm in (cached, plain))
         assert got.token_ids == want.token_ids
         assert [one.logprob for one in got.logprobs] == [one.logprob for one in want.logprobs]
-    assert len(cached.engine.executor.prefixes) == 2
+    assert len(cached.engine.model_runner.prefixes) == 2
 
 
 def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):

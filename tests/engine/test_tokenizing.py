@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from snapstream.engine.tokenizing import PIECE, PromptTokenizer
+from snapstream.engine.requests.tokenizing import PIECE, PromptTokenizer
 from snapstream.errors import ContextLengthError, RequestError
 
 PIECES = ("ab", "abab", "a", " ", "        ", "é", "e\u0301", "🙂", "<s>", "\n", "zz")

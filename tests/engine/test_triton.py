@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from snapstream import CacheBudget
-from snapstream.engine import memory, prefill
+from snapstream.engine import memory
+from snapstream.engine.prefill import prefill
 from snapstream.engine.settings import choose_device
 from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint, save_next_token
@@ -49,7 +50,7 @@ def test_tokens_of_the_cpu(tmp_path, family):
     cpu = make(tmp_path, device="cpu", attention="auto", sessions=1, **settings)
     want = cpu.generate(prompts, params)
     llm = make(tmp_path, device=DEVICE, attention="triton", sessions=1, **settings)
-    assert llm.engine.executor.decode.program.captured
+    assert llm.engine.model_runner.decoder.program.captured
     if settings["dtype"] == "bfloat16":  # rounding decides between two tokens that are about as likely
         params = [replace(each, forced=out.token_ids, logprobs=2) for each, out in zip(params, want, strict=True)]
         outputs = (each.generate(prompts, params) for each in (llm, cpu))
@@ -121,7 +122,7 @@ def test_verified_tokens_of_the_cpu(tmp_path, family):
     for options in ({"device": "cpu", "attention": "auto"}, {"device": DEVICE, "attention": "triton"}):
         llm = watched(tmp_path, answers, budget, share=0.8, **settings, **options)
         assert llm.generate(prompts[:1], params[:1])[0].token_ids == cpu[0].token_ids
-        guesses.append(llm.engine.executor.drafter.guesses)
+        guesses.append(llm.engine.runner.drafter.guesses)
     assert guesses[0] == guesses[1]
     assert sum(map(len, guesses[0].values())) > 3
 

@@ -51,9 +51,9 @@ def test_types_may_differ(engine_with, types, attention):
     _, activations, cache = types
     want = logprobs_of(engine_with((WIDE, WIDE, WIDE), attention="sdpa"))
     llm = engine_with(types, attention=attention)
-    kept = llm.engine.executor
-    assert {each.dtype for each in kept.decode.layers} == {cache}
-    assert kept.prefill.staging.dtype == activations
+    runner = llm.engine.model_runner
+    assert {each.dtype for each in runner.decoder.layers} == {cache}
+    assert {cache.dtype for lane in runner.prefiller.lanes for cache in lane.caches} == {activations}
     off = (logprobs_of(llm) - want).abs().mean()
     assert off < (0.3 if activations == NARROW else 0.03 if cache == NARROW else 1e-4), off
 

@@ -80,13 +80,13 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
 
 
 def test_all_policies_share_one_reading(tmp_path, monkeypatch):
-    from snapstream.engine.executor import Executor
+    from snapstream.engine.runner import ModelRunner
 
-    begun, begin = [], Executor.begin
+    begun, begin = [], ModelRunner.begin
     monkeypatch.setattr(
-        Executor,
+        ModelRunner,
         "begin",
-        lambda self, requests, waiting: (begun.append(len(requests)), begin(self, requests, waiting))[1],
+        lambda self, requests, *others: (begun.append(len(requests)), begin(self, requests, *others))[1],
     )
     policies = [policy for policy in ENGINE_POLICIES if policy != "truncated"]
     run(tmp_path, variants=make_variants(policies, ["1/2", "1/4", "64"], [()], ENGINE_POLICIES), samples=2)

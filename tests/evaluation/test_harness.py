@@ -163,7 +163,7 @@ def test_a_continuation_is_scored_from_the_compressed_cache(checkpoint, full):
 
 def test_equal_contexts_are_read_once(checkpoint, monkeypatch):
     model = make(checkpoint, **SMALL)
-    read = record_readings(model.llm.engine.executor, monkeypatch)
+    read = record_readings(model.llm.engine, monkeypatch)
     first, second = prompt(70, seed=1), prompt(70, seed=2)
     score(model, *((context, [choice]) for choice in range(3, 12) for context in (first, second)))
     assert len(read) == 2
@@ -297,7 +297,7 @@ def test_a_request_that_fails_is_an_error(full, monkeypatch):
     def fail(*_):
         raise OSError("no such thing")
 
-    monkeypatch.setattr(full.llm.engine.executor.prefill, "advance", fail)
+    monkeypatch.setattr(full.llm.engine.model_runner.prefiller, "advance", fail)
     with pytest.raises(RequestError, match="a generate_until request failed: OSError: no such thing"):
         generate(full, (text(prompt(33, seed=8)), {"max_gen_toks": 3}))
 

@@ -94,9 +94,9 @@ def test_texts_are_read_once(tmp_path, questions, monkeypatch):
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True, prefix_contexts=int(plan.shares_texts))
     host = EngineHost(MODEL, max_length=plan.longest, budgets=plan.budgets(), config=config, chat=None, telemetry=False)
     begun = []
-    executor = host.llm.engine.executor
-    begin = executor.begin
-    monkeypatch.setattr(executor, "begin", lambda *args: (begin(*args), begun.append(executor.reading.skipped))[0])
+    runner = host.llm.engine.runner
+    begin = runner.begin
+    monkeypatch.setattr(runner, "begin", lambda *args: (job := begin(*args), begun.append(job.skipped))[0])
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         run_questions(host, plan, file)
     assert len(begun) == 4

@@ -104,7 +104,7 @@ def test_what_the_text_does_not_hold_is_not_right():
 
 def test_its_next_token_module_is_right(monkeypatch):
     """What it copies from the text it knows two tokens ahead, also from a quarter of the cache."""
-    monkeypatch.setattr("snapstream.engine.pace.Pace.most", lambda pace, limit, cost: limit)
+    monkeypatch.setattr("snapstream.engine.drafters.draft_length.DraftLength.most", lambda pace, limit, cost: limit)
     settings = {"budget": 256, "max_model_len": 1100, "slots": 4}
     plain = LLM("task-model-mla", **settings)
     llm = LLM("task-model-mla", speculative="mtp", speculative_tokens=2, **settings)

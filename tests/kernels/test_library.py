@@ -239,7 +239,7 @@ from snapstream.kernels.cpu import library
 library.HERE = __import__("pathlib").Path(sys.argv[2])  # as if nothing had been built
 llm = LLM(sys.argv[1], max_model_len=256, slots=1, report_plan=lambda _: None)
 print(llm.generate([5] * 100, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids)
-print(not llm.engine.executor.decode.program.draws)
+print(not llm.engine.model_runner.decoder.program.draws)
 """
 
 

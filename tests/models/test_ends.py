@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 pytest.importorskip("gguf")
 
 from snapstream import LLM, SamplingParams
-from snapstream.engine.admission import Admission
+from snapstream.engine.requests.admission import Admission
 from snapstream.models.ends import END_NAMES, end_names
 from tests.models.gguf.files import SIZES, write
 

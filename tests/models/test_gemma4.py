@@ -62,7 +62,7 @@ def test_inputs_of_layers_that_blocks_do_not_fit(tmp_path, weights):
     save_checkpoint(tmp_path, "gemma4-shared", hidden_size_per_layer_input=24)
     save_tokenizer(tmp_path)
     llm = make(tmp_path, 48, weights=weights, max_model_len=200, slots=1)
-    assert llm.engine.executor.decode.model.layer_inputs.projection.weight.stored_as[0].format is None
+    assert llm.engine.model_runner.decoder.model.layer_inputs.projection.weight.stored_as[0].format is None
     (output,) = llm.generate([prompt(80)], greedy(5))
     assert len(output.token_ids) == 5
 
@@ -72,6 +72,6 @@ def test_heads_that_are_too_small_for_the_kernels(tmp_path):
     save_checkpoint(tmp_path, "gemma4", head_dim=16, global_head_dim=32)
     save_tokenizer(tmp_path)
     llm = make(tmp_path, 48, max_model_len=200, slots=1, device="cpu")
-    assert isinstance(llm.engine.executor.decode.backend, SdpaAttention)
+    assert isinstance(llm.engine.model_runner.decoder.backend, SdpaAttention)
     (output,) = llm.generate([prompt(80)], greedy(5))
     assert len(output.token_ids) == 5

@@ -41,7 +41,7 @@ def wait_until(condition, seconds=30.0):
 
 def idle(server):
     """Nothing waits or runs, for the event loop and for the engine."""
-    return server.driver.unfinished == 0 and not server.llm.engine.busy and not any(server.llm.engine.scheduler.slots)
+    return server.driver.unfinished == 0 and not server.llm.engine.busy and not any(server.llm.engine.table.slots)
 
 
 def post(server, path="/v1/completions", timeout=30.0, headers=None, **body):

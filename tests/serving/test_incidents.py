@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from snapstream.engine.text import OutputText
+from snapstream.engine.requests.text import OutputText
 from snapstream.kernels.sampling import SamplingState
 from tests.checkpoints import prompt
 from tests.serving.servers import idle, post, running, wait_until
@@ -165,7 +165,7 @@ def test_a_client_that_goes_frees_its_slot_within_one_step(server, monkeypatch, 
     connection.close()
     wait_until(lambda: not server.driver._commands.empty())  # it has been noticed; the engine is in the next step
     gate.let(1)
-    wait_until(lambda: not any(server.llm.engine.scheduler.slots))
+    wait_until(lambda: not any(server.llm.engine.table.slots))
     gate.open()
     wait_until(lambda: idle(server))
     assert gate.steps <= 10  # and the one that reports it
@@ -309,7 +309,7 @@ def test_a_crash_in_one_request_is_its_own(server, monkeypatch, place, stream):
 @pytest.mark.parametrize("part", ["decode", "prefill"])
 def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatch, part):
     expected = works(server)
-    launch = server.llm.engine.executor.decode.launch
+    launch = server.llm.engine.model_runner.decoder.launch
     fails = [True]
 
     def failing(*args, **kwargs):
@@ -319,9 +319,9 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
         return launch(*args, **kwargs)
 
     if part == "decode":
-        monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
+        monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
     else:
-        original = server.llm.engine.scheduler.next
+        original = server.llm.engine.scheduler.next_request
 
         def next_turn():
             if fails:
@@ -329,7 +329,7 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
                 raise RuntimeError("on purpose")
             return original()
 
-        monkeypatch.setattr(server.llm.engine.scheduler, "next", next_turn)
+        monkeypatch.setattr(server.llm.engine.scheduler, "next_request", next_turn)
     reply = post(server, prompt=WORDS, max_tokens=200, **FOREVER)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "engine_error"
@@ -341,14 +341,14 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     """It was not in the engine yet, so it has not failed; and nothing is left running that nobody waits for."""
     expected = works(server)
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.engine.executor.decode.launch, [True]
+    launch, fails = server.llm.engine.model_runner.decoder.launch, [True]
 
     def failing(*args, **kwargs):
         if fails and fails.pop():
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
     first = background(server, prompt="w5", max_tokens=20, **FOREVER)
     wait_until(lambda: gate.closed)
     gate.let(1)  # its first token is handed out; the next step decodes
@@ -364,14 +364,14 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
 
 def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypatch):
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.engine.executor.decode.launch, []
+    launch, fails = server.llm.engine.model_runner.decoder.launch, []
 
     def failing(*args, **kwargs):
         if fails and fails.pop():
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
     other = background(server, prompt="w5", max_tokens=500, **FOREVER)
     gate.let(2)
     gone = raw_request(server, prompt="w6", max_tokens=500, **FOREVER)
@@ -396,7 +396,7 @@ def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
 
     with running(llm) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.executor.decode, "launch", failing)
+            patched.setattr(llm.engine.model_runner.decoder, "launch", failing)
             patched.setattr(llm.engine, "reset", failing)
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
@@ -412,7 +412,7 @@ def test_requests_that_all_fail_in_prefill_end_the_server(llm, monkeypatch):
 
     with running(llm) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(llm.engine.executor.prefill, "advance", failing)
+            patched.setattr(llm.engine.model_runner.prefiller, "advance", failing)
             for index in range(3):
                 assert post(server, prompt=f"w{index + 5}", max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
@@ -443,7 +443,7 @@ def test_an_engine_that_fails_for_good_ends_the_server(llm, monkeypatch):
         raise RuntimeError("on purpose")
 
     with running(llm) as server:
-        monkeypatch.setattr(llm.engine.executor.decode, "launch", failing)
+        monkeypatch.setattr(llm.engine.model_runner.decoder, "launch", failing)
         for _ in range(3):
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
         server.thread.join(20)

@@ -287,7 +287,7 @@ def with_beginning(tokenizer):
 
 
 def test_a_prompt_is_scored_once_for_all_answers(server, monkeypatch):
-    read = record_readings(server.llm.engine.executor, monkeypatch)
+    read = record_readings(server.llm.engine, monkeypatch)
     body = {"prompt": WORDS, "n": 4, "max_tokens": 0, "echo": True, "logprobs": 1}
     assert len(httpx.post(server.url + "/v1/completions", json=body).json()["choices"]) == 4
     assert len(read) == 1

@@ -176,7 +176,7 @@ def test_an_error_is_shown_and_the_message_comes_back(page):
 
 
 def test_an_error_in_mid_stream_is_shown(page, server, monkeypatch):
-    launch, calls = server.llm.engine.executor.decode.launch, []
+    launch, calls = server.llm.engine.model_runner.decoder.launch, []
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -184,7 +184,7 @@ def test_an_error_in_mid_stream_is_shown(page, server, monkeypatch):
             raise RuntimeError("on purpose")
         return launch(*args, **kwargs)
 
-    monkeypatch.setattr(server.llm.engine.executor.decode, "launch", failing)
+    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
     never_ending(page)
     ask(page, "The guard visited the flag.", tokens=500)
     page.get_by_role("alert").wait_for()

@@ -17,9 +17,9 @@ SETTINGS = {"max_model_len": 500, "slots": 3, "prefill_chunk": 32, "sessions": 2
 def guessing(checkpoint):
     """With guesses that are right more often than not, where the likeliest token is asked for."""
     llm = LLM(str(checkpoint), budget=BUDGET, speculative="lookup", speculative_tokens=3, **SETTINGS)
-    llm.engine.executor.cost.saw_guesses = lambda *seen: None  # guesses are made, whatever this machine is busy with
+    llm.engine.runner.cost.saw_guesses = lambda *seen: None  # guesses are made, whatever this machine is busy with
     known = answers_of(make(checkpoint, max_model_len=500), PROMPTS, greedy(120))
-    llm.engine.executor.drafter = Oracle(known, 0.7)
+    llm.engine.runner.drafter = Oracle(known, 0.7)
     with running(llm) as server:
         yield server
 

@@ -187,8 +187,8 @@ def tokens_of(text: str, model: str, max_model_len: int | None) -> int:
     Raises:
         ContextLengthError: The text does not fit.
     """
+    from snapstream.engine.requests.tokenizing import PromptTokenizer
     from snapstream.engine.settings import load_tokenizer
-    from snapstream.engine.tokenizing import PromptTokenizer
     from snapstream.models import resolve_checkpoint
 
     longest = longest_of(model, max_model_len)()

@@ -6,7 +6,8 @@ no mask, only a length::
     [ sink | pinned top-K | ring of recent tokens ]
       0..S   S..base        base..limit
 
-Entries below ``base`` never change after prefill, except with ``ring="resnap"`` (:mod:`snapstream.engine.renewal`).
+Entries below ``base`` never change after prefill, except with ``ring="resnap"``
+(:mod:`snapstream.engine.decode.renewal`).
 
 ``count`` is the number of tokens ever stored; valid entries are the prefix ``[0, min(count, limit))``. When a layout is
 computed, nothing has been overwritten yet, so ``count`` is also the number of entries in use. From then on every

@@ -47,7 +47,7 @@ class EngineConfig:
         context_bytes: Memory planned for contexts, texts that are prefilled once and asked many times, in bytes. See
             :meth:`snapstream.engine.llm.LLM.read`.
         prefix_contexts: Number of prefixes in the prefix cache, which keeps the full caches of prefixes that prompts
-            share in host memory. See :mod:`snapstream.engine.prefixes`.
+            share in host memory. See :mod:`snapstream.engine.prefill.prefix_cache`.
         kept_queries: Minimum number of a prompt's last queries that are kept, for requests whose own policy needs more
             of them than the engine's; -1 for all.
         max_logprobs: Maximum ``logprobs`` of a request; fixes a shape of the sampling graph.

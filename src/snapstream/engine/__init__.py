@@ -4,7 +4,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.engine.context import Context
 from snapstream.engine.llm import LLM
 from snapstream.engine.memory import EnginePlan, MemoryPlan, plan_engine
-from snapstream.engine.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
+from snapstream.engine.requests.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
 
 __all__ = [
     "LLM",

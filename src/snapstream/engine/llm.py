@@ -12,11 +12,11 @@ from typing import Any
 from snapstream.assets import PLAIN_CHAT, is_shipped
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.engine.admission import Prompt
 from snapstream.engine.context import Context, Render, continuation, opening
 from snapstream.engine.engine import Engine
 from snapstream.engine.memory import EnginePlan
-from snapstream.engine.output import RequestOutput
+from snapstream.engine.requests.admission import Prompt
+from snapstream.engine.requests.output import RequestOutput
 from snapstream.errors import RequestError
 
 

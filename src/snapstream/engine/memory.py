@@ -14,11 +14,12 @@ from snapstream.cache import StateShape
 from snapstream.compression.scoring import KEY_CHUNK
 from snapstream.config import KEPT_QUERIES, MIN_CAPACITY
 from snapstream.config.policy import ALL, rows_of_queries
-from snapstream.engine.evicted import kept_entries
-from snapstream.engine.prefill import ELSEWHERE, SCORED_ROWS, staging_length
+from snapstream.engine.decode.evicted import kept_entries
+from snapstream.engine.decode.verification import most_tokens
+from snapstream.engine.prefill.prefill import ELSEWHERE, SCORED_ROWS
+from snapstream.engine.prefill.staging import lanes, staging_length
+from snapstream.engine.requests.tokenizing import tokenizing_bytes
 from snapstream.engine.settings import Setup
-from snapstream.engine.tokenizing import tokenizing_bytes
-from snapstream.engine.verification import most_tokens
 from snapstream.errors import MemoryPlanError
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import ExpertProduct, GatedProduct, Product
@@ -49,8 +50,9 @@ class MemoryPlan:
         weights: Model parameters.
         slots: Compressed caches and states of all slots, and what a saved sequence needs besides: entries that a window
             has lost, and older states.
-        staging: Memory for the one prompt that is being prefilled: the cache of one layer (of each group, where layers
-            share caches), its values in multiplication order, the hidden states of all tokens, and the last queries.
+        staging: Memory for the prompts that are being prefilled, one per lane: the cache of one layer (of each group,
+            where layers share caches), its values in multiplication order, the hidden states of all tokens, and the
+            last queries.
         workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations between turns, for the maximum number of sessions.
         contexts: Maximum size of all contexts.
@@ -62,7 +64,7 @@ class MemoryPlan:
         slot_count: Number of slots.
         cache_entries: Entries per slot in layers with a budget; in a model without any, of its first window.
         max_model_len: Maximum sequence length.
-        padded_len: Tokens of the staging cache: ``max_model_len`` rounded up to whole chunks.
+        lanes: Tokens that each lane has room for; see :func:`snapstream.engine.prefill.staging.lanes`.
         bytes_per_token: Bytes of keys and values of one token over all layers.
         slot_bytes: Bytes of the caches of one slot, and of what they keep for the sake of saved sequences.
         weight_formats: Formats of the weights, for people.
@@ -83,7 +85,7 @@ class MemoryPlan:
     slot_count: int
     cache_entries: int
     max_model_len: int
-    padded_len: int
+    lanes: tuple[int, ...]
     bytes_per_token: int
     slot_bytes: int
     weight_formats: str
@@ -177,8 +179,9 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
     slots, length, chunk = setup.config.slots, setup.max_model_len, setup.chunk
     entries = setup.budget.capacity
 
-    def fits(**changes: int) -> bool:
-        return available is not None and _plan(setup, fixed, **changes).total <= available
+    def fits(slots: int | None = None, entries: int | None = None, length: int | None = None) -> bool:
+        planned = _plan(setup, fixed, slots=slots, entries=entries, length=length)
+        return available is not None and planned.total <= available
 
     def most_slots(entries: int) -> int | None:
         return None if available is None else _largest(lambda many: fits(slots=many, entries=entries))
@@ -223,7 +226,13 @@ def _smaller_weights(setup: Setup, available: int) -> str:
 
 
 def _plan(
-    setup: Setup, fixed: FixedSizes, *, slots: int | None = None, entries: int | None = None, length: int | None = None
+    setup: Setup,
+    fixed: FixedSizes,
+    *,
+    slots: int | None = None,
+    entries: int | None = None,
+    length: int | None = None,
+    is_drafter: bool = False,
 ) -> MemoryPlan:
     """The plan of an engine, optionally with other numbers of slots, entries or tokens than its settings."""
     spec, config, types = setup.spec, setup.config, setup.types
@@ -235,16 +244,9 @@ def _plan(
     chunk, sizes = setup.chunk, spec.sizes(types.cache)
     slot_bytes = sizes.of_slot(entries) + _evicted(setup)
     padded = staging_length(length, chunk, continued=config.goes_on)
+    of_lanes = (padded,) if is_drafter else lanes(padded, chunk)
     queries = setup.queries
-    shapes = [torch.Size((entry.heads, padded, spec.values_of(entry))) for entry in spec.entries]
-    together = sum if spec.shared_from else max  # layers without a cache read those of all groups
-    packed = together(math.prod(setup.backend.packed_shape(values, types.activations)) for values in shapes) * item
     entry_bytes = max(entry.nbytes(types.activations) for entry in spec.entries)
-    staged = together(entry.nbytes(types.activations) for entry in spec.entries)
-    states = [group for group in spec.groups if group.has_state]
-    one_state = max(
-        (group.nbytes(group.window or 0, types.activations) // len(group.layers) for group in states), default=0
-    )
     long = least_tokens(setup.device, types.activations)
     widened = fixed.widened if long is not None and padded >= long else 0
     multiplied = min(chunk, long - 1) if widened and long is not None and setup.device.type == "cuda" else chunk
@@ -270,12 +272,7 @@ def _plan(
     return MemoryPlan(
         weights=fixed.weights,
         slots=slots * slot_bytes,
-        staging=padded * staged
-        + one_state
-        + packed
-        + widened * item
-        + (padded + 1) * spec.hidden_size * item
-        + spec.heads * rows_of_queries(queries, padded) * spec.entries[0].size * item,
+        staging=sum(_staging(setup, spec, entries) for entries in of_lanes) + widened * item + spec.hidden_size * item,
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
@@ -295,12 +292,25 @@ def _plan(
         slot_count=slots,
         cache_entries=spec.groups[0].entries(entries),
         max_model_len=length,
-        padded_len=padded,
+        lanes=of_lanes,
         bytes_per_token=spec.kv_bytes_per_token(types.cache),
         slot_bytes=slot_bytes,
         weight_formats=setup.weight_formats,
         keeps_workspace=setup.captured,
     )
+
+
+def _staging(setup: Setup, spec: ModelSpec, entries: int) -> int:
+    """Bytes of a lane with room for so many tokens: :class:`snapstream.engine.prefill.staging.Staging`."""
+    dtype = setup.types.activations
+    shapes = [torch.Size((entry.heads, entries, spec.values_of(entry))) for entry in spec.entries]
+    together = sum if spec.shared_from else max  # layers without a cache read those of all groups
+    packed = together(math.prod(setup.backend.packed_shape(values, dtype)) for values in shapes)
+    states = [group for group in spec.groups if group.has_state]
+    one_state = max((group.nbytes(group.window or 0, dtype) // len(group.layers) for group in states), default=0)
+    queries = spec.heads * rows_of_queries(setup.queries, entries) * spec.entries[0].size
+    staged = entries * together(entry.nbytes(dtype) for entry in spec.entries)
+    return staged + one_state + (packed + entries * spec.hidden_size + queries) * dtype.itemsize
 
 
 def _most_entries(spec: ModelSpec, capacity: int) -> int:
@@ -312,7 +322,7 @@ def _states_of(spec: ModelSpec) -> list[StateShape]:
 
 
 def _evicted(setup: Setup) -> int:
-    """Bytes per slot of :class:`snapstream.engine.evicted.Evicted` and :class:`snapstream.engine.lagging.Lagging`."""
+    """Bytes per slot of what :mod:`~snapstream.engine.decode.evicted` and ``lagging`` keep for saved sequences."""
     config, dtype = setup.config, setup.types.cache
     if not config.goes_on:
         return 0
@@ -332,7 +342,8 @@ def _prefixes(setup: Setup, length: int) -> int:
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:
     """Bytes of the draft model, for as many slots and entries as the model has."""
     length = min(length, setup.max_model_len)
-    plan = _plan(setup, fixed_sizes(setup), slots=slots, entries=min(entries, length), length=length)
+    entries = min(entries, length)
+    plan = _plan(setup, fixed_sizes(setup), slots=slots, entries=entries, length=length, is_drafter=True)
     return plan.total - plan.tokenizing  # it receives tokens, so it does not tokenize
 
 

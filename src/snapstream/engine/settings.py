@@ -14,7 +14,7 @@ from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
-from snapstream.engine.lagging import inputs_to_keep
+from snapstream.engine.decode.lagging import inputs_to_keep
 from snapstream.errors import CheckpointError, ConfigurationError, first_line
 from snapstream.kernels.products import keeps_blocks
 from snapstream.models.files import resolve_config

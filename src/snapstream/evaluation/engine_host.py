@@ -10,7 +10,7 @@ from typing import Any
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.config.policy import most_queries
 from snapstream.engine import LLM, Context, RequestOutput
-from snapstream.engine.output import KeptTokens
+from snapstream.engine.requests.output import KeptTokens
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.policies import Variant

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from snapstream.config import SamplingParams
 from snapstream.engine import CompressedSequence
-from snapstream.engine.detokenizer import Detokenizer
+from snapstream.engine.requests.detokenizer import Detokenizer
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.completions import Completions
 from snapstream.serving.contexts import StoredContext

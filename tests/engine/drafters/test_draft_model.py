@@ -3,7 +3,7 @@
 import pytest
 
 from snapstream import CacheBudget, ConfigurationError, SamplingParams
-from snapstream.engine.pace import Pace
+from snapstream.engine.drafters.draft_length import DraftLength
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import BUDGET, greedy, make
@@ -29,7 +29,7 @@ def other(tmp_path_factory):
 
 @pytest.fixture
 def all_that_is_allowed(monkeypatch):
-    monkeypatch.setattr(Pace, "most", lambda pace, limit, cost: limit)
+    monkeypatch.setattr(DraftLength, "most", lambda pace, limit, cost: limit)
 
 
 def drafted_by(model, small, budget=BUDGET, **settings):
@@ -71,7 +71,7 @@ def test_another_model_changes_nothing_but_the_time(model, other, all_that_is_al
     llm = drafted_by(model, other)
     assert [out.token_ids for out in llm.generate(prompts, greedy(40))] == list(want.values())
     llm.generate(prompt(9), greedy(3))
-    assert len(llm.engine.executor.drafter.followers) <= 3
+    assert len(llm.engine.runner.drafter.followers) <= 3
 
 
 def test_resting_and_going_on(model):
@@ -79,7 +79,7 @@ def test_resting_and_going_on(model):
     want = make(model, slots=1).generate(prompt(100), greedy(60))[0]
     llm = drafted_by(model, model, slots=1)
     waits = iter([0] * 5 + [3] * 3 + [0] * 4 + [1] * 100)
-    llm.engine.executor._most_guesses = lambda request: next(waits)
+    llm.engine.runner._most_guesses = lambda request: next(waits)
     got = llm.generate(prompt(100), greedy(60))[0]
     assert got.token_ids == want.token_ids
     assert got.accepted == got.drafted > 15
@@ -89,7 +89,7 @@ def test_interrupts_and_aborts_leave_nothing_behind(model, all_that_is_allowed, 
     want = make(model).generate(prompt(70), greedy(30))[0].token_ids
     llm = drafted_by(model, model)
     engine = llm.engine
-    drafter = engine.executor.drafter
+    drafter = engine.runner.drafter
     for method in ("prepare", "guess"):
         engine.add_request(prompt(70), greedy(30))
         with monkeypatch.context() as patch:

@@ -170,7 +170,8 @@ def compile_products(dtype: torch.dtype) -> None:
 def make_engine(directory: str, **settings):
     """An engine on these kernels, of which nothing is computed; like one on CUDA but for the capture."""
     from snapstream import LLM
-    from snapstream.engine import engine, memory, prefill
+    from snapstream.engine import engine, memory
+    from snapstream.engine.prefill import prefill
     from snapstream.engine.settings import set_up
     from snapstream.kernels import sampling
     from snapstream.kernels import triton as kernels

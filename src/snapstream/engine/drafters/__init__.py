@@ -8,7 +8,7 @@ from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.drafters.draft_model import DraftModel
 from snapstream.engine.drafters.lookup import PromptLookup
 from snapstream.engine.drafters.next_token import NextToken
-from snapstream.engine.prefill import staging_length
+from snapstream.engine.prefill.staging import staging_length
 from snapstream.engine.settings import Setup, load_tokenizer
 from snapstream.errors import ConfigurationError
 from snapstream.models import load_model, resolve_checkpoint
@@ -44,5 +44,4 @@ def make_drafter(setup: Setup, tokenizer: Any) -> Drafter | None:
             f"such as {min(other)!r}; use a smaller model of the same family"
         )
     model = load_model(checkpoint, small.spec, small.types.weights, small.device)
-    padded = staging_length(small.max_model_len, small.chunk, continued=False)
-    return DraftModel(small, model, padded=padded)
+    return DraftModel(small, model, longest=staging_length(small.max_model_len, small.chunk, continued=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from snapstream.engine.request import Request
+from snapstream.engine.requests.request import Request
 
 
 class Drafter:

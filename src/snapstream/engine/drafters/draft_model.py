@@ -12,11 +12,11 @@ from weakref import ReferenceType, ref
 
 from typing_extensions import override
 
-from snapstream.engine.decode import Decode
+from snapstream.engine.decode.decode import Decode
 from snapstream.engine.drafters.base import Drafter
-from snapstream.engine.prefill import Prefill
-from snapstream.engine.reading import Reading
-from snapstream.engine.request import Request
+from snapstream.engine.prefill.job import PrefillJob
+from snapstream.engine.prefill.prefill import Prefill
+from snapstream.engine.requests.request import Request
 from snapstream.engine.settings import Setup
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
@@ -29,12 +29,12 @@ class _Follower:
 
     Attributes:
         request: The request.
-        reading: The prefill of its prompt; ``None`` once that is done.
+        job: The prefill of its prompt; ``None`` once that is done.
         stored: Number of generated tokens that are in the draft model's cache.
     """
 
     request: ReferenceType[Request]
-    reading: Reading | None
+    job: PrefillJob | None
     stored: int = 0
 
 
@@ -47,16 +47,16 @@ class DraftModel(Drafter):
         followers: Progress with the requests that it follows, by slot.
     """
 
-    def __init__(self, setup: Setup, model: DecoderModel, *, padded: int) -> None:
+    def __init__(self, setup: Setup, model: DecoderModel, *, longest: int) -> None:
         """Allocate the draft model's caches.
 
         Args:
             setup: The draft model's setup.
             model: The draft model.
-            padded: Tokens in its staging cache.
+            longest: Tokens of the longest prompt.
         """
         self._setup, self._spec, self._device = setup, setup.spec, setup.device
-        self.prefill = Prefill.of(setup, model, padded=padded)
+        self.prefill = Prefill.of(setup, model, [longest])
         self.decode = Decode.of(setup, model)
         self.followers: dict[int, _Follower] = {}
 
@@ -69,30 +69,30 @@ class DraftModel(Drafter):
         """Prefill one chunk of one request's prompt, through all layers."""
         self._follow(requests)
         for slot, follower in self.followers.items():
-            reading = follower.reading
-            if reading is None:
+            job = follower.job
+            if job is None:
                 continue
             with current_device(self._device):
                 for _ in range(self._spec.cached_layers):
-                    self.prefill.advance(reading)
-                    if reading.finished or reading.failed:
+                    self.prefill.advance(job)
+                    if job.finished or job.failed:
                         break
-            if reading.failed:
-                error = reading.targets[0].error
+            if job.failed:
+                error = job.targets[0].error
                 assert error is not None
                 raise error
-            if reading.finished:
-                layouts = reading.targets[0].layouts
-                self.decode.start(slot, layouts, len(reading.tokens), 0, None, active=False)
-                follower.reading = None
+            if job.finished:
+                layouts = job.targets[0].layouts
+                self.decode.start(slot, layouts, len(job.tokens), 0, None, active=False)
+                follower.job = None
             return
 
     @override
     def guess(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
         wanted: dict[int, tuple[Request, int]] = {}
         for request, many in zip(requests, most, strict=True):
-            slot = request.slot
-            if many and slot is not None and self._follows(slot, request):
+            slot = request.own_slot
+            if many and self._follows(slot, request):
                 wanted[slot] = request, many
         with current_device(self._device):
             first = self._catch_up({slot: request for slot, (request, _) in wanted.items()})
@@ -100,7 +100,7 @@ class DraftModel(Drafter):
             while going := {slot: made[slot] for slot, (_, many) in wanted.items() if len(made[slot]) < many}:
                 for slot, token in self._read(going, certain=False).items():
                     made[slot].append(token)
-        return [() if request.slot is None else made.get(request.slot, ()) for request in requests]
+        return [made.get(request.own_slot, ()) for request in requests]
 
     @override
     def reset(self) -> None:
@@ -109,26 +109,26 @@ class DraftModel(Drafter):
 
     def _follow(self, requests: Sequence[Request]) -> None:
         """Start following new requests, and drop those that are gone."""
-        here = {request.slot: request for request in requests}
+        here = {request.own_slot: request for request in requests}
         for left, follower in list(self.followers.items()):
             if follower.request() is not here.get(left):
                 self._leave(left)
         for request in requests:
-            slot, longest = request.slot, request.before + len(request.prompt) + request.max_tokens
-            if slot is None or slot in self.followers or longest > self._setup.max_model_len:
+            slot, longest = request.own_slot, request.prompt_tokens + request.max_tokens
+            if slot in self.followers or longest > self._setup.max_model_len:
                 continue
             tokens = request.all_tokens
             if max(tokens) >= self._spec.vocab_size:
                 continue
-            reading = Reading(self._spec, tokens)
+            job = PrefillJob(self._spec, tokens)
             budget = self._setup.budget
-            reading.add(budget, self.decode.slot(slot, reading.layouts(budget)))
-            self.followers[slot] = _Follower(ref(request), reading)
+            job.add(budget, self.decode.slot(slot, job.layouts(budget)))
+            self.followers[slot] = _Follower(ref(request), job)
 
     def _follows(self, slot: int, request: Request) -> bool:
         """Whether a request's prompt has been prefilled."""
         follower = self.followers.get(slot)
-        return follower is not None and follower.request() is request and follower.reading is None
+        return follower is not None and follower.request() is request and follower.job is None
 
     def _leave(self, slot: int) -> None:
         self.decode.release(slot)

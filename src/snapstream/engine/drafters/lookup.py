@@ -14,7 +14,7 @@ import numpy
 from typing_extensions import override
 
 from snapstream.engine.drafters.base import Drafter
-from snapstream.engine.request import Request
+from snapstream.engine.requests.request import Request
 
 SHORTEST, LONGEST = 2, 16
 """Minimum length of a match with the last tokens, and maximum length that is compared."""

@@ -11,9 +11,9 @@ from weakref import ReferenceType, ref
 
 from typing_extensions import override
 
-from snapstream.engine.ahead import Ahead
+from snapstream.engine.decode.mtp import Ahead
 from snapstream.engine.drafters.base import Drafter
-from snapstream.engine.request import Request
+from snapstream.engine.requests.request import Request
 from snapstream.kernels.triton import current_device
 from snapstream.transfers import to_host
 
@@ -33,8 +33,7 @@ class NextToken(Drafter):
         before, self._followed = self._followed, {}
         wanted: list[tuple[int, int]] = []
         for request, many in zip(requests, most, strict=True):
-            slot = request.slot
-            assert slot is not None
+            slot = request.own_slot
             known = before.get(slot)
             wanted.append((slot, many if known is not None and known() is request else 0))
             self._followed[slot] = ref(request)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapstream.engine.graphs import StaticGraph
+from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.kernels.parts import Machine
 from snapstream.kernels.sampling import Sampled, SamplingState, sample
 from snapstream.kernels.taking import accept

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.cache import LayerCache, StateCache
-from snapstream.engine.verification import Parts, Run
+from snapstream.engine.decode.verification import Parts, Run
 from snapstream.kernels.cpu.program import unsupported
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers

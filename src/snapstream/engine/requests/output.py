@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from snapstream.cache import CompressedSequence
 
@@ -104,6 +104,13 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: dict[int, float]
+
+
+class Token(NamedTuple):
+    """A generated token, and its log-probabilities if they were requested."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass

@@ -10,10 +10,11 @@ from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.engine.detokenizer import CONTEXT, Detokenizer, special_tokens
-from snapstream.engine.request import Request
-from snapstream.engine.text import OutputText
-from snapstream.engine.tokenizing import PromptTokenizer
+from snapstream.engine.prefill.result import PrefillResult
+from snapstream.engine.requests.detokenizer import CONTEXT, Detokenizer, special_tokens
+from snapstream.engine.requests.request import Request
+from snapstream.engine.requests.text import OutputText
+from snapstream.engine.requests.tokenizing import PromptTokenizer
 from snapstream.errors import ContextLengthError, RequestError
 from snapstream.models.ends import end_names, stop_tokens
 from snapstream.models.spec import ModelSpec
@@ -99,7 +100,7 @@ class Admission:
             ),
             past=past,
             keep=keep,
-            sequence=None if tokens else past,
+            prefilled=PrefillResult.of_stored(past, keep=keep) if past is not None and not tokens else None,
         )
 
     def _check_past(self, past: CompressedSequence, tokens: list[int], params: SamplingParams) -> None:

@@ -12,7 +12,10 @@ are running.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from snapstream.compression import Layout
 from snapstream.compression.policies.keydiff import KeyDifferences
@@ -31,18 +34,21 @@ class Placement:
         fixed: Number of entries at the start that keep their places permanently.
         waiting: Number of entries at the end that have not competed.
         decoded: Tokens that had been decoded and stored at that time.
+        positions: Per layer, true positions of its entries at that time, int32 ``[N, count]``; empty if they are not
+            tracked.
     """
 
     layout: Layout
     fixed: int
     waiting: int
     decoded: int = 0
+    positions: Sequence[Tensor] = field(default=(), compare=False)
 
     @classmethod
-    def of_prompt(cls, layout: Layout, budget: CacheBudget) -> Placement:
+    def of_prompt(cls, layout: Layout, budget: CacheBudget, positions: Sequence[Tensor] = ()) -> Placement:
         """Placement after prefill; entries that fit without a selection have not competed."""
         waiting = layout.length - layout.candidate_end if layout.dropped else layout.count - layout.base
-        return cls(layout, max(budget.sink, min(layout.base, budget.fixed)), waiting)
+        return cls(layout, max(budget.sink, min(layout.base, budget.fixed)), waiting, positions=positions)
 
     def count(self, decoded: int) -> int:
         """Entries ever stored, as the layout counts them, after ``decoded`` decoded tokens."""
@@ -56,7 +62,7 @@ class Placement:
         return self.decoded + max(limit - count, limit - base - self.waiting)
 
     def renewed(self, decoded: int, budget: CacheBudget) -> Placement:
-        """The next placement, when the cache is full and ``decoded`` tokens have been stored."""
+        """The next placement, when the cache is full and ``decoded`` tokens have been stored; without positions."""
         limit, waiting = self.layout.limit, newest(budget)
         layout = Layout(limit, limit - waiting, max(self.fixed, limit - budget.recent), limit, limit)
         return Placement(layout, self.fixed, waiting, decoded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +26,14 @@ from snapstream.compression import (
     surviving_tokens,
 )
 from snapstream.config import CacheBudget, LayerPrompt
-from snapstream.engine.ahead import Ahead
-from snapstream.engine.evicted import Evicted
-from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.lagging import Lagging
-from snapstream.engine.programs import Programs
-from snapstream.engine.renewal import Placement
+from snapstream.engine.decode.evicted import Evicted
+from snapstream.engine.decode.graphs import StaticGraph
+from snapstream.engine.decode.lagging import Lagging
+from snapstream.engine.decode.mtp import Ahead
+from snapstream.engine.decode.programs import Programs
+from snapstream.engine.decode.renewal import Placement
+from snapstream.engine.decode.verification import Verification, most_tokens
 from snapstream.engine.settings import Setup, Types
-from snapstream.engine.verification import Verification, most_tokens
 from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.parts import Slots
 from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
@@ -211,10 +211,9 @@ class Decode:
         self,
         slot: int,
         indices: Sequence[int],
-        layout: Layout,
+        placement: Placement,
         position: int,
         *,
-        positions: Sequence[Tensor],
         tokens: Sequence[int],
         answer: str,
         logits: Tensor | None,
@@ -225,9 +224,8 @@ class Decode:
         Args:
             slot: Index of the slot.
             indices: In layers with a budget, tokens to take, by their index in the order they were stored.
-            layout: The layout of these layers when places were last assigned.
+            placement: When their places were last assigned, with true positions.
             position: True position of the next token at that time.
-            positions: Per layer, true positions of its entries at that time, ``[N, count]``.
             tokens: See :class:`CompressedSequence`.
             answer: See :class:`CompressedSequence`.
             logits: See :class:`CompressedSequence`.
@@ -236,11 +234,11 @@ class Decode:
         layers, known, layouts = dict[int, LayerCache](), dict[int, Tensor](), list[Layout]()
         for number, group in enumerate(self.model.spec.groups):
             if group.has_budget:
-                taken = self._entries(indices, layout)
-                layouts.append(layout.turned_to(len(indices)))
+                taken = self._entries(indices, placement.layout)
+                layouts.append(placement.layout.turned_to(len(indices)))
                 for layer in group.layers:
                     layers[layer] = self.layers[layer].take(slot, taken.places)
-                    known[layer] = taken.positions(positions[layer], position)
+                    known[layer] = taken.positions(placement.positions[layer], position)
                 continue
             assert self.evicted is not None
             assert group.window is not None
@@ -277,9 +275,8 @@ class Decode:
         decoded: int,
         position: int,
         budget: CacheBudget,
-        positions: Sequence[Tensor],
-    ) -> tuple[Placement, list[Tensor]]:
-        """Reassign the pinned places of a full slot, between two launches; see :mod:`snapstream.engine.renewal`.
+    ) -> Placement:
+        """Reassign the pinned places of a full slot, between two launches; see :mod:`snapstream.engine.decode.renewal`.
 
         Args:
             slot: Index of the slot.
@@ -287,18 +284,16 @@ class Decode:
             decoded: Tokens that have been decoded and stored.
             position: True position of the next token at the time of ``placement``.
             budget: The sequence's budget.
-            positions: Per layer, true positions of its entries at that time; empty if they are not tracked.
 
         Returns:
-            The new placement, and per layer the true positions of the entries in it; those of layers with a window are
-            as they were.
+            The new placement. True positions of layers with a window are as they were.
         """
         count, after = placement.count(decoded), placement.renewed(decoded, budget)
         layout, chosen_by = after.layout, after.choice()
         laid_out = layout_tensors([layout], self.token.device)
         aged = self._entries(surviving_tokens(placement.layout, count, count), placement.layout)
         with_budget = [group for group in self.model.spec.groups if group.has_budget]
-        moved = list(positions)
+        moved = list(placement.positions)
         for number in (layer for group in with_budget for layer in group.layers):
             layer = self.layers[number]
             mine = layer.take(slot, aged.places)
@@ -306,11 +301,11 @@ class Decode:
             shown = LayerPrompt(nobody, mine.keys, None, laid_out, chosen_by.sink, self.scale, number)
             chosen = choose_entries(shown, chosen_by)[0]
             mine.gather(chosen, layer.row(slot, layout.limit))
-            if positions:
-                moved[number] = aged.positions(positions[number], position).gather(1, chosen)
+            if moved:
+                moved[number] = aged.positions(moved[number], position).gather(1, chosen)
         self.base[: len(with_budget), slot].fill_(layout.base)
         self.count[: len(with_budget), slot].fill_(layout.count)
-        return after, moved
+        return replace(after, positions=moved)
 
     def _entries(self, indices: Sequence[int], layout: Layout) -> _Entries:
         device = self.token.device

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from snapstream.engine.graphs import StaticGraph
-from snapstream.engine.programs import Programs
-from snapstream.engine.verification import Run, most_tokens
+from snapstream.engine.decode.graphs import StaticGraph
+from snapstream.engine.decode.programs import Programs
+from snapstream.engine.decode.verification import Run, most_tokens
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.products import linear
 from snapstream.kernels.taking import Commit

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from snapstream.cache import CacheSizes, CompressedSequence
 from snapstream.compression import entry_of
-from snapstream.engine.output import CacheUse, RequestOutput, SlotUse
-from snapstream.engine.renewal import Placement
-from snapstream.engine.request import Request
+from snapstream.engine.requests.output import CacheUse, RequestOutput, SlotUse
+from snapstream.engine.requests.request import Phase, Request
 
 
 def cache_use(request: Request, sizes: CacheSizes) -> CacheUse | None:
-    """Cache use of a request's prompt; ``None`` until prefill has ended."""
-    if not request.layouts:
+    """Cache use of a request's prompt; ``None`` until it is in its slot."""
+    result = request.prefilled
+    if result is None or request.phase is Phase.WAITING:
         return None
-    layout = request.layouts[0]
+    layout = result.layouts[0]
     sink = min(request.budget.sink, layout.length, layout.base)
-    prompt_tokens = request.before + len(request.prompt)
     return CacheUse(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         sink=sink,
         pinned=min(layout.base, layout.count) - sink,
         recent=max(layout.count - layout.base, 0),
-        dropped=prompt_tokens - layout.count,
+        dropped=request.prompt_tokens - layout.count,
         limit=layout.limit,
-        bytes_held=sizes.of([each.limit for each in request.layouts]),
+        bytes_held=sizes.of([each.limit for each in result.layouts]),
         bytes_full=sizes.of_prompt(request.seen),
-        kept=request.kept,
+        kept=result.kept,
     )
 
 
-def slot_use(request: Request, sizes: CacheSizes) -> SlotUse:
-    """Slot use of a request that is being decoded, or was when it ended."""
-    assert request.slot is not None
-    placement = request.placement or Placement.of_prompt(request.layouts[0], request.budget)
+def slot_use(request: Request, slot: int, sizes: CacheSizes) -> SlotUse:
+    """Use of a slot by a request that is being decoded in it, or was when it ended."""
+    result, placement = request.prefilled, request.placement
+    assert result is not None
+    assert placement is not None
     layout, stored = placement.layout, placement.count(request.decoded)
     sink = min(request.budget.sink, layout.count, layout.base)
     return SlotUse(
-        slot=request.slot,
+        slot=slot,
         busy=request.finish_reason is None,
         request_id=request.request_id,
         seen=request.seen,
@@ -46,9 +46,9 @@ def slot_use(request: Request, sizes: CacheSizes) -> SlotUse:
         limit=layout.limit,
         next_entry=entry_of(layout, stored),
         generated=len(request.tokens),
-        bytes_held=sizes.of([each.limit for each in request.layouts]),
+        bytes_held=sizes.of([each.limit for each in result.layouts]),
         bytes_full=sizes.of_prompt(request.seen),
-        kept=request.shares,
+        kept=result.shares,
     )
 
 
@@ -61,19 +61,20 @@ def output_of(request: Request, new_text: str, saved: CompressedSequence | None,
         saved: Its compressed sequence, if it is returned now.
         sizes: Sizes of caches.
     """
-    wants_scores = request.params.prompt_logprobs is not None and bool(request.layouts)
+    result, cache = request.prefilled, cache_use(request, sizes)
+    wants_scores = request.params.prompt_logprobs is not None and cache is not None
     return RequestOutput(
         request_id=request.request_id,
         new_text=new_text,
         token_count=len(request.tokens),
-        reused=request.reused,
-        drafted=request.pace.drafted,
-        accepted=request.pace.accepted,
+        reused=0 if result is None else result.reused,
+        drafted=request.drafted,
+        accepted=request.accepted,
         finished=request.finish_reason is not None,
         finish_reason=request.finish_reason,
         error=request.error,
-        cache=cache_use(request, sizes),
-        prompt_logprobs=request.prompt_logprobs if wants_scores else None,
+        cache=cache,
+        prompt_logprobs=result.logprobs if wants_scores and result is not None else None,
         saved=saved,
         _produced=request.text.produced,
         _pieces=len(request.text.produced.pieces),

@@ -60,16 +60,9 @@ class StepCost:
 
 
 @dataclass
-class Pace:
-    """Draft length of one request.
+class DraftLength:
+    """Draft length of one request."""
 
-    Attributes:
-        drafted: Draft tokens that were verified.
-        accepted: Draft tokens that were accepted.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
     _right: float = field(default=0.7, repr=False)
     _rest: int = field(default=1, repr=False)
     _resting: int = field(default=0, repr=False)
@@ -103,8 +96,6 @@ class Pace:
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Record the verified and accepted draft tokens of a step; those after a wrong one carry no information."""
-        self.drafted += drafted
-        self.accepted += accepted
         for right in [1.0] * accepted + [0.0] * (accepted < drafted):
             self._right = _mean(self._right, right)
 

@@ -1,4 +1,4 @@
-"""The state of a prefill in progress: how far each layer has got, and the caches the prompt is compressed into."""
+"""The prefill of one prompt: how far each layer has got, and the caches the prompt is compressed into."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
-from snapstream.engine.output import KEPT_PARTS, KeptTokens, TokenLogprobs
-from snapstream.engine.prefixes import Prefix
+from snapstream.engine.prefill.prefix_cache import Prefix
+from snapstream.engine.prefill.result import PrefillResult, shares_of
+from snapstream.engine.requests.output import KeptTokens, TokenLogprobs
 from snapstream.models.spec import ModelSpec
 from snapstream.transfers import to_host
 
@@ -22,12 +23,14 @@ class Target:
     """The compressed cache of one request, with the request's own size and policy.
 
     Attributes:
+        slot: The slot that the cache is in; ``None`` for one outside of any.
         budget: The request's budget.
         layers: One cache per layer, with a batch size of 1 and room for all kept entries: part of a slot, or
             separately allocated.
         layouts: Per group of layers, the layout of the compressed prompt.
         telemetry: Whether to report which tokens were kept, and the share of attention on them.
-        wants_positions: Whether true positions are needed later.
+        keep: Whether true positions are needed later.
+        scored: Number of most likely tokens to report for each prompt token; ``None`` if the prompt is not scored.
         positions: Per finished layer, true positions of the entries, int32 ``[N, count]``, if wanted.
         mass: Per finished layer that reports are about, the share of the last tokens' attention that falls on kept
             tokens, a scalar.
@@ -40,13 +43,20 @@ class Target:
     budget: CacheBudget
     layers: Sequence[LayerCache]
     layouts: tuple[Layout, ...]
+    slot: int | None = None
     telemetry: bool = False
-    wants_positions: bool = False
+    keep: bool = False
+    scored: int | None = None
     positions: list[Tensor] = field(default_factory=list)
     mass: list[Tensor] = field(default_factory=list)
     parts: Tensor | None = None
     counted: int = 0
     error: Exception | None = None
+
+    @property
+    def wants_positions(self) -> bool:
+        """Whether true positions are collected."""
+        return self.keep or self.telemetry
 
     def kept_tokens(self, reported: Sequence[int]) -> KeptTokens:
         """Which tokens were kept in the layers that reports are about; without the next-token module's."""
@@ -55,22 +65,18 @@ class Target:
         kept = tuple(tuple(tuple(head) for head in layer.sort(-1).values.tolist()) for layer in layers)
         return KeptTokens(tuple(mass.tolist()), kept)
 
-    def kept_shares(self, length: int) -> tuple[float, ...]:
-        """Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of a conversation of ``length`` tokens."""
-        return _shares(self.parts, length, self.counted)
 
-
-class Reading:
+class PrefillJob:
     """The prefill of one prompt for one or more requests.
 
     Attributes:
+        lane: Index of the staging memory that it works in; see :mod:`snapstream.engine.prefill.staging`.
         tokens: The prompt, without earlier turns.
         past: The compressed cache of earlier turns.
         prefix: The cached prefix that the prompt starts with, if there is one.
         skipped: Number of prompt tokens taken from ``prefix``.
         keeps: The prefix of the prompt that is being added to the prefix cache, layer by layer.
         targets: The caches it is compressed into; several if several requests have this prompt.
-        scored: Number of most likely tokens to report for each prompt token; ``None`` if the prompt is not scored.
         layer: The current layer.
         done: Tokens that have passed through it.
         logits: Logits of the last token, float32 ``[1, vocab]``, once they are computed.
@@ -83,9 +89,9 @@ class Reading:
         tokens: Sequence[int],
         *,
         past: CompressedSequence | None = None,
-        scored: int | None = None,
+        lane: int = 0,
     ) -> None:
-        self.tokens, self.past, self.scored = tokens, past, scored
+        self.tokens, self.past, self.lane = tokens, past, lane
         self.prefix: Prefix | None = None
         self.skipped = 0
         self.keeps: Prefix | None = None
@@ -137,6 +143,11 @@ class Reading:
         return all(target.error is not None for target in self.targets)
 
     @property
+    def scored(self) -> int | None:
+        """Number of most likely tokens to report for each prompt token; ``None`` if the prompt is not scored."""
+        return max((each.scored for each in self.targets if each.scored is not None), default=None)
+
+    @property
     def share(self) -> float:
         """Share of the work that is done, between 0 and 1."""
         skipped = self._work(self.skipped)
@@ -148,25 +159,53 @@ class Reading:
         budget: CacheBudget,
         layers: Sequence[LayerCache],
         *,
+        slot: int | None = None,
         telemetry: bool = False,
-        wants_positions: bool = False,
+        keep: bool = False,
+        scored: int | None = None,
     ) -> Target:
         """Add a target for one more request; must be called before the prefill starts.
 
         Args:
             budget: The request's budget.
             layers: Per layer, a cache with a batch size of 1 and room for all kept entries.
+            slot: See :class:`Target`.
             telemetry: See :class:`Target`.
-            wants_positions: See :class:`Target`.
+            keep: See :class:`Target`.
+            scored: See :class:`Target`.
 
         Returns:
             The target, which is filled layer by layer.
         """
         assert self.layer == 0
         assert self.done == self.skipped
-        layouts = self.layouts(budget)
-        self.targets.append(Target(budget, layers, layouts, telemetry, telemetry or wants_positions))
+        self.targets.append(Target(budget, layers, self.layouts(budget), slot, telemetry, keep, scored))
         return self.targets[-1]
+
+    def result(self, target: Target) -> PrefillResult:
+        """What the finished prefill leaves behind for one of its targets."""
+        sequence = None
+        if target.slot is None:
+            sequence = CompressedSequence(
+                groups=self._spec.groups,
+                layers=target.layers,
+                positions=target.positions,
+                layouts=target.layouts,
+                tokens=(*(() if self.past is None else self.past.tokens), *self.tokens),
+                logits=self.logits,
+                budget=target.budget,
+            )
+        scores = () if target.scored is None else (_shortened(one, target.scored) for one in self.logprobs)
+        return PrefillResult(
+            layouts=target.layouts,
+            logits=self.logits,
+            positions=target.positions if target.keep else (),
+            sequence=sequence,
+            kept=target.kept_tokens(reported_layers(self._spec.groups)) if target.telemetry else None,
+            shares=shares_of(target.parts, self.total, target.counted),
+            logprobs=tuple(scores),
+            reused=self.skipped,
+        )
 
     def layouts(self, budget: CacheBudget) -> tuple[Layout, ...]:
         """Per group of layers, the layout of the prompt compressed with a budget."""
@@ -190,24 +229,8 @@ class Reading:
         return tokens * (self._constant + self._per_key * (self._before(0) + tokens / 2))
 
 
-def kept_shares(sequence: CompressedSequence) -> tuple[float, ...]:
-    """Share of tokens that a sequence holds of each of :data:`KEPT_PARTS` equal parts of its conversation."""
-    length = len(sequence.tokens)
-    if sequence.entries == length:
-        return _shares(None, length, 1)
-    positions = [sequence.positions[layer] for layer in reported_layers(sequence.groups)]
-    held = to_host([torch.cat(positions)])[0].to(torch.int64)
-    return _shares(count_parts(held, length), length, len(held))
-
-
-def count_parts(positions: Tensor, length: int) -> Tensor:
-    """Count the positions, int64, that lie in each of :data:`KEPT_PARTS` equal parts of ``length`` tokens."""
-    part = positions.flatten() * KEPT_PARTS // length
-    return torch.zeros(KEPT_PARTS, dtype=torch.int64, device=part.device).scatter_add_(0, part, torch.ones_like(part))
-
-
-def _shares(parts: Tensor | None, length: int, copies: int) -> tuple[float, ...]:
-    if parts is None:  # nothing was dropped
-        return (1.0,) * KEPT_PARTS
-    sizes = count_parts(torch.arange(length), length)
-    return tuple((to_host([parts])[0] / (sizes * copies).clamp(min=1)).tolist())
+def _shortened(one: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
+    """The report cut to ``most`` alternatives; other requests with the same prompt may have asked for more."""
+    if one is None or len(one.top) == most:
+        return one
+    return TokenLogprobs(one.token_id, one.logprob, dict(list(one.top.items())[:most]))

@@ -14,9 +14,9 @@ import torch
 
 from snapstream.cache import LayerCache, StateCache
 from snapstream.config import EngineConfig
-from snapstream.engine.evicted import FURTHEST
-from snapstream.engine.programs import Programs
-from snapstream.engine.verification import Run
+from snapstream.engine.decode.evicted import FURTHEST
+from snapstream.engine.decode.programs import Programs
+from snapstream.engine.decode.verification import Run
 from snapstream.kernels.parts import Machine, Slots, allocate_buffers
 from snapstream.models.spec import ModelSpec
 

@@ -1,35 +1,31 @@
-"""One request inside the engine: its parameters, its progress, and what it has produced."""
+"""One request inside the engine: what was asked, and how far it is."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from snapstream.cache import CompressedSequence
-from snapstream.compression import Layout
 from snapstream.config import CacheBudget, SamplingParams
-from snapstream.engine.output import FinishReason, KeptTokens, TokenLogprobs
-from snapstream.engine.pace import Pace
-from snapstream.engine.renewal import Placement
-from snapstream.engine.text import OutputText
+from snapstream.engine.decode.renewal import Placement
+from snapstream.engine.prefill.result import PrefillResult
+from snapstream.engine.requests.output import FinishReason
+from snapstream.engine.requests.text import OutputText
 
 
 class Phase(enum.Enum):
-    """Phase of a request."""
+    """Phase of a request; see :class:`~snapstream.engine.requests.table.RequestTable`."""
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
     DECODE = enum.auto()
-    FINISHED = enum.auto()
+    DONE = enum.auto()
 
 
 @dataclass(eq=False)
 class Request:
-    """State of a request.
+    """State of a request. Only the table changes it.
 
     Attributes:
         request_id: Its id.
@@ -43,16 +39,10 @@ class Request:
         keep: Whether its compressed cache is returned at the end.
         phase: Its phase.
         slot: The slot it decodes in, or will after prefill.
-        sequence: Its compressed prompt, as long as that waits for a slot.
-        layouts: Per group of layers, the layout of its cache, once prefill has ended; empty before.
+        prefilled: The result of its prefill, or what it continues from unchanged.
         placement: Layout of its cache in layers with a budget when places were last assigned, once it decodes.
-        logits: Logits of the prompt's last token, if the cache is returned with nothing generated.
-        positions: Per layer, true positions of the entries of its placement, if the cache is returned.
-        prompt_logprobs: Log-probabilities of the prompt's tokens, if requested.
-        kept: Which tokens were kept, if requested.
-        shares: Share of tokens kept in each part of the prompt.
-        reused: Prompt tokens taken from the prefix cache.
-        pace: Draft length and acceptance with speculative decoding.
+        drafted: Draft tokens that were verified, with speculative decoding.
+        accepted: Draft tokens that were accepted.
         finish_reason: Why it ended, once it has.
         error: What went wrong.
     """
@@ -68,18 +58,18 @@ class Request:
     keep: bool = False
     phase: Phase = Phase.WAITING
     slot: int | None = None
-    sequence: CompressedSequence | None = None
-    layouts: tuple[Layout, ...] = ()
+    prefilled: PrefillResult | None = None
     placement: Placement | None = None
-    logits: Tensor | None = None
-    positions: Sequence[Tensor] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    kept: KeptTokens | None = None
-    shares: tuple[float, ...] = ()
-    reused: int = 0
-    pace: Pace = field(default_factory=Pace)
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def own_slot(self) -> int:
+        """The slot of a request that has one."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def before(self) -> int:
@@ -87,14 +77,30 @@ class Request:
         return 0 if self.past is None else len(self.past.tokens)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, with earlier turns."""
+        return self.before + len(self.prompt)
+
+    @property
     def all_tokens(self) -> list[int]:
         """The prompt, with earlier turns."""
         return [*(() if self.past is None else self.past.tokens), *self.prompt]
 
     @property
+    def staged(self) -> int:
+        """Entries that its prompt takes in a staging cache, in the group of layers that has the most."""
+        known = () if self.past is None else self.past.layouts
+        return len(self.prompt) + max((layout.count for layout in known), default=0)
+
+    @property
     def tokens(self) -> list[int]:
         """Generated tokens."""
         return self.text.tokens
+
+    @property
+    def remaining(self) -> int:
+        """Maximum number of tokens that it still generates."""
+        return self.max_tokens - len(self.tokens)
 
     @property
     def decoded(self) -> int:
@@ -110,15 +116,7 @@ class Request:
     @property
     def seen(self) -> int:
         """Number of tokens of the conversation so far."""
-        return self.before + len(self.prompt) + len(self.tokens)
-
-    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a generated token; sets ``finish_reason`` if it is the last."""
-        last = len(self.tokens) + 1 >= self.max_tokens
-        if self.text.append(token, logprobs, last=last):
-            self.finish_reason = "stop"
-        elif last:
-            self.finish_reason = "length"
+        return self.prompt_tokens + len(self.tokens)
 
     def shares_prompt_with(self, other: Request) -> bool:
         """Whether one prefill serves both requests."""

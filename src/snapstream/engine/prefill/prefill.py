@@ -1,4 +1,4 @@
-"""Prefill: one prompt at a time, layer by layer.
+"""Prefill: layer by layer, in steps of one chunk.
 
 All chunks of the prompt pass through one layer before the first chunk enters the next. After the last chunk, the
 layer's cache is compressed directly into the slot where the request will decode, and the staging cache is free for the
@@ -19,7 +19,6 @@ order in which they multiply them (``packed``).
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,13 +28,15 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
-from snapstream.cache import EntryShape, LayerCache, StateCache, no_positions, reported_layers
+from snapstream.cache import LayerCache, StateCache, no_positions, reported_layers
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
-from snapstream.engine.output import TokenLogprobs
-from snapstream.engine.prefixes import Prefix
-from snapstream.engine.reading import Reading, Target, count_parts
+from snapstream.engine.prefill.job import PrefillJob, Target
+from snapstream.engine.prefill.prefix_cache import Prefix
+from snapstream.engine.prefill.result import count_parts
+from snapstream.engine.prefill.staging import Staging
+from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
@@ -72,10 +73,10 @@ class _Layer:
 
 
 class Prefill:
-    """Owns the staging cache of one layer and the hidden states of the one prompt that is being prefilled.
+    """Owns what prompts occupy while they are prefilled, and the buffers of a chunk.
 
     Attributes:
-        staging: The staging cache, as layers of the first group see it.
+        lanes: Memory of the prompts that are being prefilled: of one of any length, then of a short one.
         widened_from: Tokens of a prompt from which on weights are widened; 0 if they never are.
     """
 
@@ -86,17 +87,17 @@ class Prefill:
         *,
         types: Types,
         queries: int,
-        padded: int,
+        lanes: Sequence[int],
         chunk: int,
     ) -> None:
-        """Allocate the buffers for the longest prompt.
+        """Allocate the buffers.
 
         Args:
             model: The model.
             backend: The attention backend.
             types: The engine's dtypes.
             queries: Number of last queries of a prompt to keep, or ALL.
-            padded: Tokens in the staging cache, see :func:`staging_length`.
+            lanes: Tokens that each lane has room for, the longest first; see :func:`~.staging.lanes`.
             chunk: Prompt tokens per launch.
         """
         spec, device, dtype = model.spec, model.device, types.activations
@@ -108,28 +109,9 @@ class Prefill:
         self._softmaxes: dict[int, dict[str, Any]] = {
             each.layer: {"scale": each.scale, "cap": each.cap, "sinks": each.sinks} for each in attends
         }
-        # One memory for the layers of all groups, seen as the entries of each; unless layers read several caches.
-        sizes = [math.prod(entry.shape(1, padded)) * entry.kind.stored for entry in spec.entries]
-        memory = iter(_memories(sizes, dtype, device, apart=bool(spec.shared_from)))
-        self._stagings = [
-            group.entry.within(next(memory), 1, padded)
-            if isinstance(group.entry, EntryShape)
-            else group.entry.empty(1, group.window or 0, dtype=dtype, device=device)
-            for group in spec.groups
+        self.lanes = [
+            Staging(spec, backend, types=types, queries=queries, entries=entries, device=device) for entries in lanes
         ]
-        self.staging = self._stagings[0]
-        columns = [spec.values_of(entry) if backend.narrow_values else entry.size for entry in spec.entries]
-        wanted = [
-            backend.packed_shape(torch.Size((entry.heads, padded, size)), dtype)
-            for entry, size in zip(spec.entries, columns, strict=True)
-        ]
-        packed = _memories([math.prod(shape) for shape in wanted], dtype, device, apart=bool(spec.shared_from))
-        self._packed = [each.view(shape) for each, shape in zip(packed, wanted, strict=True)]
-        self._packed_until = torch.zeros((), dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(padded, spec.hidden_size, dtype=dtype, device=device)
-        self.queries = torch.zeros(
-            spec.heads, rows_of_queries(queries, padded), spec.entries[0].size, dtype=dtype, device=device
-        )
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
         self._layers = [_Layer(self._operations_of(layer)) for layer in range(spec.cached_layers)]
         self._layers[-1].others = [each for layer in sorted(spec.shared_from) for each in self._operations_of(layer)]
@@ -137,11 +119,11 @@ class Prefill:
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
         self.widened_from = 0
         long = least_tokens(device, dtype) if numbers else None
-        if long is not None and padded >= long:
+        if long is not None and lanes[0] >= long:
             self.widened_from = long
             logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
-        self._layer = self._layers[0]  # the one that the prompt passes through, perhaps widened
+        self._wide: tuple[int, _Layer] | None = None  # the layer whose weights are widened now
         self._embed = [*model.embed()]
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
         self._output = [*model.output()]
@@ -153,106 +135,120 @@ class Prefill:
         self._buffers = allocate_buffers(parts, chunk, dtype, device=device)
         self._reported = frozenset(reported_layers(spec.groups))
         tokens = torch.zeros(1, chunk, dtype=torch.int64, device=device)
-        self._slots = Slots.of_prompt(tokens, padded, len(spec.groups))
+        self._slots = Slots.of_prompt(tokens, max(lanes), len(spec.groups))
 
     @classmethod
-    def of(cls, setup: Setup, model: DecoderModel, *, padded: int) -> Prefill:
-        """Build the prefill of an engine; ``padded`` is the number of tokens in the staging cache."""
-        return cls(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=setup.chunk)
+    def of(cls, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> Prefill:
+        """Build the prefill of an engine; ``lanes`` as in the constructor."""
+        return cls(model, setup.backend, types=setup.types, queries=setup.queries, lanes=lanes, chunk=setup.chunk)
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
         return 0 < self.widened_from <= tokens
 
     @torch.inference_mode()
-    def advance(self, reading: Reading) -> None:
+    def advance(self, job: PrefillJob) -> None:
         """Take the next chunk through the current layer; after the last chunk, compress the layer.
 
         After an error, this prefill must not be continued.
         """
-        spec, start, group = self.model.spec, reading.done, reading.group
-        has_budget, staging = spec.groups[group].has_budget, self._stagings[group]
-        last_layer = reading.layer == spec.own_caches - 1
-        is_ahead = reading.layer == spec.layers
-        tokens = reading.tokens[start : start + self.chunk]
-        used, begins = len(tokens), start == reading.skipped
+        spec, lane, start, group = self.model.spec, self.lanes[job.lane], job.done, job.group
+        has_budget = spec.groups[group].has_budget
+        last_layer = job.layer == spec.own_caches - 1
+        is_ahead = job.layer == spec.layers
+        tokens = job.tokens[start : start + self.chunk]
+        used, begins = len(tokens), start == job.skipped
         if begins:
-            self._begin_layer(reading, staging)
-        x, layer = self.hidden[start : start + used], self._layer
-        first = reading.before + start
-        chunk = self._chunk_of(reading, start, x)
-        self._packed_until.fill_(0 if begins else first)
+            self._begin_layer(job, lane.caches[group])
+        x, layer = lane.hidden[start : start + used], self._layer_of(job)
+        first = job.before + start
+        chunk = self._chunk_of(job, start, x)
+        lane.packed_until.fill_(0 if begins else first)
         operations = layer.before
-        if reading.layer == 0 or spec.layer_inputs is not None:
+        if job.layer == 0 or spec.layer_inputs is not None:
             self._slots.token[0, :used] = to_device(tokens, self.device)
-        if reading.layer == 0:
+        if job.layer == 0:
             operations = [*self._embed, *operations]
         if is_ahead:
-            self._slots.token[0, :used] = self._following(reading, start, used)
+            self._slots.token[0, :used] = self._following(job, start, used)
             operations = [*self._enter, *operations]
         program_for_rows(operations, chunk).run()
         if has_budget and layer.query is not None:  # otherwise nobody votes
-            self._keep_queries(layer.query.of(chunk.buffers), first, reading.length)
+            lane.keep_queries(layer.query.of(chunk.buffers), first, job.length)
         if last_layer or is_ahead:
             self._last_input.copy_(x[used - 1 :])
         else:
             program_for_rows(layer.after, chunk).run()
         if last_layer:
-            self._finish_chunk(reading, start, x, layer)
-        reading.done += used
-        if reading.keeps is not None and reading.done == len(reading.keeps.tokens) and spec.groups[group].has_state:
-            self._keep_beginning(reading, reading.keeps)  # it will be gone with the next chunk
-        if reading.done == len(reading.tokens):
-            if reading.keeps is not None and not spec.groups[group].has_state:
-                self._keep_beginning(reading, reading.keeps)
-            self._compress(reading)
-            reading.layer += 1
-            reading.done = reading.skipped
+            self._finish_chunk(job, start, x, layer)
+        job.done += used
+        if job.keeps is not None and job.done == len(job.keeps.tokens) and spec.groups[group].has_state:
+            self._keep_beginning(job, job.keeps)  # it will be gone with the next chunk
+        if job.done == len(job.tokens):
+            if job.keeps is not None and not spec.groups[group].has_state:
+                self._keep_beginning(job, job.keeps)
+            self._compress(job)
+            job.layer += 1
+            job.done = job.skipped
 
-    def _finish_chunk(self, reading: Reading, start: int, x: Tensor, layer: _Layer) -> None:
+    def _finish_chunk(self, job: PrefillJob, start: int, x: Tensor, layer: _Layer) -> None:
         """What comes after :attr:`_Layer.before` in the last layer: often, only the last token's result is needed."""
-        if start + len(x) == len(reading.tokens):
-            reading.logits = self._last_logits(reading, self._layers[reading.layer], len(x) - 1)
-        if reading.scored is None and self.model.ahead is None:
+        if start + len(x) == len(job.tokens):
+            job.logits = self._last_logits(job, self._layers[job.layer], len(x) - 1)
+        if job.scored is None and self.model.ahead is None:
             return
-        chunk = self._chunk_of(reading, start, x)
+        chunk = self._chunk_of(job, start, x)
         # Layers of several groups read what is packed.
-        first = min(reading.entries_at(start)) if layer.others else reading.before + start
-        self._packed_until.fill_(0 if start == reading.skipped else first)
+        first = min(job.entries_at(start)) if layer.others else job.before + start
+        self.lanes[job.lane].packed_until.fill_(0 if start == job.skipped else first)
         program_for_rows([*layer.after, *layer.others], chunk).run()
-        if reading.scored is not None:
-            self._score(reading, x, start)
+        if job.scored is not None:
+            self._score(job, x, start)
 
-    def _begin_layer(self, reading: Reading, staging: LayerCache) -> None:
-        """Put the entries that exist into the staging cache, and widen weights for a long prompt if that pays."""
+    def _begin_layer(self, job: PrefillJob, staging: LayerCache) -> None:
+        """Put the entries that exist into the staging cache."""
         if isinstance(staging, StateCache):
             staging.matrices.zero_()
-        if reading.past is not None:
-            staging.put(reading.past.layers[reading.layer].converted(staging.dtype), len(reading.past.tokens))
-        if reading.prefix is not None:
-            staging.put_from_host(reading.prefix.layers[reading.layer], reading.skipped)
-        self._layer = layer = self._layers[reading.layer]
-        if self._widened is not None and self.widens(len(reading.tokens)):
-            self._layer = _Layer(self._widened.widen([*layer.before, *layer.after]), layer.others)
+        if job.past is not None:
+            staging.put(job.past.layers[job.layer].converted(staging.dtype), len(job.past.tokens))
+        if job.prefix is not None:
+            staging.put_from_host(job.prefix.layers[job.layer], job.skipped)
 
-    def _following(self, reading: Reading, start: int, used: int) -> Tensor:
+    def _layer_of(self, job: PrefillJob) -> _Layer:
+        """The current layer; for a long prompt with widened weights, if that pays."""
+        layer = self._layers[job.layer]
+        if self._widened is None or not self.widens(len(job.tokens)):
+            return layer
+        if self._wide is None or self._wide[0] != job.layer:  # prompts in both lanes take turns
+            self._wide = None
+            self._wide = job.layer, _Layer(self._widened.widen([*layer.before, *layer.after]), layer.others)
+        return self._wide[1]
+
+    def _following(self, job: PrefillJob, start: int, used: int) -> Tensor:
         """The token after each token of a chunk; for the last one, the most likely token stands in."""
-        assert reading.logits is not None
-        following = to_device(reading.tokens[start + 1 : start + 1 + used], self.device)
-        return following if len(following) == used else torch.cat((following, reading.logits.argmax(-1)))
+        assert job.logits is not None
+        following = to_device(job.tokens[start + 1 : start + 1 + used], self.device)
+        return following if len(following) == used else torch.cat((following, job.logits.argmax(-1)))
 
     def _operations_of(self, layer: int) -> list[Operation]:
         """A layer, with its rotary angles; the staging caches of groups stand for those of layers."""
         operations = self.model.operations_of(layer, cache=self.model.spec.group_of(layer))
         return [self.model.rotation_of(layer).operation(), *with_backend([*operations], self.backend)]
 
-    def _chunk_of(self, reading: Reading, start: int, x: Tensor, row: int = 0) -> PromptChunk:
+    def _chunk_of(self, job: PrefillJob, start: int, x: Tensor, row: int = 0) -> PromptChunk:
         """The chunk of a prompt that begins with its token ``start``; for the rest, see :meth:`chunk_at`."""
-        position = reading.before + reading.dropped_before + start
-        return self.chunk_at(reading.entries_at(start), len(x), x, position=position, row=row)
+        position = job.before + job.dropped_before + start
+        return self.chunk_at(job.entries_at(start), len(x), x, position=position, row=row, lane=job.lane)
 
     def chunk_at(
-        self, first: Sequence[int], rows: int, x: Tensor | None = None, *, position: int | None = None, row: int = 0
+        self,
+        first: Sequence[int],
+        rows: int,
+        x: Tensor | None = None,
+        *,
+        position: int | None = None,
+        row: int = 0,
+        lane: int = 0,
     ) -> PromptChunk:
         """What operations work on for a chunk; it is the current one until the next call.
 
@@ -262,45 +258,38 @@ class Prefill:
             x: Its hidden states, ``[T, hidden]``; by default those of the tokens at the entries of the first group.
             position: True position of the first token; by default its entry in the first group.
             row: Which rows of the buffers it has: so many after the first.
+            lane: Index of the prompt's lane.
         """
+        memory = self.lanes[lane]
         for count, entry in zip(self._slots.count, first, strict=True):
             count.fill_(entry)
         self._slots.position.fill_(first[0] if position is None else position)
-        x = self.hidden[first[0] : first[0] + rows] if x is None else x
+        x = memory.hidden[first[0] : first[0] + rows] if x is None else x
         buffers = {
             name: buffer[row * self._copies[name] : (row + rows) * self._copies[name]]
             for name, buffer in self._buffers.items()
         }
         slots = replace(self._slots, token=self._slots.token[:, row : row + rows])
         only = self.backend.reads_all_keys_in_prefill
-        stagings = [
-            staging.row(0, entry + rows if only else None) for staging, entry in zip(self._stagings, first, strict=True)
+        caches = [
+            cache.row(0, entry + rows if only else None) for cache, entry in zip(memory.caches, first, strict=True)
         ]
         return PromptChunk(
             buffers | {"x": x},
             slots,
-            stagings,
+            caches,
             [],
-            self.staging.dtype,
-            range(len(stagings)),
-            packed=self._packed,
-            packed_until=self._packed_until,
+            memory.caches[0].dtype,
+            range(len(caches)),
+            packed=memory.packed,
+            packed_until=memory.packed_until,
         )
 
-    def _keep_queries(self, query: Tensor, start: int, length: int) -> None:
-        """Keep the rows of ``query`` ``[T, H, D]``, the first of entry ``start``, that are among the prompt's last."""
-        first = length - self.queries.shape[1]  # the entry of row 0; negative for a short prompt
-        skipped = max(0, first - start)
-        if skipped < len(query):
-            rows = query[skipped:].transpose(0, 1)
-            at = start + skipped - first
-            self.queries[:, at : at + rows.shape[1]] = rows
-
-    def _last_logits(self, reading: Reading, layer: _Layer, row: int) -> Tensor:
+    def _last_logits(self, job: PrefillJob, layer: _Layer, row: int) -> Tensor:
         """Logits of the prompt's last token, the only one that goes through the rest of the last layer.
 
         Args:
-            reading: The prompt, whose last chunk has been through :attr:`_Layer.before`.
+            job: The prompt, whose last chunk has been through :attr:`_Layer.before`.
             layer: The last layer.
             row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads. Rows of other
                 tokens stay as they are. This row does not if other layers follow, but nothing reads it any more: no
@@ -308,57 +297,58 @@ class Prefill:
         """
         # Computed the same way whether or not the prompt is scored.
         x = self._last_input
-        self._packed_until.zero_()  # the last layer's values have not been packed yet
-        chunk = self._chunk_of(reading, len(reading.tokens) - 1, x, row)
+        self.lanes[job.lane].packed_until.zero_()  # the last layer's values have not been packed yet
+        chunk = self._chunk_of(job, len(job.tokens) - 1, x, row)
         program_for_rows([*layer.after, *layer.others], chunk).run()
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Logits, float32 ``[T, vocab]``, of hidden states of the last layer ``[T, hidden]``; a few rows."""
-        chunk = self.chunk_at([0] * len(self._stagings), len(x), x)
+        chunk = self.chunk_at([0] * len(self.model.spec.groups), len(x), x)
         logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
         chunk.buffers["logits"] = logits
         program_for_rows(self._output, chunk).run()
         return logits
 
-    def _score(self, reading: Reading, x: Tensor, start: int) -> None:
+    def _score(self, job: PrefillJob, x: Tensor, start: int) -> None:
         """Compute log-probabilities of the tokens after each token of a chunk, from its last hidden states."""
-        following = list(reading.tokens[start + 1 : start + 1 + len(x)])
+        following = list(job.tokens[start + 1 : start + 1 + len(x)])
         # The logits of a whole chunk would take more memory than everything else.
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
             logprobs = self._logits(x[at : at + len(some)]).log_softmax(-1)
             taken = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0]
-            best = logprobs.topk(reading.scored or 0, -1)
+            best = logprobs.topk(job.scored or 0, -1)
             chosen, top, ids = (part.tolist() for part in to_host([taken, *best]))
-            reading.logprobs += [
+            job.logprobs += [
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))
             ]
 
-    def _keep_beginning(self, reading: Reading, keeps: Prefix) -> None:
+    def _keep_beginning(self, job: PrefillJob, keeps: Prefix) -> None:
         """Copy the layer's first entries to the host, for the prefix cache; a failure does not affect the request."""
         try:
-            keeps.layers.append(self._stagings[reading.group].to_host(len(keeps.tokens)))
+            keeps.layers.append(self.lanes[job.lane].caches[job.group].to_host(len(keeps.tokens)))
         except Exception:  # for example, out of memory
             logger.exception("the prefix of a prompt could not be cached")
-            reading.keeps = None
+            job.keeps = None
 
-    def _compress(self, reading: Reading) -> None:
+    def _compress(self, job: PrefillJob) -> None:
         """Compress the finished layer for every target; plain tensor code, once per layer."""
-        for target in reading.targets:
+        for target in job.targets:
             if target.error is not None:
                 continue
             try:
-                self._compress_into(target, reading)
+                self._compress_into(target, job)
             except Exception as error:  # for example, in a third-party policy; the other targets continue
                 target.error = error
 
-    def _compress_into(self, target: Target, reading: Reading) -> None:
-        layout, budget, into = target.layouts[reading.group], target.budget, target.layers[reading.layer]
-        has_budget, staging = self.model.spec.groups[reading.group].has_budget, self._stagings[reading.group]
+    def _compress_into(self, target: Target, job: PrefillJob) -> None:
+        layout, budget, into = target.layouts[job.group], target.budget, target.layers[job.layer]
+        has_budget = self.model.spec.groups[job.group].has_budget
+        staging = self.lanes[job.lane].caches[job.group]
         if isinstance(staging, StateCache):
-            into.put(staging.converted(into.dtype), reading.total)
+            into.put(staging.converted(into.dtype), job.total)
             if target.wants_positions:
                 target.positions.append(no_positions(self.device))
             return
@@ -367,58 +357,40 @@ class Prefill:
             positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)
             into.put(staging.span(layout.dropped, layout.length).converted(into.dtype))
         else:
-            positions = choose_entries(self._shown(reading, target), budget)[0, :, : layout.count]
+            positions = choose_entries(self._shown(job, target), budget)[0, :, : layout.count]
             if into.dtype == staging.dtype:
                 staging.gather(positions, into)
             else:
                 into.put(staging.gathered(positions).converted(into.dtype))
-        true = positions if reading.past is None else reading.past.true_positions(positions, reading.layer)
-        if layout.count < reading.total and reading.layer in self._reported:
-            counts = count_parts(true, reading.total)
+        true = positions if job.past is None else job.past.true_positions(positions, job.layer)
+        if layout.count < job.total and job.layer in self._reported:
+            counts = count_parts(true, job.total)
             target.parts = counts if target.parts is None else target.parts + counts
             target.counted += len(true)
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
-        is_reported = reading.layer in self._reported and reading.layer < self.model.spec.layers
+        is_reported = job.layer in self._reported and job.layer < self.model.spec.layers
         if target.telemetry and is_reported:
             if not has_budget:  # nothing that these layers attend to is dropped
                 target.mass.append(torch.ones((), device=self.device))
                 return
-            prompt = self._shown(reading, target, WINDOW)
+            prompt = self._shown(job, target, WINDOW)
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, **prompt.attention)
             target.mass.append(shares.mean())
 
-    def _shown(self, reading: Reading, target: Target, queries: int | None = None) -> LayerPrompt:
+    def _shown(self, job: PrefillJob, target: Target, queries: int | None = None) -> LayerPrompt:
         """The finished layer in the form policies take it, with at most ``queries`` of the last queries."""
         wanted = target.budget.policy.queries if queries is None else queries
-        rows = min(rows_of_queries(wanted, reading.length), self.queries.shape[1])
-        staged = self._stagings[reading.group].row(0, reading.length)
+        lane = self.lanes[job.lane]
+        kept = lane.queries.shape[1]
+        rows = min(rows_of_queries(wanted, job.length), kept)
+        staged = lane.caches[job.group].row(0, job.length)
         return LayerPrompt(
-            queries=self.queries[None, :, self.queries.shape[1] - rows :],
+            queries=lane.queries[None, :, kept - rows :],
             keys=staged.keys,
             values=staged.values if target.budget.policy.needs_values else None,
-            layout=layout_tensors([target.layouts[reading.group]], self.device),
+            layout=layout_tensors([target.layouts[job.group]], self.device),
             sink=target.budget.sink,
-            layer=reading.layer,
-            **self._softmaxes[reading.layer],
+            layer=job.layer,
+            **self._softmaxes[job.layer],
         )
-
-
-def _memories(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, apart: bool) -> Sequence[Tensor]:
-    """Flat memory of so many numbers for each group: views of one memory, unless they must be ``apart``."""
-    if apart:
-        return torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), list(sizes))
-    memory = torch.zeros(max(sizes), dtype=dtype, device=device)
-    return [memory[:size] for size in sizes]
-
-
-def staging_length(max_model_len: int, chunk: int, *, continued: bool) -> int:
-    """Tokens in the staging cache, a whole number of chunks.
-
-    Args:
-        max_model_len: Maximum sequence length.
-        chunk: Prompt tokens per launch.
-        continued: Whether a prompt may begin after the entries of a saved cache. Its chunks are then not aligned to
-            multiples of ``chunk``, so one more chunk is needed.
-    """
-    return (-(-max_model_len // chunk) + continued) * chunk

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from snapstream.engine.pace import LONGEST_REST, Pace, StepCost
+from snapstream.engine.drafters.draft_length import LONGEST_REST, DraftLength, StepCost
 
 COST = 0.1
 
@@ -18,18 +18,16 @@ class Line(StepCost):
 
 def follow(share, steps=2000, limit=3, seed=0):
     """Guesses per step and tokens per step, where each guess is right with a probability."""
-    rng, pace, tokens, made = random.Random(seed), Pace(), 0, 0
+    rng, length, tokens, made = random.Random(seed), DraftLength(), 0, 0
     for _ in range(steps):
-        most = pace.most(limit, Line())
+        most = length.most(limit, Line())
         assert 0 <= most <= limit
         right = 0
         while right < most and rng.random() < share:
             right += 1
         if most:
-            pace.saw(most, right)
+            length.saw(most, right)
         made, tokens = made + most, tokens + right + 1
-    assert pace.drafted == made
-    assert pace.accepted == tokens - steps
     return made / steps, tokens / steps
 
 
@@ -54,18 +52,18 @@ def test_never_much_worse_than_any_fixed_number(share):
 
 
 def test_who_was_wrong_for_long_is_tried_again():
-    pace = Pace()
+    length = DraftLength()
     for _ in range(500):
-        if pace.most(3, Line()):
-            pace.saw(1, 0)
+        if length.most(3, Line()):
+            length.saw(1, 0)
     waits = 0
-    while not pace.most(3, Line()):
+    while not length.most(3, Line()):
         waits += 1
     assert waits <= LONGEST_REST
     for _ in range(200):
-        if (most := pace.most(3, Line())) > 0:
-            pace.saw(most, most)
-    assert pace.most(3, Line()) == 3
+        if (most := length.most(3, Line())) > 0:
+            length.saw(most, most)
+    assert length.most(3, Line()) == 3
 
 
 def steps(fixed, slope, guesses=(1, 3, 7), sequences=1, rounds=30):
@@ -109,11 +107,11 @@ def test_nothing_known_yet():
 
 def test_guesses_that_cost_more_than_they_bring_are_hardly_made():
     """As of a model so small that the host takes the time: all of them are right, and yet."""
-    pace, cost, made = Pace(), steps(3.0, 0.4), 0
+    length, cost, made = DraftLength(), steps(3.0, 0.4), 0
     for _ in range(500):
-        most = pace.most(3, cost)
+        most = length.most(3, cost)
         made += most
         if most:
-            pace.saw(most, most)
+            length.saw(most, most)
     assert made < 500 / LONGEST_REST + 10
-    assert pace.most(7, steps(1.0, 0.2)) in (0, 7)
+    assert length.most(7, steps(1.0, 0.2)) in (0, 7)

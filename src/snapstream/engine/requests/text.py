@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from snapstream.config import SamplingParams
-from snapstream.engine.detokenizer import Detokenizer
-from snapstream.engine.output import Produced, TokenLogprobs
+from snapstream.engine.requests.detokenizer import Detokenizer
+from snapstream.engine.requests.output import Produced, TokenLogprobs
 
 
 class OutputText:

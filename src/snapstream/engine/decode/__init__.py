@@ -1,0 +1,1 @@
+"""Decode: all slots in static graphs, inside caches of fixed size."""

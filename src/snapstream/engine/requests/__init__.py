@@ -1,0 +1,1 @@
+"""A request's life: it is admitted, waits, has a slot, and leaves as text."""

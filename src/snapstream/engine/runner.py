@@ -1,0 +1,387 @@
+"""Runs the model: prefills prompts, draws first tokens, decodes, and copies caches out of slots.
+
+A runner takes requests and jobs, and returns results. It changes no request and keeps nothing of one, except what is in
+its slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.compression import Layout, lay_out, surviving_tokens
+from snapstream.config import MIN_CAPACITY, CacheBudget
+from snapstream.config.policy import enough_queries
+from snapstream.engine.decode.decode import Decode
+from snapstream.engine.decode.evicted import FURTHEST
+from snapstream.engine.decode.graphs import graph_pool
+from snapstream.engine.decode.renewal import Placement, newest
+from snapstream.engine.prefill.job import PrefillJob
+from snapstream.engine.prefill.prefill import SCORED_ROWS, Prefill
+from snapstream.engine.prefill.prefix_cache import Prefix, Prefixes
+from snapstream.engine.prefill.result import PrefillResult
+from snapstream.engine.requests.output import Token, TokenLogprobs
+from snapstream.engine.requests.request import Request
+from snapstream.engine.settings import Setup
+from snapstream.errors import ConfigurationError
+from snapstream.kernels.sampling import Sampled, SamplingState, sample
+from snapstream.kernels.triton import current_device
+from snapstream.models import DecoderModel
+from snapstream.transfers import to_device, to_host
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one launch has generated.
+
+    Attributes:
+        tokens: Per request, its tokens; those after its end are of no use.
+        drafted: Per request, draft tokens that were verified; ``None`` without any. All tokens of a request but one are
+            then accepted draft tokens.
+    """
+
+    tokens: Sequence[Sequence[Token]]
+    drafted: Sequence[int] | None = None
+
+
+class Runner(Protocol):
+    """What the engine needs of a model.
+
+    Attributes:
+        lanes: Tokens of the longest prompt in each lane, the longest lane first.
+    """
+
+    lanes: Sequence[int]
+
+    def begin(self, requests: Sequence[Request], waiting: Iterable[Request], lane: int) -> PrefillJob:
+        """Begin the prefill of a prompt.
+
+        Args:
+            requests: The requests with this prompt; those without a slot get caches of their own.
+            waiting: Requests that will be prefilled later; their prompts show which prefixes are worth caching.
+            lane: The lane of the prompt.
+
+        Returns:
+            A job with a target for each request, for :meth:`prefill`.
+        """
+
+    def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
+        """Take about a chunk of the prompt through all layers.
+
+        Returns:
+            ``None`` until the prefill is finished. Then, for each target of the job, its result or its own error.
+        """
+
+    def start(self, request: Request) -> Token | None:
+        """Put a compressed prompt into its slot, if it is not there yet, and draw the first token.
+
+        Returns:
+            The token; ``None`` if the request asks for none. Launches decode the slot from now on.
+        """
+
+    def renew(self, request: Request) -> Placement:
+        """Renew the pinned places of a request's cache; an error leaves its slot half renewed."""
+
+    def decode(self, batch: Sequence[Request]) -> StepResult:
+        """Decode one or a few tokens of each of these requests, which are all that were started and not released."""
+
+    def save(self, request: Request) -> CompressedSequence | None:
+        """Copy the cache that a next turn continues from; ``None`` if it cannot be restored any more."""
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+
+    def clear(self) -> None:
+        """Free all slots, whatever state an error has left them in."""
+
+
+class ModelRunner:
+    """Runs a model in its lanes and slots.
+
+    Attributes:
+        prefiller: Prefills prompts.
+        decoder: Holds the slots.
+        prefixes: The prefix cache, if enabled.
+        steps: Tokens that a launch decodes at most.
+        windows: Sizes of sliding windows, the smallest first.
+        pool: The memory that graphs share, on CUDA.
+    """
+
+    def __init__(self, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> None:
+        config, spec = setup.config, setup.spec
+        self.spec, self.device, self.steps, self.lanes = spec, setup.device, config.decode_steps, lanes
+        self.prefiller = Prefill.of(setup, model, lanes)
+        self.decoder = Decode.of(setup, model)
+        self.prefixes: Prefixes | None = None
+        if config.prefix_contexts:
+            self.prefixes = Prefixes(config.prefix_contexts, setup.chunk, only_whole=spec.has_states)
+        self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
+        self.pool = graph_pool(self.device)
+        self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
+        if not setup.eager:
+            with current_device(self.device):
+                for lane in range(len(lanes)):
+                    self._rehearse(setup.budget, min(setup.max_model_len, lanes[lane]), setup.queries, lane)
+                self._rehearse_renewal(setup.budget.capacity)
+                self.decoder.warm_up(self.pool)
+
+    def _rehearse(self, budget: CacheBudget, longest: int, queries: int, lane: int) -> None:
+        """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
+        # Short prompts may be read by other kernels, and so may chunks of a few tokens and of a single one.
+        longest = min(longest, max(self.prefiller.chunk + 4 * MIN_CAPACITY, self.prefiller.widened_from))
+        for wanted, scored in ((longest, None), (SCORED_ROWS, 0), (16, 0), (1, None)):
+            length = min(wanted, longest)
+            job = PrefillJob(self.spec, [0] * length, lane=lane)
+            for each in _smaller(budget, length // 2, queries):
+                job.add(each, self._caches(job.layouts(each)), telemetry=True, scored=scored)
+            while not job.finished:
+                self.prefiller.advance(job)
+            for target in job.targets:
+                if target.error is not None:
+                    raise target.error
+
+    def _rehearse_renewal(self, entries: int) -> None:
+        """Renew the places of a free slot, because any request may ask for ``ring="resnap"``."""
+        budget = replace(CacheBudget.of(entries), ring="resnap")
+        nowhere = [
+            torch.zeros(layer.keys.shape[1], entries, dtype=torch.int32, device=self.device)
+            for layer in self.decoder.layers
+        ]
+        placement = Placement.of_prompt(lay_out(entries + 1, budget), budget, nowhere)
+        due = placement.due(budget)
+        assert due is not None
+        self.decoder.renew(0, placement, due, entries + 1, budget)
+        self.decoder.release(0)
+
+    def _caches(self, layouts: Sequence[Layout]) -> list[LayerCache]:
+        """Caches for one sequence outside any slot, per layer."""
+        spec, dtype = self.spec, self.decoder.layers[0].dtype
+        counts = [layouts[spec.group_of(layer)].count for layer in range(spec.cached_layers)]
+        return [
+            spec.layer_group(layer).entry.empty(1, count, dtype=dtype, device=self.device)
+            for layer, count in enumerate(counts)
+        ]
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, requests: Sequence[Request], waiting: Iterable[Request], lane: int) -> PrefillJob:
+        """Begin a prefill; see :class:`Runner`."""
+        first = requests[0]
+        job = PrefillJob(self.spec, first.prompt, past=first.past, lane=lane)
+        for request in requests:
+            layouts = job.layouts(request.budget)
+            job.add(
+                request.budget,
+                self._caches(layouts) if request.slot is None else self.decoder.slot(request.slot, layouts),
+                slot=request.slot,
+                telemetry=request.params.telemetry,
+                keep=request.keep,
+                scored=request.params.prompt_logprobs,
+            )
+        if self.prefixes is not None and first.past is None and job.scored is None:
+            alike = [r for r in waiting if r.past is None and not r.prefilled and r.params.prompt_logprobs is None]
+            self._share_beginning(self.prefixes, job, [r.prompt for r in alike if r.prompt != first.prompt])
+        return job
+
+    def _share_beginning(self, prefixes: Prefixes, job: PrefillJob, waiting: Iterable[Sequence[int]]) -> None:
+        """Skip the cached prefix of a prompt, and select a prefix that other prompts share for caching."""
+        # All voting queries must be computed, and the last token's logits.
+        most = len(job.tokens) - max(1, self.prefiller.lanes[0].queries.shape[1])
+        if most < prefixes.block:
+            return
+        widened = self.prefiller.widens(len(job.tokens))
+        found, known = prefixes.find(job.tokens, most, widened=widened), 0
+        if found is not None:
+            prefix, usable, known = found
+            job.begin_behind(prefix, usable)
+        length = prefixes.worth_keeping(job.tokens, waiting, known, most)
+        if length:
+            job.keeps = Prefix(list(job.tokens[:length]), widened)
+
+    def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
+        """Take as much of a prompt as one chunk through all layers; see :class:`Runner`."""
+        with current_device(self.device):
+            for _ in range(self.spec.cached_layers):
+                self.prefiller.advance(job)
+                if job.finished or job.failed:
+                    break
+        if not job.finished and not job.failed:
+            return None
+        if job.finished and self.prefixes is not None and job.keeps is not None:
+            self.prefixes.keep(job.keeps)
+        return [job.result(target) if target.error is None else target.error for target in job.targets]
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> Token | None:
+        """Draw a request's first token; see :class:`Runner`."""
+        result, slot = request.prefilled, request.own_slot
+        assert result is not None
+        if result.sequence is not None:
+            self.decoder.put(slot, result.sequence)
+        token = None
+        if request.max_tokens:
+            assert result.logits is not None
+            token = self._draw_first(request, result.logits)
+        if token is not None or request.keep:
+            following = 0 if token is None else token.token_id
+            self.decoder.start(
+                slot, result.layouts, request.prompt_tokens, following, self._first_token, active=token is not None
+            )
+        return token
+
+    @torch.inference_mode()
+    def _draw_first(self, request: Request, logits: Tensor) -> Token:
+        """Sample the first token of an output from the logits of prefill."""
+        tokens = to_device(request.all_tokens, self.device)
+        self._first_token.assign(0, request.params, request.seed, tokens, request.text.stop_ids)
+        position = to_device([len(tokens)], self.device)
+        active = torch.ones(1, dtype=torch.bool, device=self.device)
+        forced = to_device([*request.params.forced[:1], -1][:1], self.device)
+        with current_device(self.device):
+            sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
+        return Token(int(sampled.tokens[0]), _logprobs_of(sampled, 0, request.params.logprobs))
+
+    def renew(self, request: Request) -> Placement:
+        """Renew the pinned places of a request's cache; see :class:`Runner`."""
+        placement = request.placement
+        assert placement is not None
+        position = request.prompt_tokens + placement.decoded
+        with current_device(self.device):
+            return self.decoder.renew(request.own_slot, placement, request.decoded, position, request.budget)
+
+    def decode(self, batch: Sequence[Request]) -> StepResult:
+        """Decode a few tokens of each request; see :class:`Runner`."""
+        keep = any(request.keep for request in batch)
+        logprobs = any(request.params.logprobs is not None for request in batch)
+        steps = self._steps_of(batch, keep)
+        forced = _next_forced(batch, {request.own_slot: steps for request in batch})
+        with current_device(self.device):
+            results = self.decoder.launch(steps, greedy=_greedy(batch), logprobs=logprobs, forced=forced, keep=keep)
+            # One copy per kind of result, for all steps of the launch.
+            kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
+            stacked = to_host([torch.stack(kind) for kind in kinds])
+        return StepResult(_tokens_of(batch, stacked, [steps] * self.decoder.slots, logprobs))
+
+    def verify(self, batch: Sequence[Request], guesses: Mapping[int, Sequence[int]]) -> StepResult:
+        """Verify draft tokens of each request, by slot, in one step, and decode one more token."""
+        logprobs = any(request.params.logprobs is not None for request in batch)
+        forced = _next_forced(batch, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
+        with current_device(self.device):
+            results, certain = self.decoder.verify(
+                dict(guesses), greedy=_greedy(batch), forced=forced, keep=any(request.keep for request in batch)
+            )
+            kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
+            *stacked, counts = to_host([*(torch.stack(kind) for kind in kinds), certain])
+        tokens = _tokens_of(batch, stacked, counts.tolist(), logprobs)
+        return StepResult(tokens, [len(guesses[request.own_slot]) for request in batch])
+
+    def _steps_of(self, batch: Sequence[Request], keep: bool) -> int:
+        """Steps of a launch.
+
+        No more than the longest remaining request can use, none past the next renewal, and none that overwrite what the
+        launch itself has stored in the window of a sequence that is returned.
+        """
+        limits = [self.steps, max(request.remaining for request in batch)]
+        if keep:
+            limits += self.windows[:1]
+        return int(min(*limits, *(request.until_renewal for request in batch)))
+
+    # -- caches that leave --------------------------------------------------------------------------------------------
+
+    def save(self, request: Request) -> CompressedSequence | None:
+        """Extract the cache that a next turn continues from: whole tokens, and nothing decoded past the end.
+
+        How far the last launch went past the end depends on which other requests were running. The maximum is assumed,
+        so the same conversation always continues from the same cache.
+
+        Returns:
+            The sequence; ``None`` if the text ends so long before its last token that later tokens have already
+            competed for pinned places, taken places in a sliding window, or changed a state.
+        """
+        placement, result = request.placement, request.prefilled
+        assert placement is not None
+        tokens = request.text.whole_tokens()
+        if placement.decoded - tokens > newest(request.budget) or self._window_is_gone(request, tokens):
+            return None
+        decoded = request.decoded + self.steps if request.tokens else 0
+        with current_device(self.device):
+            return self.decoder.extract(
+                request.own_slot,
+                surviving_tokens(placement.layout, placement.count(tokens), placement.count(decoded)),
+                placement,
+                request.prompt_tokens + placement.decoded,
+                tokens=[*request.all_tokens, *request.tokens[:tokens]],
+                answer=request.text.of(tokens),
+                logits=None if result is None else result.logits,
+                budget=request.budget,
+            )
+
+    def _window_is_gone(self, request: Request, tokens: int) -> bool:
+        """Whether decoded tokens after the first ``tokens`` have changed windows or states for good."""
+        stored = request.prompt_tokens + request.decoded + self.steps
+        is_gone = self.spec.has_states or any(stored > window for window in self.windows)
+        return request.decoded - tokens > FURTHEST and is_gone
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.decoder.release(slot)
+
+    def clear(self) -> None:
+        """Free all slots."""
+        for slot in range(self.decoder.slots):
+            self.decoder.release(slot)
+
+
+def _smaller(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
+    """Budgets of about ``entries`` entries for the dummy prompt: the default policy, and the engine's own policy."""
+    budgets = [CacheBudget.of(max(MIN_CAPACITY, entries))]
+    with contextlib.suppress(ConfigurationError):  # too small for the policy
+        budgets.append(budget.resized(max(MIN_CAPACITY, entries)))
+    return [each for each in budgets if enough_queries(each.queries, kept_queries)]
+
+
+def _greedy(batch: Sequence[Request]) -> bool:
+    """Whether all requests want the most likely token and nothing else."""
+    return all(request.params.plain_greedy for request in batch)
+
+
+def _next_forced(batch: Sequence[Request], steps: Mapping[int, int]) -> dict[int, Sequence[int]]:
+    """Forced tokens of the next steps, by slot."""
+    coming = {r.own_slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps[r.own_slot]] for r in batch}
+    return {slot: tokens for slot, tokens in coming.items() if tokens}
+
+
+def _tokens_of(
+    batch: Sequence[Request], stacked: Sequence[Tensor], counts: Sequence[int], logprobs: bool
+) -> list[list[Token]]:
+    """The tokens of each request.
+
+    Args:
+        batch: The requests.
+        stacked: The fields of :class:`Sampled` on the host, each with a dimension for steps in front.
+        counts: How many steps count, by slot.
+        logprobs: Whether there are log-probabilities.
+    """
+    tokens = stacked[0].tolist()
+    details = [Sampled(*step) for step in zip(*stacked, strict=True)] if logprobs else []
+    rows = []
+    for request in batch:
+        slot, wanted = request.own_slot, request.params.logprobs
+        scores = [_logprobs_of(step, slot, wanted) for step in details[: counts[slot]]] or [None] * counts[slot]
+        rows.append([Token(tokens[step][slot], scores[step]) for step in range(counts[slot])])
+    return rows
+
+
+def _logprobs_of(sampled: Sampled, row: int, wanted: int | None) -> TokenLogprobs | None:
+    if wanted is None:
+        return None
+    ids, values = sampled.top_ids[row, :wanted].tolist(), sampled.top_logprobs[row, :wanted].tolist()
+    return TokenLogprobs(int(sampled.tokens[row]), float(sampled.logprob[row]), dict(zip(ids, values, strict=True)))
