@@ -17,7 +17,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from engine import CPU, filled_decode, interleaved, ratio
 from snapstream import CacheBudget
 from snapstream.attention import choose_backend
-from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.kernels import cpu as kernels
@@ -137,15 +137,15 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
         tokens = torch.randint(3, CONFIG["vocab_size"], (length,)).tolist()
         budget, spec = CacheBudget.of(1024), model.spec
         prefill = Prefill(
-            model, backend, types=Types.all(torch.bfloat16), queries=budget.queries, padded=length, chunk=512
+            model, backend, types=Types.all(torch.bfloat16), queries=budget.queries, lanes=[length], chunk=512
         )
         slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
         def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:
-            reading = Reading(spec, tokens)
-            reading.add(budget, slot)
-            while not reading.finished:
-                prefill.advance(reading)
+            job = PrefillJob(spec, tokens)
+            job.add(budget, slot)
+            while not job.finished:
+                prefill.advance(job)
 
         @torch.inference_mode()
         def theirs(tokens=tokens) -> None:

@@ -18,10 +18,10 @@ from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.decode.decode import Decode
 from snapstream.engine.decode.graphs import graph_pool
-from snapstream.engine.executor import Executor
 from snapstream.engine.memory import plan_engine
-from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
+from snapstream.engine.runner import ModelRunner
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import Attend, GatedProduct, Product, Rotate
 from snapstream.kernels.stock import program_for_rows
@@ -124,7 +124,8 @@ class Bench:
             calls = (self.clock.once(work, queued=True) for _ in range(self.scale.repeats))
             seconds[name] = seconds.get(name, 0.0) + min(calls)
 
-        for tensor in (prefill.hidden, *prefill.staging.tensors):
+        (lane,) = prefill.lanes
+        for tensor in (lane.hidden, *lane.caches[0].tensors):
             tensor.normal_()
         operations = [*self.model.operations_of(0, cache=0)]
         attending = next(at for at, each in enumerate(operations) if isinstance(each, Attend))
@@ -148,7 +149,7 @@ class Bench:
         queries = torch.randn(1, self.spec.heads, rows, self.spec.head_dim, dtype=dtype, device=self.device)
         prompt = LayerPrompt(
             queries=queries[:, :, -budget.policy.queries :],
-            keys=prefill.staging.keys[:, :, :length],
+            keys=lane.caches[0].keys[:, :, :length],
             values=None,
             layout=layout_tensors([layout], self.device),
             sink=budget.sink,
@@ -167,7 +168,7 @@ class Bench:
         add("choice", lambda: selected(votes, *counts, budget.sink, budget.top_k, budget.capacity))
         positions = choose_entries(prompt, budget)[0, :, : layout.count]
         into = self.spec.entry.empty(1, budget.capacity, dtype=dtype, device=self.device)
-        add("copy into the slot", lambda: prefill.staging.gather(positions, into))
+        add("copy into the slot", lambda: lane.caches[0].gather(positions, into))
         total = sum(seconds.values())
         # Not in the sum: votes and choice in one call, by the paper's rule and by the default.
         for each in (budget, default):
@@ -261,13 +262,13 @@ class Bench:
         setup = self._setup(self.scale.cache, length, slots)
         plan = plan_engine(setup).ours
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        executor = Executor(setup, self.model, None, padded=plan.padded_len)
+        runner = ModelRunner(setup, self.model, plan.lanes)
         layouts = [lay_out(length - 1, setup.budget)]
         prompt = [index % 90 for index in range(length - 1)]
-        self._read(executor.prefill, prompt, executor.decode.slot(0, layouts), self.spec)
-        self._fill(executor.decode, setup.budget.capacity, length)
+        self._read(runner.prefiller, prompt, runner.decoder.slot(0, layouts), self.spec)
+        self._fill(runner.decoder, setup.budget.capacity, length)
         for greedy in (True, False):
-            executor.decode.launch(self.scale.steps, greedy=greedy)
+            runner.decoder.launch(self.scale.steps, greedy=greedy)
         parts = {name: getattr(plan, name) for name in ("weights", "slots", "staging", "workspace", "metadata")}
         row: Row = {"length": length, "slots": slots, "plan": plan.total, "plan_parts": parts}
         if self.device.type == "cuda":
@@ -320,7 +321,7 @@ class Bench:
         setup = self._setup(self.scale.cache, length, 1)
         chunk = self.scale.chunk
         padded = -(-length // chunk) * chunk
-        return Prefill(model, setup.backend, types=setup.types, queries=setup.queries, padded=padded, chunk=chunk)
+        return Prefill(model, setup.backend, types=setup.types, queries=setup.queries, lanes=[padded], chunk=chunk)
 
     def _caches(self, layers: int) -> list[LayerCache]:
         """Caches that a prompt is compressed into."""
@@ -328,10 +329,10 @@ class Bench:
         return [entry.empty(1, C, dtype=torch.bfloat16, device=self.device) for _ in range(layers)]
 
     def _read(self, prefill: Prefill, prompt: list[int], caches: list[LayerCache], spec: ModelSpec) -> None:
-        reading = Reading(spec, prompt)
-        target = reading.add(CacheBudget.of(self.scale.cache), caches)
-        while not reading.finished:
-            prefill.advance(reading)
+        job = PrefillJob(spec, prompt)
+        target = job.add(CacheBudget.of(self.scale.cache), caches)
+        while not job.finished:
+            prefill.advance(job)
         if target.error is not None:
             raise target.error
 

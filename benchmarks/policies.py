@@ -19,7 +19,7 @@ from engine import CPU, Spread, make_checkpoint, seconds
 from limits import as_the_command_does
 from prefill import CHUNK, Reader
 from snapstream import CacheBudget
-from snapstream.engine.prefill.job import Reading, Target
+from snapstream.engine.prefill.job import PrefillJob, Target
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
@@ -42,27 +42,27 @@ class Compressor(Reader):
     def read_for_all(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
         """Seconds of prefill without compression, and of compression by each policy."""
         spent = dict.fromkeys(POLICIES, 0.0)
-        compress, reading = Prefill._compress_into, Reading(self.model.spec, tokens)
-        names = {id(reading.add(self.budgets[name], self.slots[name])): name for name in POLICIES}
+        compress, job = Prefill._compress_into, PrefillJob(self.model.spec, tokens)
+        names = {id(job.add(self.budgets[name], self.slots[name])): name for name in POLICIES}
 
-        def timed(target: Target, of: Reading) -> None:
+        def timed(target: Target, of: PrefillJob) -> None:
             spent[names[id(target)]] += seconds(lambda: compress(self.prefill, target, of))
 
         self.prefill._compress_into = timed  # type: ignore[method-assign]
 
         def work() -> None:
-            while not reading.finished:
-                self.prefill.advance(reading)
+            while not job.finished:
+                self.prefill.advance(job)
 
         whole = seconds(work)
         return whole - sum(spent.values()), spent
 
     def most_memory(self, name: str, tokens: list[int]) -> int:
         """Peak number of bytes that the policy allocates in one layer."""
-        reading = Reading(self.model.spec, tokens)
-        target = reading.add(self.budgets[name], self.slots[name])
+        job = PrefillJob(self.model.spec, tokens)
+        target = job.add(self.budgets[name], self.slots[name])
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, torch.inference_mode():
-            Prefill._compress_into(self.prefill, target, reading)
+            Prefill._compress_into(self.prefill, target, job)
         held = most = 0
         for event in sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
@@ -85,9 +85,9 @@ def main() -> None:
             reader, tokens = Compressor(model, length), torch.randint(0, 4096, (length,)).tolist()
             reader.read_for_all(tokens)
             measured = [reader.read_for_all(tokens) for _ in range(rounds)]
-            staged = sum(tensor.nbytes for tensor in reader.prefill.staging.tensors)
+            staged = sum(tensor.nbytes for tensor in reader.prefill.lanes[0].caches[0].tensors)
             for name in POLICIES:
-                share = Spread([100 * spent[name] / reading for reading, spent in measured])
+                share = Spread([100 * spent[name] / alone for alone, spent in measured])
                 memory = reader.most_memory(name, tokens)
                 cells = f"{share.show(2)} | {memory / 2**20:.1f} | {100 * memory / staged:.0f} %"
                 print(f"| {length} | {name} | {cells} |", flush=True)

@@ -30,7 +30,7 @@ from model import CONFIG
 from snapstream import CacheBudget
 from snapstream.attention import CpuAttention, choose_backend
 from snapstream.cache import LayerCache
-from snapstream.engine.prefill.job import Reading
+from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.integrations.transformers import SnapStreamCache
@@ -137,7 +137,7 @@ class Reader:
         backend = choose_backend("auto", CPU, torch.bfloat16, spec.head_dim, spec.value_size)
         queries, padded = self.budget.queries, -(-length // chunk) * chunk
         self.prefill = Prefill(
-            model, backend, types=Types.all(torch.bfloat16), queries=queries, padded=padded, chunk=chunk
+            model, backend, types=Types.all(torch.bfloat16), queries=queries, lanes=[padded], chunk=chunk
         )
         self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
 
@@ -145,17 +145,17 @@ class Reader:
         spent = 0.0
         compress = Prefill._compress
 
-        def timed(reading: Reading) -> None:
+        def timed(job: PrefillJob) -> None:
             nonlocal spent
-            spent += seconds(lambda: compress(self.prefill, reading))
+            spent += seconds(lambda: compress(self.prefill, job))
 
         self.prefill._compress = timed  # type: ignore[method-assign]
-        reading = Reading(self.model.spec, tokens)
-        reading.add(self.budget, self.slot)
+        job = PrefillJob(self.model.spec, tokens)
+        job.add(self.budget, self.slot)
 
         def work() -> None:
-            while not reading.finished:
-                self.prefill.advance(reading)
+            while not job.finished:
+                self.prefill.advance(job)
 
         total = seconds(work)
         self.shares.append(spent / total)

@@ -95,7 +95,8 @@ class Version:
     def decode(self, batch: int) -> float:
         """Seconds per decode step in the middle of sequences."""
         _, engine = self.made()
-        decode = engine.model_runner.decoder if hasattr(engine, "executor") else engine.decode
+        # Other versions call it differently.
+        decode = engine.model_runner.decoder if hasattr(engine, "model_runner") else engine.executor.decode
         for column, value in (("token", 1), ("position", 16384), ("base", 3072), ("count", 16384), ("limit", 4096)):
             getattr(decode, column).fill_(value)
         decode.active.fill_(False)

@@ -26,6 +26,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.assets import MLA_TASK_MODEL, TASK_MODEL
 from snapstream.cache import CompressedSequence
 from snapstream.engine.drafters import Drafter, PromptLookup
+from snapstream.engine.drafters.draft_length import DraftLength
 from snapstream.evaluation.tasks import TASKS, make_sample
 
 SECTIONS = ("step", "texts", "acceptance", "shipped", "module")

@@ -104,7 +104,7 @@ def test_every_module_of_the_engine_is_in_the_text():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     missing = [
         path.stem
-        for path in (PACKAGE / "engine").glob("*.py")
+        for path in (PACKAGE / "engine").rglob("*.py")
         if path.stem != "__init__" and not re.search(rf"`{path.stem}`", text)
     ]
     assert not missing

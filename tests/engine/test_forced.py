@@ -93,7 +93,7 @@ def test_equal_prompts_are_read_once(checkpoint, monkeypatch):
     assert [o.token_ids for o in got] == [make(checkpoint).generate(prompt(140), p)[0].token_ids for p in params]
     read.clear()
     llm.generate([prompt(140), prompt(30, seed=5), prompt(140), prompt(139)], greedy(3))
-    assert read == [prompt(140), prompt(30, seed=5), prompt(139)]
+    assert sorted(read) == sorted([prompt(140), prompt(30, seed=5), prompt(139)])
 
 
 def test_a_prompt_that_was_aborted_is_read_again(checkpoint):

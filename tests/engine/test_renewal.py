@@ -75,9 +75,8 @@ def renewals_of(llm):
     renew = decode.renew
 
     def count(*given):
-        placement, positions = renew(*given)
-        counted.append(placement)
-        return placement, positions
+        counted.append(renew(*given))
+        return counted[-1]
 
     decode.renew = count
     return counted

@@ -321,15 +321,15 @@ def test_an_engine_exception_fails_what_runs_and_nothing_else(server, monkeypatc
     if part == "decode":
         monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
     else:
-        original = server.llm.engine.scheduler.next_request
+        original = server.llm.engine.table.begin
 
-        def next_turn():
+        def begin(*args):
             if fails:
                 fails.pop()
                 raise RuntimeError("on purpose")
-            return original()
+            return original(*args)
 
-        monkeypatch.setattr(server.llm.engine.scheduler, "next_request", next_turn)
+        monkeypatch.setattr(server.llm.engine.table, "begin", begin)
     reply = post(server, prompt=WORDS, max_tokens=200, **FOREVER)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "engine_error"
@@ -362,6 +362,33 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     assert not server.llm.engine.request_ids
 
 
+def test_what_waits_survives_a_failing_step(server, monkeypatch):
+    """Five requests and three slots: those that run fail, and the other two are answered."""
+    expected = works(server)
+    gate = Gate(server.llm, monkeypatch)
+    launch, fails = server.llm.engine.model_runner.decoder.launch, []
+
+    def failing(*args, **kwargs):
+        if fails and fails.pop():
+            raise RuntimeError("on purpose")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
+    first = [background(server, prompt=f"w{at + 5}", max_tokens=1500, **FOREVER) for at in range(3)]
+    while sum(one is not None for one in server.llm.engine.table.slots) < 3 or server.llm.engine.table.readers:
+        wait_until(lambda: gate.closed)
+        gate.let(1)
+    last = [background(server, prompt=WORDS, max_tokens=20, **FOREVER) for _ in range(2)]
+    wait_until(lambda: server.driver.unfinished == 5)
+    gate.let(2)
+    assert len(server.llm.engine.table.waiting) == 2
+    fails.append(True)
+    gate.open()
+    assert [wait().json()["error"]["code"] for wait in first] == ["engine_error"] * 3
+    assert [wait().json()["choices"][0]["text"] for wait in last] == [expected] * 2
+    assert works(server) == expected
+
+
 def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypatch):
     gate = Gate(server.llm, monkeypatch)
     launch, fails = server.llm.engine.model_runner.decoder.launch, []
@@ -388,7 +415,7 @@ def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypat
     works(server)
 
 
-def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
+def test_a_repair_that_fails_ends_the_server(llm, monkeypatch):
     """As after an error that a CUDA device does not recover from."""
 
     def failing(*args, **kwargs):
@@ -397,7 +424,7 @@ def test_a_reset_that_fails_ends_the_server(llm, monkeypatch):
     with running(llm) as server:
         with monkeypatch.context() as patched:
             patched.setattr(llm.engine.model_runner.decoder, "launch", failing)
-            patched.setattr(llm.engine, "reset", failing)
+            patched.setattr(llm.engine.runner, "clear", failing)
             assert post(server, prompt=WORDS, max_tokens=20, **FOREVER).status_code == 500
             server.thread.join(20)
         assert not server.thread.is_alive()

@@ -158,6 +158,10 @@ class EngineCore:
             The output so far of every request that got new tokens or ended.
         """
         self._run_step()
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs that are ready, such as those that an interrupted :meth:`step` has left."""
         outputs, self._outbox = self._outbox, []
         return outputs
 

@@ -166,8 +166,9 @@ class Call:
         snapshot, generations = self.parts.driver.snapshot, self.batch.generations
         if any(generation.first_token is not None for generation in generations):
             return "generating"
-        if any(generation.name in snapshot.reading for generation in generations):
-            return f"reading the prompt: {snapshot.read} of {snapshot.length} tokens"
+        reading = [snapshot.reading[one.name] for one in generations if one.name in snapshot.reading]
+        if reading:
+            return f"reading the prompt: {reading[0][0]} of {reading[0][1]} tokens"
         if any(generation.started is not None for generation in generations):
             return "the prompt has been read"
         return f"waiting: {self.parts.driver.waiting} in the queue"

@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -66,12 +66,10 @@ class Listener(Protocol):
 
 
 class Snapshot(NamedTuple):
-    """The engine after a step: its slots, which sequences are being prefilled, and the progress of prefill."""
+    """The engine after a step: its slots, and of sequences that are being prefilled, tokens done and tokens in all."""
 
     slots: Sequence[SlotUse | None]
-    reading: Sequence[str]
-    read: int
-    length: int
+    reading: Mapping[str, tuple[int, int]]
 
 
 class _Command(NamedTuple):
@@ -138,7 +136,7 @@ class EngineDriver:
         self.draining = False
         self.dead = False
         self.step_started: float | None = None
-        self.snapshot = Snapshot([None] * llm.engine.config.slots, (), 0, 0)
+        self.snapshot = Snapshot([None] * llm.engine.config.slots, {})
         self._names = (f"sequence-{number}" for number in itertools.count())
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._closed = False
@@ -321,17 +319,29 @@ class EngineDriver:
         """Estimated seconds until half of the queue is processed, between 1 and 60."""
         return max(1, min(60, round(self.waiting / 2 * statistics.fmean(self._between_ends))))
 
-    def _engine_failed(self, error: BaseException, names: Sequence[str] | None) -> None:
-        """Fail the sequences that were in the engine; ``None`` means all of them, after a permanent failure."""
+    def _step_failed(
+        self, error: Exception, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float
+    ) -> None:
+        """Fail the sequences that were running in a failed step, which began at ``now``."""
         self.listener.engine_failed()
-        for name in list(self._live) if names is None else names:
-            if name in self._live:
-                self._live[name][0].fail(EngineError(f"the engine failed: {type(error).__name__}"))
-                self._forget(name)
-        self.snapshot = Snapshot([None] * self.engine.config.slots, (), 0, 0)
-        if names is None:
-            self.dead = True
-            self.on_death()
+        for output in outputs:
+            if output.finish_reason == "error":
+                self._fail(output.request_id, error)
+        self._deliver(outputs, snapshot, now)
+
+    def _engine_died(self, error: BaseException) -> None:
+        """Fail all sequences after a permanent failure."""
+        self.listener.engine_failed()
+        for name in list(self._live):
+            self._fail(name, error)
+        self.snapshot = Snapshot([None] * self.engine.config.slots, {})
+        self.dead = True
+        self.on_death()
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        if name in self._live:
+            self._live[name][0].fail(EngineError(f"the engine failed: {type(error).__name__}"))
+            self._forget(name)
 
     def _put(self, command: _Command | None) -> bool:
         """Send a command to the engine's thread; ``False`` if it has ended."""
@@ -362,16 +372,15 @@ class EngineDriver:
             raise
 
     def _look(self) -> Snapshot:
-        names = self.engine.reading
-        read, length = self.engine.prefill_progress(names[0]) if names else (0, 0)
-        return Snapshot(self.engine.slots(), names, read, length)
+        progress = {name: self.engine.prefill_progress(name) for name in self.engine.reading}
+        return Snapshot(self.engine.slots(), progress)
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:  # whatever the error, this thread ends
             logger.critical("the engine has failed permanently", exc_info=error)
-            self._tell(self._engine_failed, error, None)
+            self._tell(self._engine_died, error)
         with self._closing:
             self._closed = True
         while not self._commands.empty():
@@ -389,7 +398,6 @@ class EngineDriver:
                 if command is None:
                     return
                 command.run()
-            names = self.engine.request_ids  # before the step, as it may end sequences
             now = self.step_started = time.monotonic()
             try:
                 outputs = self.engine.step()
@@ -398,9 +406,9 @@ class EngineDriver:
                 if failures == MAX_FAILURES:
                     raise
                 logger.exception("the engine failed (%d of %d times)", failures, MAX_FAILURES)
-                self.engine.reset()
-                probing = False
-                self._tell(self._engine_failed, error, names)
+                outputs = self.engine.take_outputs()  # what was running has ended; what waits goes on
+                probing = probing and not any(output.request_id == _PROBE for output in outputs)
+                self._tell(self._step_failed, error, outputs, self._look(), now)
                 continue
             finally:
                 self.step_started = None

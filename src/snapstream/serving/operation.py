@@ -42,7 +42,7 @@ class SlotState(BaseModel):
 
 
 class Reading(BaseModel):
-    """Progress of the prompt that is being prefilled, in tokens."""
+    """Progress of the prompt that is being prefilled, in tokens; of two, that of the longer one."""
 
     read: int
     of: int
@@ -76,6 +76,7 @@ def router(parts: Parts) -> APIRouter:
     async def cache() -> CacheState:
         """The state of every slot after the engine's last step."""
         snapshot = driver.snapshot
+        longest = max(snapshot.reading.values(), key=lambda progress: progress[1], default=None)
         return CacheState(
             budget=llm.engine.budget.as_dict(),
             capacity=llm.engine.plan.cache_entries,
@@ -85,7 +86,7 @@ def router(parts: Parts) -> APIRouter:
                 SlotState(slot=slot, busy=False) if use is None else SlotState.model_validate(asdict(use))
                 for slot, use in enumerate(snapshot.slots)
             ],
-            reading=Reading(read=snapshot.read, of=snapshot.length) if snapshot.reading else None,
+            reading=None if longest is None else Reading(read=longest[0], of=longest[1]),
             waiting=driver.waiting,
             sessions=len(sessions),
             session_limit=sessions.limit,
