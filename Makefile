@@ -21,7 +21,7 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
+.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-waiting bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 
@@ -57,6 +57,10 @@ fuzz: $(STAMP)
 # What a session saves and costs: the table of docs/serving.md; about five minutes, on a quiet machine.
 bench-sessions: $(STAMP)
 	$(BIN)/python -m benchmarks.server_sessions
+
+# How long short requests wait while long prompts are read (MODEL=file.gguf): the table of docs/serving.md; three minutes.
+bench-waiting: $(STAMP)
+	$(BIN)/python -m benchmarks.waiting $(MODEL)
 
 # What equal beginnings of prompts save: the table of docs/serving.md; a minute, on a quiet machine.
 bench-beginnings: $(STAMP)

@@ -34,7 +34,7 @@ ATTACHMENTS = ("deploy/snapstream.service", "deploy/grafana-dashboard.json")
 REFERENCE = {
     "src/snapstream/engine/llm.py": "snapstream.LLM",
     "src/snapstream/engine/context.py": "snapstream.Context",
-    "src/snapstream/engine/output.py": "snapstream.RequestOutput",
+    "src/snapstream/engine/requests/output.py": "snapstream.RequestOutput",
     "src/snapstream/config/sampling.py": "snapstream.SamplingParams",
     "src/snapstream/config/budget.py": "snapstream.CacheBudget",
     "src/snapstream/config/engine.py": "snapstream.EngineConfig",
