@@ -1,4 +1,4 @@
-"""How long short requests wait for their first token while long prompts are being read: ``make bench-waiting MODEL=...``.
+"""How long short requests wait while long prompts are being read: ``make bench-waiting MODEL=...``.
 
 Long prompts come two at a time, and a short one every few seconds. All times are from when a request came.
 """

@@ -319,9 +319,7 @@ class EngineDriver:
         """Estimated seconds until half of the queue is processed, between 1 and 60."""
         return max(1, min(60, round(self.waiting / 2 * statistics.fmean(self._between_ends))))
 
-    def _step_failed(
-        self, error: Exception, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float
-    ) -> None:
+    def _step_failed(self, error: Exception, outputs: Sequence[RequestOutput], snapshot: Snapshot, now: float) -> None:
         """Fail the sequences that were running in a failed step, which began at ``now``."""
         self.listener.engine_failed()
         for output in outputs:
