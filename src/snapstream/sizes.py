@@ -1,4 +1,4 @@
-"""Parses numbers of tokens and cache entries, such as ``512`` or ``4k``, and shares, such as ``1/4`` or ``25%``."""
+"""Parses numbers of tokens and cache entries, such as ``512`` or ``4k``, shares, such as ``1/4``, and bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fractions import Fraction
 from snapstream.errors import ConfigurationError
 
 _SCALES = {"k": 2**10, "m": 2**20}
+_BYTES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def parse_tokens(text: str | int, what: str) -> int:
@@ -37,6 +38,23 @@ def parse_share(text: str, what: str) -> Fraction:
     if not 0 < share < 1:
         raise ConfigurationError(f"{what}: {text!r} is not a share between 0 and 1, such as 1/4, 25% or 0.25")
     return share
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """Parse a number of bytes with a unit, such as ``2GiB``, ``500MB`` or ``0.5 GiB``.
+
+    Raises:
+        ConfigurationError: It is not one; the message begins with ``what``.
+    """
+    written = text.strip().lower()
+    unit = next((unit for unit in _BYTES if written.endswith(unit)), "")
+    try:
+        size = float(written.removesuffix(unit)) * _BYTES[unit]
+    except (KeyError, ValueError):
+        size = -1.0
+    if not 0 <= size < 2**60:
+        raise ConfigurationError(f"{what}: {text!r} is not a size; give a number with a unit, such as 512MiB or 2GiB")
+    return int(size)
 
 
 def is_share(text: str) -> bool:

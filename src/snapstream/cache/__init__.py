@@ -5,9 +5,11 @@ letters of :mod:`snapstream.compression`.
 """
 
 from snapstream.cache.compressed import CompressedSequence
+from snapstream.cache.directory import SequenceDirectory
 from snapstream.cache.groups import CacheSizes, LayerGroup, reported_layers
 from snapstream.cache.layer import EntryShape, GroupedCache, LatentCache, LayerCache
 from snapstream.cache.state import StateCache, StateShape, no_positions
+from snapstream.cache.store import SequenceStore, Stored, StoreFullError
 
 __all__ = [
     "CacheSizes",
@@ -17,8 +19,12 @@ __all__ = [
     "LatentCache",
     "LayerCache",
     "LayerGroup",
+    "SequenceDirectory",
+    "SequenceStore",
     "StateCache",
     "StateShape",
+    "StoreFullError",
+    "Stored",
     "no_positions",
     "reported_layers",
 ]

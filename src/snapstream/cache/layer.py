@@ -193,25 +193,11 @@ class LayerCache(ABC):
         """A new cache with the entries of this one, then those of another."""
         return type(self)([torch.cat(pair, 2) for pair in zip(self.tensors, other.tensors, strict=True)])
 
-    def to_host(self, entries: int) -> LayerCache:
-        """Copy the first entries of this cache, which has one row, to host memory.
-
-        The copy goes head by head: the entries of a head are contiguous, so the device need not gather them first.
-        """
-        copied = []
-        for tensor in self.tensors:
-            _, heads, _, size = tensor.shape
-            copied.append(torch.empty(1, heads, entries, size, dtype=tensor.dtype))
-            for head in range(heads):
-                copied[-1][0, head].copy_(tensor[0, head, :entries])
-        return type(self)(copied)
-
-    def put_from_host(self, other: LayerCache, entries: int) -> None:
-        """Copy the first entries of a cache from :meth:`to_host` to this one, which has one row, too."""
-        self._require_same_dtype(other)
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
-            for head in range(mine.shape[1]):
-                mine[0, head, :entries].copy_(theirs[0, head, :entries])
+    def copied(self, first: int, end: int) -> LayerCache:
+        """A new cache with entries ``first .. end`` of every sequence."""
+        return type(self)(
+            [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.span(first, end).tensors]
+        )
 
     def put(self, other: LayerCache, tokens: int = 0) -> None:
         """Copy all entries of a cache with one row to the first entries of this one, which has one row, too.

@@ -124,12 +124,9 @@ class StateCache(LayerCache):
         return self
 
     @override
-    def to_host(self, entries: int) -> StateCache:
-        return StateCache([tensor.to("cpu", copy=True) for tensor in self.tensors])
-
-    @override
-    def put_from_host(self, other: LayerCache, entries: int) -> None:
-        self.put(other, entries)
+    def copied(self, first: int, end: int) -> StateCache:
+        """A copy of the states and their inputs as they are now."""
+        return StateCache([tensor.clone() for tensor in self.tensors])
 
     @override
     def put(self, other: LayerCache, tokens: int = 0) -> None:

@@ -314,7 +314,8 @@ def _engine(
         # Questions about one text share its prefill, which multi-token prediction cannot do yet; a text that is stored
         # before its questions needs a session.
         shares = plan.shares_texts and config.speculative != "mtp"
-        config = replace(config, prefix_contexts=int(shares), sessions=int(plan.stores_texts))
+        config = replace(config, prefix_contexts=int(shares), prefix_cache=None if shares else 0)
+        config = replace(config, sessions=int(plan.stores_texts))
     parts = [part for part in (grid, plan) if part is not None]
     host = EngineHost(
         model,

@@ -42,6 +42,7 @@ from snapstream.config import DEFAULT_POLICY, EngineConfig
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
+from snapstream.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,12 @@ def serve(
     policy: Policy = DEFAULT_POLICY,
     slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.", rich_help_panel=CACHE)] = 8,
     sessions: Annotated[
-        int, typer.Option(help="Conversations that can keep their cache between turns.", rich_help_panel=CACHE)
-    ] = 8,
+        str,
+        typer.Option(
+            help="Memory for conversations that keep their cache between turns: a size (2GiB), or how many of them.",
+            rich_help_panel=CACHE,
+        ),
+    ] = "8",
     session_ttl: Annotated[
         float, typer.Option(help="Seconds a session is kept after its last turn.", rich_help_panel=CACHE)
     ] = 600,
@@ -84,14 +89,13 @@ def serve(
         float, typer.Option(min=0.001, max=2**20, help="Maximum size of this directory in GiB.", rich_help_panel=CACHE)
     ] = 4,
     contexts: Annotated[
-        float,
+        str,
         typer.Option(
-            min=0,
-            max=2**20,
-            help="GiB of memory for contexts, texts that are prefilled once and asked many times (/v1/contexts).",
+            help="Memory for contexts, texts that are prefilled once and asked many times (/v1/contexts): a size "
+            "(2GiB), or a number of GiB.",
             rich_help_panel=CACHE,
         ),
-    ] = 0.25,
+    ] = "0.25",
     context_dir: Annotated[
         Path | None,
         typer.Option(
@@ -106,14 +110,29 @@ def serve(
             min=0.001, max=2**20, help="Maximum size of this model's files there, in GiB.", rich_help_panel=CACHE
         ),
     ] = 4,
-    prefix_contexts: Annotated[
-        int,
+    prefix_cache: Annotated[
+        str | None,
         typer.Option(
-            help="Prefixes kept in the prefix cache: what prompts have in common at their beginning is prefilled once. "
-            "Answers are the same.",
+            help="Memory of the prefix cache: what a prompt has in common with an earlier one at its beginning is not "
+            "prefilled again. Answers are the same. A size (2GiB); 0 turns it off. Default: what is left, up to 2GiB.",
             rich_help_panel=CACHE,
         ),
-    ] = 0,
+    ] = None,
+    prefix_contexts: Annotated[int, typer.Option(hidden=True)] = 0,
+    prefix_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for cached prefixes that do not fit in memory, and for all of them when the server stops. "
+            "It contains the tokens of prompts.",
+            rich_help_panel=CACHE,
+        ),
+    ] = None,
+    prefix_disk: Annotated[
+        float,
+        typer.Option(
+            min=0.001, max=2**20, help="Maximum size of this model's files there, in GiB.", rich_help_panel=CACHE
+        ),
+    ] = 16,
     prefill_chunk: Chunk = None,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
@@ -196,9 +215,12 @@ def serve(
     config = EngineConfig(
         max_model_len=length,
         slots=slots,
-        sessions=sessions,
-        context_bytes=int(contexts * 2**30),
+        sessions=int(sessions) if sessions.isdecimal() else sessions,
+        context_bytes=_memory(contexts, "contexts"),
+        prefix_cache=None if prefix_cache is None else _memory(prefix_cache, "prefix cache"),
         prefix_contexts=prefix_contexts,
+        prefix_dir=None if prefix_dir is None else str(prefix_dir),
+        prefix_disk=int(prefix_disk * 2**30),
         prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
         dtype=dtype,
@@ -247,6 +269,13 @@ def _example(model: str) -> Example | None:
         "What is the phone number of Maria?",
         "This is a very small model. It finds facts in a few thousand words, but gets many other things wrong.",
     )
+
+
+def _memory(text: str, what: str) -> int:
+    """Bytes of memory: a size with a unit, or a number of GiB."""
+    with contextlib.suppress(ValueError):
+        text = f"{float(text)}GiB"
+    return parse_bytes(text, what)
 
 
 def _keys_of_environment() -> list[str]:

@@ -8,6 +8,7 @@ from snapstream.config.budget import MIN_CAPACITY
 from snapstream.config.checks import require_count, require_integer
 from snapstream.config.policy import ALL, KEPT_QUERIES
 from snapstream.errors import ConfigurationError
+from snapstream.sizes import parse_bytes
 
 SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
 """Kinds of drafters."""
@@ -42,12 +43,18 @@ class EngineConfig:
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are
             built when they are first needed. A CPU uses no graphs either way.
-        sessions: Number of conversations that can keep their compressed cache between turns; memory is planned for
-            them. See :meth:`snapstream.engine.engine.Engine.add_request`.
+        sessions: Memory for conversations that keep their compressed cache between turns: a size such as ``"2GiB"``, or
+            the number of conversations that use their whole budget. See
+            :meth:`snapstream.engine.engine.Engine.add_request`.
         context_bytes: Memory planned for contexts, texts that are prefilled once and asked many times, in bytes. See
             :meth:`snapstream.engine.llm.LLM.read`.
-        prefix_contexts: Number of prefixes in the prefix cache, which keeps the full caches of prefixes that prompts
-            share in host memory. See :mod:`snapstream.engine.prefill.prefix_cache`.
+        prefix_cache: Memory of the prefix cache, which keeps the full caches of what prompts begin with: a size such as
+            ``"2GiB"``, or a number of bytes. ``None``: up to 2 GiB of what the plan leaves; 0 turns it off. See
+            :mod:`snapstream.engine.prefill.prefix_cache`.
+        prefix_contexts: The same as a number of prompts of ``max_model_len`` tokens; prefer ``prefix_cache``.
+        prefix_dir: Directory for cached prefixes that do not fit in memory, and for all of them when the engine is
+            closed; ``None`` to drop them.
+        prefix_disk: Maximum size of this model's files in this directory, in bytes.
         kept_queries: Minimum number of a prompt's last queries that are kept, for requests whose own policy needs more
             of them than the engine's; -1 for all.
         max_logprobs: Maximum ``logprobs`` of a request; fixes a shape of the sampling graph.
@@ -66,9 +73,12 @@ class EngineConfig:
     device: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
-    sessions: int = 0
+    sessions: int | str = 0
     context_bytes: int = 0
+    prefix_cache: int | str | None = None
     prefix_contexts: int = 0
+    prefix_dir: str | None = None
+    prefix_disk: int = 16 * 2**30
     kept_queries: int = KEPT_QUERIES
     max_logprobs: int = 20
     memory_fraction: float = 0.9
@@ -76,7 +86,21 @@ class EngineConfig:
     @property
     def goes_on(self) -> bool:
         """Whether a prompt may continue from a stored cache."""
-        return self.sessions > 0 or self.context_bytes > 0
+        return self.session_bytes(1) > 0 or self.context_bytes > 0
+
+    def session_bytes(self, each: int) -> int:
+        """Bytes of memory for sessions, if one that uses its whole budget takes ``each``."""
+        if isinstance(self.sessions, str):
+            return parse_bytes(self.sessions, "engine: sessions")
+        return self.sessions * each
+
+    def prefix_bytes(self, each: int) -> int | None:
+        """Bytes of memory for the prefix cache, if the longest prompt takes ``each``; ``None`` for what is left."""
+        if isinstance(self.prefix_cache, str):
+            return parse_bytes(self.prefix_cache, "engine: prefix_cache")
+        if self.prefix_cache is None and self.prefix_contexts:
+            return (self.prefix_contexts + 1) * each
+        return 0 if self.speculative == "mtp" else self.prefix_cache
 
     @property
     def guesses(self) -> int:
@@ -95,8 +119,13 @@ class EngineConfig:
             require_integer(f"engine: {name}", getattr(self, name))
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("sessions", "context_bytes", "prefix_contexts"):
-            require_count(f"engine: {name}", getattr(self, name))
+        for name in ("sessions", "context_bytes", "prefix_contexts", "prefix_cache", "prefix_disk"):
+            if not isinstance(getattr(self, name), str | None):
+                require_count(f"engine: {name}", getattr(self, name))
+        self.session_bytes(1)  # sizes that are written
+        wanted = self.prefix_bytes(1)
+        if self.prefix_dir is not None and wanted == 0:
+            raise ConfigurationError("engine: prefix_dir is given, but the prefix cache is off (prefix_cache)")
         require_integer("engine: kept_queries", self.kept_queries)
         if self.kept_queries < 0 and self.kept_queries != ALL:
             raise ConfigurationError(
@@ -122,10 +151,10 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         if self.speculative not in SPECULATIVE:
             raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
-        if self.speculative == "mtp" and self.prefix_contexts:
+        if self.speculative == "mtp" and (self.prefix_contexts or self.prefix_cache):
             raise ConfigurationError(
-                f"engine: prefix_contexts is {self.prefix_contexts} and speculative is 'mtp', which the prefix cache "
-                "does not support; leave one of them out"
+                f"engine: prefix_cache is {self.prefix_cache or self.prefix_contexts!r} and speculative is 'mtp', "
+                "which the prefix cache does not support; leave one of them out"
             )
         if (self.speculative == "draft-model") != (self.draft_model is not None):
             raise ConfigurationError(

@@ -54,19 +54,23 @@ class Context:
         """Bytes of its cache."""
         return self.sequence.nbytes
 
-    def note(self, **more: Any) -> str:
-        """Everything except the sequence, plus additional fields, as JSON for a file."""
-        return json.dumps(more | {"opening": self.opening, "system": self.system, "model": self.model})
+    def about(self) -> dict[str, Any]:
+        """Everything except the sequence, for a file."""
+        return {"opening": self.opening, "system": self.system, "model": self.model}
 
     @classmethod
-    def of(cls, sequence: CompressedSequence) -> Context:
-        """Restore a context from a sequence that was saved with its :meth:`note`.
+    def of(cls, sequence: CompressedSequence, about: Mapping[str, Any] | None = None) -> Context:
+        """Restore a context.
+
+        Args:
+            sequence: Its sequence.
+            about: What :meth:`about` said; by default, the sequence's note says it.
 
         Raises:
             CacheFileError: The sequence is not a context.
         """
         try:
-            said = json.loads(sequence.note)
+            said = json.loads(sequence.note) if about is None else about
             opened, system, model = said["opening"], said["system"], str(said["model"])
             if not all(one is None or isinstance(one, str) for one in (opened, system)):
                 raise TypeError("neither text nor null")

@@ -210,12 +210,12 @@ class EngineCore:
         lane = self.scheduler.lane_of(request)
         try:
             try:
-                job = self.runner.begin(readers, self.table.waiting, lane)
+                job = self.runner.begin(readers, lane)
             except Exception:  # for example, not enough memory for the requests without a slot
                 if len(with_slot) == len(readers):
                     raise
                 readers = with_slot
-                job = self.runner.begin(readers, self.table.waiting, lane)
+                job = self.runner.begin(readers, lane)
         except Exception as error:
             return self._fail_prefill(readers, error)
         self.table.begin(job, readers)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from snapstream.cache import CompressedSequence
+from snapstream.cache import CompressedSequence, SequenceDirectory, SequenceStore
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config.policy import ALL
 from snapstream.engine.core import EngineCore
 from snapstream.engine.drafters import NextToken, make_drafter
 from snapstream.engine.files import SequenceFiles
 from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
+from snapstream.engine.prefill.prefix_cache import BLOCK, PrefixCache
 from snapstream.engine.requests.admission import Admission, Prompt
 from snapstream.engine.requests.tokenizing import PromptTokenizer, give_memory_back
 from snapstream.engine.runner import ModelRunner, Runner
-from snapstream.engine.settings import load_sampling_defaults, load_tokenizer, set_up
+from snapstream.engine.settings import Setup, load_sampling_defaults, load_tokenizer, set_up
 from snapstream.engine.speculation import SpeculativeRunner
 from snapstream.errors import ConfigurationError
 from snapstream.kernels import cpu as cpu_kernels
@@ -88,7 +91,8 @@ class Engine(EngineCore):
             cpu_kernels.available()  # builds them now: the model's matrix products check for them
         loaded = load_model(checkpoint, spec, self.types.weights, self.device)
         drafter = make_drafter(setup, self.tokenizer)
-        self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes)
+        self.prefixes = _prefix_cache(setup, checkpoint, self.plan.prefixes)
+        self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes, self.prefixes)
         if inner.decoder.ahead is not None:
             drafter = NextToken(inner.decoder.ahead)
         runner: Runner = inner
@@ -108,6 +112,7 @@ class Engine(EngineCore):
         past: CompressedSequence | None = None,
         keep: bool = False,
         first: bool = False,
+        salt: str = "",
     ) -> str:
         """Queue a request.
 
@@ -120,6 +125,7 @@ class Engine(EngineCore):
                 prompt, a cache that was prefilled with ``max_tokens=0`` is decoded unchanged.
             keep: Whether to return the compressed cache with the last output, for a next turn or a file.
             first: Whether to put the request at the head of the queue.
+            salt: Requests with different ones share no cached prefixes, so their times tell nothing about each other.
 
         Returns:
             The request's id.
@@ -129,8 +135,13 @@ class Engine(EngineCore):
         """
         self.check_process()
         name = self.new_name() if request_id is None else request_id
-        self.add(self._admission.admit(name, prompt, params, past=past, keep=keep), first=first)
+        self.add(self._admission.admit(name, prompt, params, past=past, keep=keep, salt=salt), first=first)
         return name
+
+    def close(self) -> None:
+        """Write what is in the prefix cache to its directory, if it has one; no more requests may follow."""
+        if self.prefixes is not None:
+            self.prefixes.store.close()
 
     @property
     def special_tokens(self) -> frozenset[int]:
@@ -162,6 +173,21 @@ class Engine(EngineCore):
             RequestError: The prompt is not valid text, or has tokens that are not in the model's vocabulary.
         """
         return self._admission.tokenize(prompt)
+
+
+def _prefix_cache(setup: Setup, checkpoint: Path, nbytes: int) -> PrefixCache | None:
+    """The prefix cache, unless it has no memory or policies look at all queries of a prompt."""
+    config = setup.config
+    if not nbytes or setup.queries == ALL:
+        return None
+    directory = None
+    if config.prefix_dir is not None:
+        files = SequenceFiles(setup, checkpoint, of_prefixes=True)
+        directory = SequenceDirectory(Path(config.prefix_dir), files, kind="prefix", max_bytes=config.prefix_disk)
+    # Elsewhere than on a CPU, rows of a product may depend on how many there are.
+    block = BLOCK if setup.device.type == "cpu" else setup.chunk
+    sizes = setup.spec.sizes(setup.types.activations)
+    return PrefixCache(SequenceStore(nbytes, directory), sizes, chunk=setup.chunk, block=block)
 
 
 def _print_plan(plan: EnginePlan) -> None:

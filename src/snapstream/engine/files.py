@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config.engine import QUANTIZED
@@ -20,10 +22,11 @@ class SequenceFiles:
     Args:
         setup: The engine's setup.
         checkpoint: Directory of its model.
+        of_prefixes: Whether sequences are pieces of prompts from a staging cache; they never go into a slot.
     """
 
-    def __init__(self, setup: Setup, checkpoint: Path) -> None:
-        self._setup, self._checkpoint = setup, checkpoint
+    def __init__(self, setup: Setup, checkpoint: Path, *, of_prefixes: bool = False) -> None:
+        self._setup, self._checkpoint, self._of_prefixes = setup, checkpoint, of_prefixes
 
     @functools.cached_property
     def model(self) -> str:
@@ -56,21 +59,31 @@ class SequenceFiles:
                 sequence as long as ``max_model_len``.
         """
         setup = self._setup
-        sequence = CompressedSequence.load(
-            path,
-            model=self.model,
-            groups=setup.spec.groups,
-            dtype=setup.types.cache,
-            device=setup.device,
+        self.check(path, CompressedSequence.describe(path))
+        dtype = setup.types.activations if self._of_prefixes else setup.types.cache
+        return CompressedSequence.load(
+            path, model=self.model, groups=setup.spec.groups, dtype=dtype, device=setup.device
         )
-        if sequence.limit > setup.budget.capacity:
+
+    def check(self, path: str | Path, described: Mapping[str, Any]) -> None:
+        """Check that a sequence fits into this engine, by the metadata of its file.
+
+        Raises:
+            CacheFileError: Its cache is larger than a slot, or it is as long as ``max_model_len``.
+        """
+        setup = self._setup
+        if self._of_prefixes:
+            return
+        try:
+            limit, tokens = int(described["layouts"][0]["limit"]), int(described["tokens"])
+        except (LookupError, TypeError, ValueError):
+            return  # loading it will tell
+        if setup.spec.has_budget and limit > setup.budget.capacity:
             raise CacheFileError(
-                f"{path} holds a cache of up to {sequence.limit} entries, but a slot of this engine has "
-                f"{setup.budget.capacity}; create the engine with a budget of at least {sequence.limit}"
+                f"{path} holds a cache of up to {limit} entries, but a slot of this engine has "
+                f"{setup.budget.capacity}; create the engine with a budget of at least {limit}"
             )
-        if len(sequence.tokens) >= setup.max_model_len:
+        if tokens >= setup.max_model_len:
             raise CacheFileError(
-                f"{path} holds a sequence of {len(sequence.tokens)} tokens, but max_model_len is "
-                f"{setup.max_model_len}; raise it"
+                f"{path} holds a sequence of {tokens} tokens, but max_model_len is {setup.max_model_len}; raise it"
             )
-        return sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -206,7 +207,7 @@ class LLM:
         Raises:
             CacheFileError: The file could not be written.
         """
-        self.engine.files.save(context.sequence, path, note=context.note())
+        self.engine.files.save(context.sequence, path, note=json.dumps(context.about()))
 
     def load_context(self, path: str | Path) -> Context:
         """Read a context that :meth:`save_context` wrote.
@@ -290,6 +291,10 @@ class LLM:
         if context.chat:
             return self.context_prompt(context, [{"role": "user", "content": prompt}])
         return self.engine.texts.after(prompt)
+
+    def close(self) -> None:
+        """Write cached prefixes to their directory, if there is one (``prefix_dir``); no more calls may follow."""
+        self.engine.close()
 
     @property
     def has_chat_template(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,8 @@ DRAWING_BYTES = 16
 """Bytes per vocabulary token that the native loop keeps for every token that it draws at once; on a CPU."""
 CHOICE_BYTES = 80
 """Bytes per token and KV head while a layer is compressed: three kinds of votes, copies of them, and their orders."""
+MOST_PREFIXES = 2 * 2**30
+"""Maximum size of the prefix cache, unless the user asks for more."""
 LIBRARY_WORKSPACE = 64 * 2**20
 """Bytes that cuBLAS keeps on a CUDA device."""
 
@@ -56,8 +58,7 @@ class MemoryPlan:
         workspace: Largest temporaries: those of a prefill chunk, of one layer's votes, or of sampling.
         sessions: Caches of conversations between turns, for the maximum number of sessions.
         contexts: Maximum size of all contexts.
-        prefixes: Full caches of the prefix cache, including the one that is being stored; 0 on CUDA, because they are
-            in host memory.
+        prefixes: Full caches of the prefix cache.
         drafter: Everything of the draft model.
         tokenizing: Memory of the tokenizer for a long text; 0 on CUDA, because it is in host memory.
         metadata: Per-slot state, sampling parameters, token counts, and buffers of decode steps and of a chunk.
@@ -202,9 +203,11 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
             advice = f"it would fit with {found}"
         else:
             advice = "no single setting is enough; lower slots, budget and max_model_len together"
+    prefixes = _prefixes_by_default(setup, None if available is None else available - ours.total)
+    full = _plan(setup, fixed, slots=slots, entries=length)
     return EnginePlan(
-        ours=ours,
-        full=_plan(setup, fixed, slots=slots, entries=length),
+        ours=replace(ours, prefixes=prefixes or ours.prefixes),
+        full=replace(full, prefixes=prefixes or full.prefixes),
         available=available,
         slots_that_fit=most_slots(entries),
         slots_that_fit_full=most_slots(length),
@@ -276,9 +279,9 @@ def _plan(
         # Captured graphs keep the temporaries of sampling separately from those of prefill.
         workspace=(reading + sampling if setup.captured else max(reading, sampling))
         + (LIBRARY_WORKSPACE if setup.device.type == "cuda" else 0),
-        sessions=config.sessions * sizes.saved([group.window or entries for group in spec.groups]),
+        sessions=config.session_bytes(sizes.saved([group.window or entries for group in spec.groups])),
         contexts=config.context_bytes,
-        prefixes=_prefixes(setup, length),
+        prefixes=config.prefix_bytes(_full_bytes(setup, length)) or 0,
         drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, slots, entries, length),
         tokenizing=tokenizing_bytes(length) if setup.device.type == "cpu" else 0,
         # Token counts, a bias, logits and two flags per vocabulary token. Then the permanent buffers of a chunk and of
@@ -331,12 +334,18 @@ def _evicted(setup: Setup) -> int:
     return sum(group.nbytes(0 if group.has_state else held, dtype) for group in groups)
 
 
-def _prefixes(setup: Setup, length: int) -> int:
-    """Maximum size of the prefix cache on the device."""
-    kept, spec, dtype = setup.config.prefix_contexts, setup.spec, setup.types.activations
-    if not kept or setup.device.type != "cpu":
+def _full_bytes(setup: Setup, length: int) -> int:
+    """Bytes of a prompt of ``length`` tokens in the prefix cache; a state is kept for every chunk."""
+    spec, dtype = setup.spec, setup.types.activations
+    return length * spec.kv_bytes_per_token(dtype) + -(-length // setup.chunk) * spec.state_bytes(dtype)
+
+
+def _prefixes_by_default(setup: Setup, left: int | None) -> int:
+    """Memory of the prefix cache, unless the user says how much: half of what is left, and no more than is of use."""
+    if left is None or setup.config.prefix_bytes(0) is not None:
         return 0
-    return (kept + 1) * (length * spec.kv_bytes_per_token(dtype) + spec.state_bytes(dtype))
+    useful = setup.config.slots * _full_bytes(setup, setup.max_model_len)
+    return max(0, min(left // 2, MOST_PREFIXES, useful))
 
 
 def _plan_of_drafter(setup: Setup, slots: int, entries: int, length: int) -> int:

@@ -7,7 +7,7 @@ its slot.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from snapstream.engine.decode.graphs import graph_pool
 from snapstream.engine.decode.renewal import Placement, newest
 from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import SCORED_ROWS, Prefill
-from snapstream.engine.prefill.prefix_cache import Prefix, Prefixes
+from snapstream.engine.prefill.prefix_cache import PrefixCache
 from snapstream.engine.prefill.result import PrefillResult
 from snapstream.engine.requests.output import Token, TokenLogprobs
 from snapstream.engine.requests.request import Request
@@ -59,12 +59,11 @@ class Runner(Protocol):
 
     lanes: Sequence[int]
 
-    def begin(self, requests: Sequence[Request], waiting: Iterable[Request], lane: int) -> PrefillJob:
+    def begin(self, requests: Sequence[Request], lane: int) -> PrefillJob:
         """Begin the prefill of a prompt.
 
         Args:
             requests: The requests with this prompt; those without a slot get caches of their own.
-            waiting: Requests that will be prefilled later; their prompts show which prefixes are worth caching.
             lane: The lane of the prompt.
 
         Returns:
@@ -113,14 +112,14 @@ class ModelRunner:
         pool: The memory that graphs share, on CUDA.
     """
 
-    def __init__(self, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> None:
+    def __init__(
+        self, setup: Setup, model: DecoderModel, lanes: Sequence[int], prefixes: PrefixCache | None = None
+    ) -> None:
         config, spec = setup.config, setup.spec
         self.spec, self.device, self.steps, self.lanes = spec, setup.device, config.decode_steps, lanes
         self.prefiller = Prefill.of(setup, model, lanes)
         self.decoder = Decode.of(setup, model)
-        self.prefixes: Prefixes | None = None
-        if config.prefix_contexts:
-            self.prefixes = Prefixes(config.prefix_contexts, setup.chunk, only_whole=spec.has_states)
+        self.prefixes = prefixes
         self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self.pool = graph_pool(self.device)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
@@ -171,7 +170,7 @@ class ModelRunner:
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, requests: Sequence[Request], waiting: Iterable[Request], lane: int) -> PrefillJob:
+    def begin(self, requests: Sequence[Request], lane: int) -> PrefillJob:
         """Begin a prefill; see :class:`Runner`."""
         first = requests[0]
         job = PrefillJob(self.spec, first.prompt, past=first.past, lane=lane)
@@ -186,24 +185,13 @@ class ModelRunner:
                 scored=request.params.prompt_logprobs,
             )
         if self.prefixes is not None and first.past is None and job.scored is None:
-            alike = [r for r in waiting if r.past is None and not r.prefilled and r.params.prompt_logprobs is None]
-            self._share_beginning(self.prefixes, job, [r.prompt for r in alike if r.prompt != first.prompt])
+            # All voting queries must be computed, and the last token's logits.
+            most = len(job.tokens) - max(1, self.prefiller.lanes[0].queries.shape[1])
+            kind = f"{first.salt} widened" if self.prefiller.widens(len(job.tokens)) else first.salt
+            prefix, job.keeps = self.prefixes.find(job.tokens, most, kind=kind)
+            if prefix.tokens:
+                job.begin_behind(prefix)
         return job
-
-    def _share_beginning(self, prefixes: Prefixes, job: PrefillJob, waiting: Iterable[Sequence[int]]) -> None:
-        """Skip the cached prefix of a prompt, and select a prefix that other prompts share for caching."""
-        # All voting queries must be computed, and the last token's logits.
-        most = len(job.tokens) - max(1, self.prefiller.lanes[0].queries.shape[1])
-        if most < prefixes.block:
-            return
-        widened = self.prefiller.widens(len(job.tokens))
-        found, known = prefixes.find(job.tokens, most, widened=widened), 0
-        if found is not None:
-            prefix, usable, known = found
-            job.begin_behind(prefix, usable)
-        length = prefixes.worth_keeping(job.tokens, waiting, known, most)
-        if length:
-            job.keeps = Prefix(list(job.tokens[:length]), widened)
 
     def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
         """Take as much of a prompt as one chunk through all layers; see :class:`Runner`."""

@@ -169,7 +169,9 @@ def _set_up_drafter(config: EngineConfig, budget: CacheBudget, max_model_len: in
         max_model_len=longest,
         sessions=0,
         context_bytes=0,
+        prefix_cache=0,
         prefix_contexts=0,
+        prefix_dir=None,
     )
     own = replace(own, decode_steps=1, max_logprobs=1)
     if config.weights in QUANTIZED and is_quantized(resolve_config(config.draft_model)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from snapstream.cache import CompressedSequence
 from snapstream.engine.decode.renewal import Placement
@@ -47,9 +47,9 @@ class SpeculativeRunner:
             with current_device(inner.device):
                 drafter.warm_up(inner.pool)
 
-    def begin(self, requests: Sequence[Request], waiting: Iterable[Request], lane: int) -> PrefillJob:
+    def begin(self, requests: Sequence[Request], lane: int) -> PrefillJob:
         """Begin a prefill."""
-        return self._inner.begin(requests, waiting, lane)
+        return self._inner.begin(requests, lane)
 
     def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
         """Go on with a prefill."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -11,19 +13,18 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from snapstream import __version__
+from snapstream.cache import SequenceDirectory, SequenceStore
 from snapstream.engine import LLM
 from snapstream.errors import ConfigurationError
 from snapstream.serving import context_routes, errors, operation, page, routes
 from snapstream.serving.bodies import BodyMiddleware
 from snapstream.serving.completions import Completions
-from snapstream.serving.context_files import ContextFiles
 from snapstream.serving.contexts import ContextStore
 from snapstream.serving.driver import EngineDriver
 from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.middleware import AccessMiddleware, ErrorMiddleware, HeadMiddleware, KeyMiddleware
 from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
-from snapstream.serving.session_files import SessionFiles
 from snapstream.serving.sessions import SessionStore
 from snapstream.serving.settings import ServerSettings
 
@@ -44,18 +45,8 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     """
     metrics = ServerMetrics()
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
-    files = None
-    if settings.session_dir is not None:
-        if not llm.engine.config.sessions:
-            raise ConfigurationError("a session directory needs sessions; start the server with --sessions N")
-        files = SessionFiles(settings.session_dir, settings.session_disk, settings.session_ttl, llm.engine)
-    context_files = None
-    if settings.context_dir is not None:
-        if not llm.engine.config.context_bytes:
-            raise ConfigurationError("a context directory needs contexts; start the server with --contexts GIB")
-        context_files = ContextFiles(settings.context_dir, settings.context_disk, llm)
-    contexts = ContextStore(llm.engine.config.context_bytes, context_files)
-    sessions = SessionStore(llm.engine.config.sessions, settings.session_ttl, files=files)
+    stores = _stores(llm, settings)
+    sessions, contexts = SessionStore(stores[0]), ContextStore(stores[1])
     reader = PromptReader(llm, settings.template_timeout)
     parts = Parts(llm, settings, driver, reader, sessions, contexts, metrics)
     metrics.watch(lambda: operation.gauges(parts))
@@ -63,9 +54,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     async def sweep() -> None:
         while True:
             await anyio.sleep(min(settings.session_ttl / 4, 30))
-            sessions.sweep()
-            if files is not None:
-                await anyio.to_thread.run_sync(files.sweep)
+            await anyio.to_thread.run_sync(sessions.store.sweep)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,8 +64,8 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             yield
             group.cancel_scope.cancel()
         await driver.stop()
-        await anyio.to_thread.run_sync(sessions.close)
-        await anyio.to_thread.run_sync(contexts.close)
+        for close in (*(store.close for store in stores), llm.engine.close):
+            await anyio.to_thread.run_sync(close)
 
     app = FastAPI(
         title="SnapStream",
@@ -111,3 +100,26 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AccessMiddleware, metrics=metrics)
     return app
+
+
+def _stores(llm: LLM, settings: ServerSettings) -> tuple[SequenceStore, SequenceStore]:
+    """The stores of sessions and of contexts.
+
+    Raises:
+        ConfigurationError: A directory is set for what is disabled, or cannot be written to.
+    """
+    plan, files, seconds = llm.engine.plan, llm.engine.files, settings.session_ttl
+
+    def directory(kind: str, path: Path | None, planned: int, disk: int, seconds: float) -> SequenceDirectory | None:
+        if path is None:
+            return None
+        if not planned:
+            raise ConfigurationError(f"a {kind} directory needs {kind}s; start the server with --{kind}s SIZE")
+        return SequenceDirectory(path, files, kind=kind, max_bytes=disk, seconds=seconds)
+
+    of_sessions = directory("session", settings.session_dir, plan.sessions, settings.session_disk, seconds)
+    of_contexts = directory("context", settings.context_dir, plan.contexts, settings.context_disk, math.inf)
+    return (
+        SequenceStore(plan.sessions, of_sessions, seconds=seconds, lists_files=False),
+        SequenceStore(plan.contexts, of_contexts),
+    )

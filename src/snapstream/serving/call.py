@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from snapstream import __version__
+from snapstream.cache import Stored
 from snapstream.config import SamplingParams
-from snapstream.engine import CompressedSequence, RequestOutput
+from snapstream.engine import CompressedSequence, Context, RequestOutput
 from snapstream.serving.answers import LogprobWriter, cache_of
-from snapstream.serving.contexts import StoredContext
 from snapstream.serving.driver import Batch
 from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
@@ -52,7 +52,8 @@ class Call:
         self.created = int(time.time())
         self.prompts: Sequence[Prompt] = ()
         self.turn: Turn | None = None
-        self.context: StoredContext | None = None
+        self._stored: Stored | None = None
+        self.context: Context | None = None
         self._cached = 0
         self.batch: Batch | None = None
         self.writers: list[LogprobWriter] = []
@@ -67,11 +68,11 @@ class Call:
             if self.body.session_id is not None:
                 message = "a session is a conversation, but a context never changes; give only one of them"
                 raise ApiError(400, message, param="context_id")
-            self.context = await self.parts.contexts.take(self.owner, self.body.context_id)
+            self._stored = stored = await self.parts.contexts.take(self.owner, self.body.context_id)
+            assert stored.sequence is not None
+            self.context = Context.of(stored.sequence, stored.about)
         if self.body.session_id is not None:
-            key = self.owner, self.body.session_id
-            await self.parts.sessions.fetch(key)
-            self.turn = Turn(self.parts.sessions, key)
+            self.turn = await Turn.begin(self.parts.sessions, (self.owner, self.body.session_id))
 
     async def start(self, prompts: Sequence[Prompt]) -> None:
         """Queue all answers to all prompts."""
@@ -80,7 +81,10 @@ class Call:
         for prompt in prompts:
             tokens = prompt.tokens if turn is None else turn.go_on(prompt)
             keep = None if turn is None else turn.keep
-            jobs += [Job(tokens, self._params(index), self._past(), keep, self.asked) for index in range(self.number)]
+            past = self._past()
+            jobs += [
+                Job(tokens, self._params(index), past, keep, self.asked, self.owner) for index in range(self.number)
+            ]
         self._cached = len(jobs[:: self.number]) * self._reused()
         self.log["prompt_tokens"] = self._cached + sum(len(job.tokens) for job in jobs[:: self.number])
         text_of = self.parts.reader.token_text
@@ -93,9 +97,9 @@ class Call:
         """Abort what still runs, and end the turn."""
         if self.turn is not None:
             self.turn.end()
-        if self.context is not None:
-            self.parts.contexts.release(self.context)
-            self.context = None
+        if self._stored is not None:
+            self.parts.contexts.store.release(self._stored)
+            self._stored = None
         if self.batch is None:
             return
         self.batch.cancel()
@@ -221,8 +225,8 @@ class Call:
 
     def _past(self) -> CompressedSequence | None:
         """The compressed sequence that every prompt continues from."""
-        if self.context is not None and self.context.context is not None:
-            return self.context.context.sequence
+        if self.context is not None:
+            return self.context.sequence
         return None if self.turn is None else self.turn.past
 
     def _reused(self) -> int:

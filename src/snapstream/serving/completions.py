@@ -119,8 +119,7 @@ class Completions:
         async def work() -> None:
             nonlocal answer
             await call.begin()
-            context = None if call.context is None else call.context.context
-            await call.start(await self.in_turn(lambda: read(context)))
+            await call.start(await self.in_turn(lambda: read(call.context)))
             if not body.stream:
                 answer = await call.collect()
 

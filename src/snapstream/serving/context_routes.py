@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from snapstream.cache import Stored
 from snapstream.config import SamplingParams
 from snapstream.engine import CompressedSequence
 from snapstream.engine.requests.detokenizer import Detokenizer
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.completions import Completions
-from snapstream.serving.contexts import StoredContext
 from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
 from snapstream.serving.parts import Parts
@@ -37,16 +37,16 @@ class ContextState(BaseModel):
     on_disk: bool
 
     @classmethod
-    def of(cls, stored: StoredContext) -> ContextState:
+    def of(cls, stored: Stored) -> ContextState:
         """Describe a stored context to clients."""
         return cls(
-            id=stored.id,
-            name=stored.name,
-            created=int(stored.created),
+            id=stored.key,
+            name=stored.about["name"],
+            created=int(stored.about["created"]),
             tokens=stored.tokens,
             entries=stored.entries,
             bytes=stored.nbytes,
-            chat=stored.chat,
+            chat=stored.about["opening"] is not None,
             on_disk=stored.on_disk,
         )
 
@@ -82,14 +82,14 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         state = request.scope["state"]
         spent = time.monotonic() - state["began"]
 
-        async def work() -> StoredContext:
+        async def work() -> Stored:
             tokens, opened = await completions.in_turn(
                 lambda: parts.reader.context(body.text, chat=body.chat, system=body.system)
             )
             state["log"]["prompt_tokens"] = len(tokens)
             store.check_room(parts.llm.engine.kept_bytes(len(tokens), params.kv_budget))
             saved: list[CompressedSequence] = []
-            batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"])])
+            batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"], owner(request))])
             try:
                 async for _, _, output in batch.changes():
                     if output.error is not None:
@@ -124,8 +124,8 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         stored = await store.take(owner(request), name)
 
         def write() -> bytes:
-            assert stored.context is not None
-            known = stored.context.sequence.tokens
+            assert stored.sequence is not None
+            known = stored.sequence.tokens
             detokenizer = Detokenizer(parts.llm.tokenizer, frozenset(), skip_special=False)
             answer = ContextTokens(tokens=list(known), texts=[detokenizer.add(token) for token in known])
             return answer.model_dump_json().encode()
@@ -134,7 +134,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
             # In threads other than those that write answers, because it may take long.
             return Response(await anyio.to_thread.run_sync(write, limiter=detokenizing), media_type="application/json")
         finally:
-            store.release(stored)
+            store.store.release(stored)
 
     @routes.delete("/v1/contexts/{name}")
     async def forget(name: str, request: Request) -> Deleted:

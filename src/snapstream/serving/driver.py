@@ -362,7 +362,12 @@ class EngineDriver:
             for generation in batch.generations:
                 job = generation.job
                 self.engine.add_request(
-                    job.tokens, job.params, generation.name, past=job.past, keep=job.keep is not None
+                    job.tokens,
+                    job.params,
+                    generation.name,
+                    past=job.past,
+                    keep=job.keep is not None,
+                    salt=job.salt,
                 )
                 added.append(generation.name)
         except Exception:

@@ -20,6 +20,7 @@ class Job:
         params: Sampling parameters.
         past: The compressed cache of earlier turns.
         keep: Called with the compressed cache at the end, on the event loop; ``None`` if it is not needed.
+        salt: Sequences with different ones share no cached prefixes: the digest of an API key.
         asked: When the request arrived, in :func:`time.monotonic` time; ``None`` for when it is submitted.
     """
 
@@ -28,6 +29,7 @@ class Job:
     past: CompressedSequence | None = None
     keep: Callable[[CompressedSequence], None] | None = None
     asked: float | None = None
+    salt: str = ""
 
 
 class Generation:

@@ -70,7 +70,7 @@ class CacheState(BaseModel):
 def router(parts: Parts) -> APIRouter:
     """Create the routes of one server."""
     routes = APIRouter(tags=["Operation"])
-    llm, driver, sessions = parts.llm, parts.driver, parts.sessions
+    llm, driver, sessions, contexts = parts.llm, parts.driver, parts.sessions.store, parts.contexts.store
 
     @routes.get("/v1/cache")
     async def cache() -> CacheState:
@@ -88,12 +88,12 @@ def router(parts: Parts) -> APIRouter:
             ],
             reading=None if longest is None else Reading(read=longest[0], of=longest[1]),
             waiting=driver.waiting,
-            sessions=len(sessions),
-            session_limit=sessions.limit,
-            session_bytes=sessions.bytes,
-            contexts=len(parts.contexts),
-            context_bytes=parts.contexts.bytes,
-            context_limit=parts.contexts.max_bytes,
+            sessions=sessions.loaded,
+            session_limit=sessions.max_bytes,
+            session_bytes=sessions.nbytes,
+            contexts=len(contexts),
+            context_bytes=contexts.nbytes,
+            context_limit=contexts.max_bytes,
             memory=_memory(llm),
         )
 
@@ -124,7 +124,7 @@ def router(parts: Parts) -> APIRouter:
 
 def gauges(parts: Parts) -> Iterator[Gauge]:
     """Yield the current values of all gauges."""
-    driver, sessions = parts.driver, parts.sessions
+    driver, sessions, contexts = parts.driver, parts.sessions.store, parts.contexts.store
     uses = [use for use in driver.snapshot.slots if use is not None and use.busy]
     for name, text, value in (
         ("slots", "Maximum number of sequences decoded concurrently.", parts.llm.engine.config.slots),
@@ -134,10 +134,10 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
         ("cache_entries_held", "Entries in use in all slots.", sum(use.held for use in uses)),
         ("cache_bytes_held", "Caches of busy slots.", sum(use.bytes_held for use in uses)),
         ("cache_bytes_full", "What full caches of these sequences would take.", sum(use.bytes_full for use in uses)),
-        ("sessions", "Sessions in memory.", len(sessions)),
-        ("session_bytes", "Memory of sessions.", sessions.bytes),
-        ("contexts", "Stored contexts.", len(parts.contexts)),
-        ("context_bytes", "Memory of the contexts in memory.", parts.contexts.bytes),
+        ("sessions", "Sessions in memory.", sessions.loaded),
+        ("session_bytes", "Memory of sessions.", sessions.nbytes),
+        ("contexts", "Stored contexts.", len(contexts)),
+        ("context_bytes", "Memory of the contexts in memory.", contexts.nbytes),
         ("healthy", "Whether the engine works.", driver.healthy),
     ):
         yield Gauge(name, text, {(): float(value)})

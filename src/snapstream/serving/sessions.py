@@ -1,20 +1,20 @@
-"""Sessions: conversations that keep their compressed cache between turns, limited in number and time."""
+"""Sessions: conversations that keep their compressed cache between turns, limited in bytes and time."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import anyio
-import anyio.to_thread
-
+from snapstream.cache import SequenceStore, Stored, StoreFullError
 from snapstream.engine import CompressedSequence
+from snapstream.errors import CacheFileError
+from snapstream.serving.leases import take
 from snapstream.serving.prompts import Prompt
 
-if TYPE_CHECKING:
-    from snapstream.serving.session_files import SessionFiles
+logger = logging.getLogger(__name__)
 
 Key = tuple[str, str]
 """Owner and name of a session; one API key cannot reach the sessions of another."""
@@ -63,58 +63,40 @@ class Session:
 
 
 class SessionStore:
-    """Keeps at most ``limit`` sessions in memory, and evicts the least recently used one first.
+    """The sessions of a server: a view of a store, in which a session has one turn at a time.
 
-    Sessions with a running turn count too, because their cache is needed until the turn has ended.
+    All methods must be called on the event loop.
 
     Args:
-        limit: Maximum number of sessions in memory; each has at most one compressed cache.
-        seconds: How long a session is kept after its last turn.
-        clock: Clock, for tests.
-        files: Files for evicted sessions; ``None`` to drop them.
+        store: Keeps their caches.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        files: SessionFiles | None = None,
-    ) -> None:
-        self.limit, self.seconds, self.clock, self.files = limit, seconds, clock, files
-        self._kept: dict[Key, tuple[Session, float]] = {}
-        self._running: dict[Key, tuple[Session, float] | None] = {}
+    def __init__(self, store: SequenceStore) -> None:
+        self.store = store
+        self._running: dict[Key, Stored | None] = {}
         self._deleted: set[Key] = set()
-        # Sessions that are being loaded from disk; a deletion removes them from this set.
-        self._fetching: set[Key] = set()
-        self._one_at_a_time = anyio.CapacityLimiter(1)
 
-    async def fetch(self, key: Key) -> None:
-        """Load a session from disk if it is there and not in memory; must be called before :meth:`begin`."""
-        used = sum(one is not None for one in self._running.values())
-        if self.files is None or key in self._kept or key in self._running or used >= self.limit:
-            return
-        self._fetching.add(key)
-        try:
-            found = await anyio.to_thread.run_sync(self.files.take, key, limiter=self._one_at_a_time)
-            deleted = key not in self._fetching
-        finally:
-            self._fetching.discard(key)
-        if found is not None and not deleted and key not in self._kept and key not in self._running:
-            self._kept[key] = found, self.clock()
-            self._make_room()
+    async def begin(self, key: Key) -> Session | None:
+        """Start a turn; :meth:`end` must follow, unless this fails.
 
-    def begin(self, key: Key) -> Session | None:
-        """Start a turn; :meth:`end` must follow.
+        Returns:
+            The session; ``None`` if there is none, or it cannot be read.
 
         Raises:
             SessionBusyError: A turn of this session is running.
         """
         if key in self._running:
             raise SessionBusyError
-        self.sweep()
-        taken = self._running[key] = self._kept.pop(key, None)
-        return None if taken is None else taken[0]
+        self._running[key] = None
+        try:
+            taken = await self._take(key)
+        except BaseException:
+            del self._running[key]
+            raise
+        if taken is None or taken.sequence is None:
+            return None
+        self._running[key] = taken
+        return Session(taken.sequence, taken.about.get("text"))
 
     def end(self, key: Key, session: Session | None) -> bool:
         """End a turn. Without a new ``session``, the previous one stays, so that the turn can be tried again.
@@ -123,60 +105,36 @@ class SessionStore:
             Whether a next turn can continue from the session.
         """
         before = self._running.pop(key)
-        after = before if session is None else (session, self.clock())
-        deleted = key in self._deleted
-        self._deleted.discard(key)
-        if deleted and self.files is not None:
-            self.files.delete(key)
-        elif after is not None and not deleted:
-            self._kept[key] = after
-        self._make_room()
-        return key in self._kept or (self.files is not None and after is not None and not deleted)
+        if before is not None:
+            self.store.release(before, used=session is not None)
+        if key in self._deleted:
+            self._deleted.discard(key)
+            self.store.delete(_name(key))
+            return False
+        if session is not None:
+            try:
+                self.store.put(_name(key), session.saved, {"text": session.text})
+            except StoreFullError:
+                return before is not None
+        return session is not None or before is not None
 
     def delete(self, key: Key) -> bool:
         """Delete a session, at the end of its turn if one is running; returns whether it existed."""
         if key in self._running:
             self._deleted.add(key)
             return True
-        self._fetching.discard(key)
-        on_disk = self.files is not None and self.files.delete(key)
-        return self._kept.pop(key, None) is not None or on_disk
+        return self.store.delete(_name(key))
 
-    def sweep(self) -> None:
-        """Delete expired sessions."""
-        now = self.clock()
-        for key in [key for key, (_, used) in self._kept.items() if now - used > self.seconds]:
-            del self._kept[key]
-            if self.files is not None:
-                self.files.delete(key)
+    async def _take(self, key: Key) -> Stored | None:
+        try:
+            return await take(self.store, _name(key))
+        except StoreFullError:
+            logger.warning("a session cannot be read now: sessions in use take all the memory")
+        except (CacheFileError, RuntimeError) as error:  # for example, too little memory
+            logger.warning("a session cannot be continued: %s", error)
+        return None
 
-    def close(self) -> None:
-        """Write all sessions to disk, if there are files, for the next server."""
-        if self.files is not None:
-            running = {key: one for key, one in self._running.items() if one is not None}
-            try:
-                for key, (session, used) in {**running, **self._kept}.items():
-                    self.files.put(key, session, self.clock() - used)
-                    self.files.flush()
-            finally:
-                self.files.close()
-        self._kept.clear()
 
-    def _make_room(self) -> None:
-        """Evict the least recently used sessions from memory until the rest fits."""
-        while self._kept and len(self) > self.limit:
-            oldest = min(self._kept, key=lambda one: self._kept[one][1])
-            session, used = self._kept.pop(oldest)
-            if self.files is not None:
-                self.files.put(oldest, session, self.clock() - used)
-
-    def _all(self) -> list[Session]:
-        return [one[0] for one in (*self._kept.values(), *self._running.values()) if one is not None]
-
-    def __len__(self) -> int:
-        return len(self._all())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all caches in memory."""
-        return sum(session.saved.nbytes for session in self._all())
+def _name(key: Key) -> str:
+    """The key in the store, which tells neither the session's name nor its owner."""
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()

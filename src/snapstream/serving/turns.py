@@ -18,29 +18,33 @@ class Turn:
         past: The cache to continue from, if :meth:`go_on` has found that the prompt continues it.
     """
 
-    def __init__(self, store: SessionStore, key: Key) -> None:
-        """Begin the turn.
-
-        Args:
-            store: The server's sessions.
-            key: Owner and name of the session.
-
-        Raises:
-            ApiError: Sessions are disabled, or a turn of this session is running.
-        """
-        if not store.limit:
-            raise ApiError(400, "this server keeps no sessions; start it with --sessions N", param="session_id")
-        try:
-            self._session = store.begin(key)
-        except SessionBusyError:
-            message = f"a turn of the session {key[1]!r} is still running; wait until it ends"
-            raise ApiError(409, message, param="session_id", code="session_busy") from None
-        self._store, self._key = store, key
+    def __init__(self, sessions: SessionStore, key: Key, session: Session | None) -> None:
+        """Take over a turn that has begun; see :meth:`begin`."""
+        self._sessions, self._key, self._session = sessions, key, session
         self._prompt: Prompt | None = None
         self._reason: str | None = None
         self._read = 0
         self._ended = self._kept = False
         self.past: CompressedSequence | None = None
+
+    @classmethod
+    async def begin(cls, sessions: SessionStore, key: Key) -> Turn:
+        """Begin a turn.
+
+        Args:
+            sessions: The server's sessions.
+            key: Owner and name of the session.
+
+        Raises:
+            ApiError: Sessions are disabled, or a turn of this session is running.
+        """
+        if not sessions.store.max_bytes:
+            raise ApiError(400, "this server keeps no sessions; start it with --sessions SIZE", param="session_id")
+        try:
+            return cls(sessions, key, await sessions.begin(key))
+        except SessionBusyError:
+            message = f"a turn of the session {key[1]!r} is still running; wait until it ends"
+            raise ApiError(409, message, param="session_id", code="session_busy") from None
 
     @property
     def reused(self) -> int:
@@ -68,12 +72,12 @@ class Turn:
             assert self._prompt is not None
             text = self._prompt.text
             session = Session(saved, None if text is None else text + saved.answer)
-            self._ended, self._kept = True, self._store.end(self._key, session)
+            self._ended, self._kept = True, self._sessions.end(self._key, session)
 
     def end(self) -> None:
         """End the turn. Unless :meth:`keep` was called, the session does not change."""
         if not self._ended:
-            self._ended, self._kept = True, self._store.end(self._key, None)
+            self._ended, self._kept = True, self._sessions.end(self._key, None)
 
     def report(self) -> dict[str, Any]:
         """How the session was used, for the answer."""

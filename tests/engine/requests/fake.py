@@ -47,7 +47,7 @@ class FakeRunner:
         self.lanes, self.steps = lanes, steps
         self.done, self.active, self.fails = [], {}, lambda name: None
 
-    def begin(self, requests, waiting, lane):
+    def begin(self, requests, lane):
         self._note("begin", tuple(request.request_id for request in requests))
         assert all(request.staged <= self.lanes[lane] for request in requests)
         return FakeJob(requests, lane)

@@ -11,7 +11,7 @@ from torch import Tensor
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
-from snapstream.engine.prefill.prefix_cache import Prefix
+from snapstream.engine.prefill.prefix_cache import Keeping, Prefix
 from snapstream.engine.prefill.result import PrefillResult, shares_of
 from snapstream.engine.requests.output import KeptTokens, TokenLogprobs
 from snapstream.models.spec import ModelSpec
@@ -73,9 +73,9 @@ class PrefillJob:
         lane: Index of the staging memory that it works in; see :mod:`snapstream.engine.prefill.staging`.
         tokens: The prompt, without earlier turns.
         past: The compressed cache of earlier turns.
-        prefix: The cached prefix that the prompt starts with, if there is one.
+        prefix: The cached prefix that the prompt starts with; often empty.
         skipped: Number of prompt tokens taken from ``prefix``.
-        keeps: The prefix of the prompt that is being added to the prefix cache, layer by layer.
+        keeps: What is being added to the prefix cache, layer by layer.
         targets: The caches it is compressed into; several if several requests have this prompt.
         layer: The current layer.
         done: Tokens that have passed through it.
@@ -92,9 +92,9 @@ class PrefillJob:
         lane: int = 0,
     ) -> None:
         self.tokens, self.past, self.lane = tokens, past, lane
-        self.prefix: Prefix | None = None
+        self.prefix = Prefix()
         self.skipped = 0
-        self.keeps: Prefix | None = None
+        self.keeps: Keeping | None = None
         self.targets: list[Target] = []
         self.layer = self.done = 0
         self.logits: Tensor | None = None
@@ -218,11 +218,11 @@ class PrefillJob:
     def _before(self, group: int) -> int:
         return 0 if self.past is None else self.past.layouts[group].count
 
-    def begin_behind(self, prefix: Prefix, tokens: int) -> None:
-        """Take the first ``tokens`` tokens of the prompt from ``prefix``; must be called before the prefill starts."""
+    def begin_behind(self, prefix: Prefix) -> None:
+        """Take the first tokens of the prompt from ``prefix``; must be called before the prefill starts."""
         assert self.past is None
         assert self.layer == self.done == 0
-        self.prefix, self.skipped, self.done = prefix, tokens, tokens
+        self.prefix, self.skipped, self.done = prefix, prefix.tokens, prefix.tokens
 
     def _work(self, tokens: int) -> float:
         """Multiplications in one layer for the first ``tokens`` tokens."""

@@ -33,7 +33,7 @@ from snapstream.compression import choose_entries, kept_attention, layout_tensor
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.prefill.job import PrefillJob, Target
-from snapstream.engine.prefill.prefix_cache import Prefix
+from snapstream.engine.prefill.prefix_cache import Keeping
 from snapstream.engine.prefill.result import count_parts
 from snapstream.engine.prefill.staging import Staging
 from snapstream.engine.requests.output import TokenLogprobs
@@ -156,7 +156,8 @@ class Prefill:
         has_budget = spec.groups[group].has_budget
         last_layer = job.layer == spec.own_caches - 1
         is_ahead = job.layer == spec.layers
-        tokens = job.tokens[start : start + self.chunk]
+        # Chunks end where they would without a cached prefix.
+        tokens = job.tokens[start : (start // self.chunk + 1) * self.chunk]
         used, begins = len(tokens), start == job.skipped
         if begins:
             self._begin_layer(job, lane.caches[group])
@@ -182,11 +183,9 @@ class Prefill:
         if last_layer:
             self._finish_chunk(job, start, x, layer)
         job.done += used
-        if job.keeps is not None and job.done == len(job.keeps.tokens) and spec.groups[group].has_state:
-            self._keep_beginning(job, job.keeps)  # it will be gone with the next chunk
+        if job.keeps is not None:
+            self._capture(job, job.keeps)
         if job.done == len(job.tokens):
-            if job.keeps is not None and not spec.groups[group].has_state:
-                self._keep_beginning(job, job.keeps)
             self._compress(job)
             job.layer += 1
             job.done = job.skipped
@@ -211,8 +210,8 @@ class Prefill:
             staging.matrices.zero_()
         if job.past is not None:
             staging.put(job.past.layers[job.layer].converted(staging.dtype), len(job.past.tokens))
-        if job.prefix is not None:
-            staging.put_from_host(job.prefix.layers[job.layer], job.skipped)
+        if job.skipped:
+            job.prefix.put_into(staging, job.layer, has_state=isinstance(staging, StateCache))
 
     def _layer_of(self, job: PrefillJob) -> _Layer:
         """The current layer; for a long prompt with widened weights, if that pays."""
@@ -325,10 +324,10 @@ class Prefill:
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))
             ]
 
-    def _keep_beginning(self, job: PrefillJob, keeps: Prefix) -> None:
-        """Copy the layer's first entries to the host, for the prefix cache; a failure does not affect the request."""
+    def _capture(self, job: PrefillJob, keeps: Keeping) -> None:
+        """Copy what is complete of the layer, for the prefix cache; a failure does not affect the request."""
         try:
-            keeps.layers.append(self.lanes[job.lane].caches[job.group].to_host(len(keeps.tokens)))
+            keeps.capture(self.lanes[job.lane].caches[job.group], job.layer, job.done)
         except Exception:  # for example, out of memory
             logger.exception("the prefix of a prompt could not be cached")
             job.keeps = None

@@ -1,145 +1,230 @@
-"""The prefix cache: prefixes shared by prompts are prefilled once and kept as full caches in host memory.
+"""The prefix cache: what prompts begin with is prefilled once, and kept as full caches in pieces.
 
-Prompts are compared in blocks of ``prefill_chunk`` tokens. A prefix that two prompts share is cached, layer by layer,
-while the second one is prefilled, and the third prompt is prefilled from its end on. This is lossless: the cached
-entries are the ones that would be computed again, in the same chunks, and the whole prompt is compressed at its end as
-usual. Answers are identical bit for bit.
+A piece is a chunk of a prompt: the entries of its tokens in all layers. Its key is a digest of its tokens and of all
+before it, so a prompt finds its pieces one after the other. The last one of a prompt may be shorter, a whole number of
+blocks; the next prompt that goes on from there replaces it.
+
+Nothing is lost: the entries are the ones that would be computed again. A token's entries do not depend on how its
+prompt is divided into chunks, where products take rows one by one; elsewhere, a block is a whole chunk. The prompt is
+compressed at its end as usual.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import hashlib
+import logging
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
-from snapstream.cache import LayerCache
+from snapstream.cache import CacheSizes, CompressedSequence, LayerCache, SequenceStore, Stored, StoreFullError
+from snapstream.compression import lay_out_window
+from snapstream.errors import CacheFileError
 
-REMEMBERED_BLOCKS = 4096
-"""Number of prompt blocks that are remembered, one hash each, to detect repeated prefixes."""
+logger = logging.getLogger(__name__)
+
+BLOCK = 64
+"""Tokens of a block on a CPU."""
 
 
 @dataclass(eq=False)
-class Prefix:
-    """A cached prefix of prompts.
+class Piece:
+    """A piece of a prompt that is being prefilled.
 
     Attributes:
-        tokens: Its tokens, a whole number of blocks.
-        widened: Whether it was read with widened weights, so its entries are not those of other prompts to the bit.
-        layers: Per finished layer, the full cache of these tokens in host memory, with a batch size of 1.
+        key: Its key.
+        start: Place of its first token in the prompt.
+        tokens: Its tokens.
+        layers: Per finished layer, a copy of its entries, or of the state after its last token.
     """
 
-    tokens: list[int]
-    widened: bool = False
+    key: str
+    start: int
+    tokens: Sequence[int]
     layers: list[LayerCache] = field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its caches."""
-        return sum(layer.nbytes for layer in self.layers)
+    def end(self) -> int:
+        """The place after its last token."""
+        return self.start + len(self.tokens)
 
 
-class Prefixes:
-    """Keeps the ``limit`` most recently used prefixes.
+@dataclass(frozen=True)
+class Prefix:
+    """What a prompt finds: sequences of consecutive tokens, and how many tokens of each it uses."""
 
-    Args:
-        limit: Maximum number of prefixes.
-        block: Tokens of a prefill chunk.
-        only_whole: Whether a prompt must have a whole prefix to begin behind it: states are those after its last token.
-    """
-
-    def __init__(self, limit: int, block: int, *, only_whole: bool = False) -> None:
-        self.limit, self.block, self._only_whole = limit, block, only_whole
-        self._kept: list[Prefix] = []  # most recently used last
-        self._seen: OrderedDict[int, None] = OrderedDict()
+    pieces: Sequence[tuple[CompressedSequence, int]] = ()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all cached prefixes."""
-        return sum(prefix.nbytes for prefix in self._kept)
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(used for _, used in self.pieces)
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    def put_into(self, staging: LayerCache, layer: int, *, has_state: bool) -> None:
+        """Copy one layer of it to a staging cache."""
+        if has_state:
+            staging.put(self.pieces[-1][0].layers[layer], self.tokens)
+            return
+        start = 0
+        for sequence, used in self.pieces:
+            staging.span(start, start + used).put(sequence.layers[layer].first(used))
+            start += used
 
-    def find(self, prompt: Sequence[int], most: int, *, widened: bool = False) -> tuple[Prefix, int, int] | None:
-        """Find the cached prefix that shares the most tokens with a prompt.
+
+@dataclass(eq=False)
+class Keeping:
+    """What will be kept of a prompt: pieces that are not known yet, layer by layer.
+
+    Attributes:
+        pieces: The pieces, in order.
+        nbytes: Bytes that they take.
+        found: Pieces before them that are known.
+        replaced: Key of a shorter piece that the first one replaces.
+    """
+
+    pieces: list[Piece]
+    nbytes: int
+    found: list[Stored]
+    replaced: str | None
+
+    def capture(self, staging: LayerCache, layer: int, done: int) -> None:
+        """Copy what is complete of a layer, of which ``done`` tokens have been prefilled."""
+        for piece in self.pieces:
+            if piece.end <= done and len(piece.layers) == layer:
+                piece.layers.append(staging.copied(piece.start, piece.end))
+
+
+class PrefixCache:
+    """The pieces of prompts: a view of a store."""
+
+    def __init__(self, store: SequenceStore, sizes: CacheSizes, *, chunk: int, block: int) -> None:
+        """Create it.
+
+        Args:
+            store: Keeps the pieces.
+            sizes: Sizes of staging caches.
+            chunk: Tokens of a piece: those of a prefill chunk.
+            block: Tokens that a shorter piece is a multiple of.
+        """
+        self.store, self.chunk = store, chunk
+        self._sizes, self._groups = sizes, sizes.groups
+        # The state after a piece is known at the end of a chunk only.
+        self._whole = any(group.has_state for group in self._groups)
+        self._block = chunk if chunk % block or self._whole else block
+        # Those of prompts that are being prefilled; they are gone when nothing prefills them any more.
+        self._coming: WeakSet[Keeping] = WeakSet()
+
+    def find(self, prompt: Sequence[int], most: int, *, kind: str = "") -> tuple[Prefix, Keeping]:
+        """Find the longest known prefix of a prompt. May wait for the disk.
 
         Args:
             prompt: The prompt.
             most: Maximum number of tokens that may be skipped.
-            widened: Whether the prompt is read with widened weights; so must be the prefix.
+            kind: Prompts of different kinds share nothing: those of different users, or read in another way.
 
         Returns:
-            The prefix, how many tokens can be skipped, and how many it shares with the prompt; ``None`` if no tokens
-            can be skipped.
+            What can be skipped, and what will be kept.
         """
-        common = {id(each): self._common(each.tokens, prompt) for each in self._kept if each.widened == widened}
-        found = [each for each in self._kept if common.get(id(each))]
-        if self._only_whole:
-            found = [each for each in found if common[id(each)] == len(each.tokens) <= most]
-        if not found:
+        pieces: list[tuple[CompressedSequence, int]] = []
+        known: list[Stored] = []
+        key, start, replaced, reads_on = kind, 0, None, True
+        while start + self._block <= len(prompt):
+            stored, size = self._longest(key, prompt, start)
+            if stored is None:
+                break
+            usable = min(size, self._round(most - start))
+            if reads_on and usable > 0 and not (self._whole and usable < size):
+                sequence = self._load(stored)
+                if sequence is None:
+                    break
+                pieces.append((sequence, usable))
+            reads_on = reads_on and usable == size
+            if size < self.chunk:
+                replaced = stored.key
+                break
+            known.append(stored)
+            key, start = stored.key, start + size
+        self._touch(known)
+        new = self._pieces_after(key, prompt, start, len(known))
+        if new and new[0].key == replaced:
+            new = []
+        keeping = Keeping(new, sum(self._nbytes(len(piece.tokens)) for piece in new), known, replaced)
+        try:
+            self.store.make_room(keeping.nbytes + sum(each.nbytes for each in self._coming))
+        except StoreFullError:  # all of it will be taken by prompts that came before
+            keeping = Keeping([], 0, known, replaced)
+        self._coming.add(keeping)
+        return Prefix(pieces), keeping
+
+    def keep(self, keeping: Keeping) -> None:
+        """Store the pieces of a finished prefill. The first pieces of a prompt are evicted last."""
+        self._coming.discard(keeping)
+        for piece in reversed(keeping.pieces):
+            self.store.put(piece.key, self._sequence_of(piece), {"start": piece.start})
+        if keeping.replaced is not None and keeping.pieces:
+            self.store.delete(keeping.replaced)
+        self._touch(keeping.found)
+
+    def _longest(self, key: str, prompt: Sequence[int], start: int) -> tuple[Stored | None, int]:
+        """The longest known piece after those of ``key``, and its length."""
+        longest = min(self.chunk, self._round(len(prompt) - start))
+        for size in range(longest, 0, -self._block):
+            stored = self.store.get(_key(key, prompt[start : start + size]))
+            if stored is not None:
+                return stored, size
+        return None, 0
+
+    def _pieces_after(self, key: str, prompt: Sequence[int], start: int, known: int) -> list[Piece]:
+        """The pieces of a prompt from ``start`` on, as many as there is room for besides the ``known`` ones."""
+        pieces: list[Piece] = []
+        room = self.store.max_bytes - known * self._nbytes(self.chunk)
+        end = self._round(len(prompt))
+        while start < end:
+            size = min(self.chunk, end - start)
+            room -= self._nbytes(size)
+            if room < 0:
+                break
+            tokens = list(prompt[start : start + size])
+            key = _key(key, tokens)
+            pieces.append(Piece(key, start, tokens))
+            start += size
+        return pieces
+
+    def _sequence_of(self, piece: Piece) -> CompressedSequence:
+        size = len(piece.tokens)
+        layouts = tuple(lay_out_window(size, entries) for entries in self._entries(size))
+        return CompressedSequence(self._groups, piece.layers, (), layouts, tuple(piece.tokens))
+
+    def _load(self, stored: Stored) -> CompressedSequence | None:
+        try:
+            taken = self.store.take(stored.key)
+        except (StoreFullError, CacheFileError, RuntimeError) as error:  # for example, too little memory
+            logger.warning("a cached prefix cannot be used: %s", error)
             return None
-        found.sort(key=lambda each: common[id(each)])  # of equal ones, the most recently used is last
-        best, length = found[-1], common[id(found[-1])]
-        usable = self._whole(min(length, most))
-        if usable <= 0:
+        if taken is None:
             return None
-        # The longest does not stand in for shorter ones where only whole ones can be used.
-        used = found if self._only_whole else [best]
-        self._kept = [each for each in self._kept if each not in used] + used
-        return best, usable, length
+        self.store.release(taken)
+        return taken.sequence  # which stays as long as a prompt holds it
 
-    def worth_keeping(self, prompt: Sequence[int], waiting: Iterable[Sequence[int]], known: int, most: int) -> int:
-        """Decide how much of a prompt to cache when it is prefilled.
+    def _touch(self, known: Sequence[Stored]) -> None:
+        for stored in reversed(known):
+            self.store.touch(stored)
 
-        Args:
-            prompt: The prompt; its blocks are remembered from now on.
-            waiting: Prompts that will be prefilled after it.
-            known: Number of its tokens that are already cached.
-            most: Maximum number of its tokens that may be skipped.
+    def _entries(self, tokens: int) -> list[int]:
+        """Entries of a piece per group of layers; with a state, the inputs that go with it."""
+        return [group.window or 0 if group.has_state else tokens for group in self._groups]
 
-        Returns:
-            Number of tokens to cache; 0 for none.
-        """
-        blocks = list(self._blocks(prompt))
-        again = next((at for at, block in enumerate(blocks) if block not in self._seen), len(blocks)) * self.block
-        for other in waiting:
-            again = max(again, self._common(prompt, other))
-        if self._only_whole:  # a longer one could not be used
-            again = min(again, self._whole(most))
-        for block in blocks:
-            self._seen[block] = None
-            self._seen.move_to_end(block)
-        while len(self._seen) > REMEMBERED_BLOCKS:
-            self._seen.popitem(last=False)
-        return again if again > known else 0
+    def _nbytes(self, tokens: int) -> int:
+        return self._sizes.of(self._entries(tokens))
 
-    def keep(self, prefix: Prefix) -> None:
-        """Cache a prefix whose layers are all complete; shorter prefixes of it are dropped."""
-        alike = [one for one in self._kept if one.widened == prefix.widened]
-        if self._only_whole:  # neither a shorter nor a longer one can stand in for it
-            alike = [one for one in alike if len(one.tokens) == len(prefix.tokens)]
-        if any(one.tokens[: len(prefix.tokens)] == prefix.tokens for one in alike):
-            return
-        shorter = {id(one) for one in alike if prefix.tokens[: len(one.tokens)] == one.tokens}
-        self._kept = [one for one in self._kept if id(one) not in shorter]
-        self._kept.append(prefix)
-        del self._kept[: -self.limit]
-
-    def _common(self, one: Sequence[int], other: Sequence[int]) -> int:
-        """Number of leading tokens that two prompts share, in whole blocks; both must be lists."""
-        whole = self._whole(min(len(one), len(other)))
-        for start in range(0, whole, self.block):
-            if one[start : start + self.block] != other[start : start + self.block]:
-                return start
-        return whole
-
-    def _whole(self, tokens: int) -> int:
+    def _round(self, tokens: int) -> int:
         """Round a number of tokens down to whole blocks."""
-        return tokens // self.block * self.block
+        return max(0, tokens) // self._block * self._block
 
-    def _blocks(self, prompt: Sequence[int]) -> Iterable[int]:
-        """Yield one hash per whole block, over the block and all blocks before it."""
-        before = 0
-        for start in range(0, self._whole(len(prompt)), self.block):
-            before = hash((before, *prompt[start : start + self.block]))
-            yield before
+
+def _key(before: str, tokens: Sequence[int]) -> str:
+    """Key of a piece with these tokens behind one with the key ``before``."""
+    digest = hashlib.blake2b(before.encode(), digest_size=16)
+    digest.update(array("q", tokens).tobytes())
+    return digest.hexdigest()

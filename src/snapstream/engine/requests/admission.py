@@ -47,7 +47,14 @@ class Admission:
         self.end_tokens = frozenset({*spec.eos_token_ids, *named})
 
     def admit(
-        self, name: str, prompt: Prompt, params: SamplingParams | None, *, past: CompressedSequence | None, keep: bool
+        self,
+        name: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        past: CompressedSequence | None,
+        keep: bool,
+        salt: str = "",
     ) -> Request:
         """Check a request and create it; see :meth:`snapstream.engine.engine.Engine.add_request`.
 
@@ -100,6 +107,7 @@ class Admission:
             ),
             past=past,
             keep=keep,
+            salt=salt,
             prefilled=PrefillResult.of_stored(past, keep=keep) if past is not None and not tokens else None,
         )
 

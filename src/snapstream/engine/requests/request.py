@@ -37,6 +37,7 @@ class Request:
         text: The generated text.
         past: The compressed cache of earlier turns.
         keep: Whether its compressed cache is returned at the end.
+        salt: Requests with different ones share no cached prefixes.
         phase: Its phase.
         slot: The slot it decodes in, or will after prefill.
         prefilled: The result of its prefill, or what it continues from unchanged.
@@ -56,6 +57,7 @@ class Request:
     text: OutputText
     past: CompressedSequence | None = None
     keep: bool = False
+    salt: str = ""
     phase: Phase = Phase.WAITING
     slot: int | None = None
     prefilled: PrefillResult | None = None

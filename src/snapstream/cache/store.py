@@ -1,0 +1,376 @@
+"""The store of sequences outside of slots: what conversations, texts and beginnings of prompts leave behind.
+
+It has two places, memory and a directory, and both are limited to a number of bytes. Sequences in use stay in memory;
+the least recently used of the others are evicted first, to the directory if there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from snapstream.cache.compressed import CompressedSequence
+from snapstream.cache.directory import Found, SequenceDirectory
+from snapstream.errors import CacheFileError
+
+logger = logging.getLogger(__name__)
+
+UNWRITTEN = 4
+"""Evicted sequences that wait to be written may take one in so many bytes more; with a slower disk, some are lost."""
+
+
+class StoreFullError(Exception):
+    """There is no room for a sequence, because it is too large or because of those in use.
+
+    Attributes:
+        needed: Bytes of the sequence.
+        is_too_large: Whether it would not fit into an empty store either.
+    """
+
+    def __init__(self, needed: int, *, is_too_large: bool) -> None:
+        super().__init__(f"no room for {needed} bytes")
+        self.needed, self.is_too_large = needed, is_too_large
+
+
+@dataclass(eq=False)
+class Stored:
+    """A sequence in a store.
+
+    Attributes:
+        key: Its key; a valid name of a file.
+        about: What its owner says of it, as JSON in its file.
+        tokens: Tokens of the sequence.
+        entries: Entries per KV head of the layers with a budget.
+        nbytes: Bytes it takes in memory.
+        sequence: The sequence, if it is in memory.
+        on_disk: Whether it is in a file.
+        users: How many use it now.
+        used: When it was last used, by the store's clock.
+    """
+
+    key: str
+    about: dict[str, Any]
+    tokens: int
+    entries: int
+    nbytes: int
+    sequence: CompressedSequence | None = None
+    on_disk: bool = False
+    users: int = 0
+    used: float = 0.0
+    loading: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+
+class SequenceStore:
+    """Keeps sequences by key; may be used by any thread.
+
+    Methods that may wait for the disk say so.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        directory: SequenceDirectory | None = None,
+        *,
+        seconds: float = math.inf,
+        lists_files: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create a store; reads the metadata of all files if they are listed.
+
+        Args:
+            max_bytes: Maximum size in memory of all sequences.
+            directory: Where evicted sequences go; ``None`` to drop them.
+            seconds: How long an unused sequence is kept.
+            lists_files: Whether sequences on disk are known by all they say; if not, they are looked up by key.
+            clock: Clock, for tests.
+        """
+        self.max_bytes, self.directory, self.seconds, self._clock = max_bytes, directory, seconds, clock
+        self._lists_files = lists_files
+        self._known: dict[str, Stored] = {}
+        self._removed: set[Stored] = set()  # deleted or replaced while in use
+        self._unwritten: dict[Stored, None] = {}  # evicted, but still in memory until they are written
+        self._lock = threading.RLock()
+        self._writer: ThreadPoolExecutor | None = None
+        if directory is not None:
+            self._writer = ThreadPoolExecutor(1, "sequence-store")
+            self._sweep_files()
+            for found in directory.scan() if lists_files else ():
+                self._known[found.key] = self._of_file(found)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of sequences that are known."""
+        return len(self._known)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sequences in memory, without those that wait to be written."""
+        with self._lock:
+            return sum(each.nbytes for each in self._in_memory())
+
+    @property
+    def loaded(self) -> int:
+        """Number of sequences in memory."""
+        with self._lock:
+            return len(self._in_memory())
+
+    def get(self, key: str) -> Stored | None:
+        """What is known under a key; this is no use of it."""
+        with self._lock:
+            stored = self._known.get(key)
+            return None if stored is None or self._is_expired(stored) else stored
+
+    def all(self) -> list[Stored]:
+        """All sequences that are known, in no order."""
+        with self._lock:
+            return [each for each in self._known.values() if not self._is_expired(each)]
+
+    def check_room(self, nbytes: int) -> None:
+        """Check that a sequence of this size could be stored now; nothing is evicted yet.
+
+        Raises:
+            StoreFullError: It could not.
+        """
+        with self._lock:
+            if nbytes > self.max_bytes:
+                raise StoreFullError(nbytes, is_too_large=True)
+            in_use = sum(each.nbytes for each in {*self._known.values(), *self._removed} if each.users)
+            if in_use + nbytes > self.max_bytes:
+                raise StoreFullError(nbytes, is_too_large=False)
+
+    def make_room(self, nbytes: int, *, instead_of: Stored | None = None) -> None:
+        """Evict idle sequences from memory until there is room for so many bytes more.
+
+        Args:
+            nbytes: Size of a sequence.
+            instead_of: One that it will replace.
+
+        Raises:
+            StoreFullError: There is no room; nothing was evicted.
+        """
+        with self._lock:
+            replaced = instead_of if instead_of is not None and not instead_of.users else None
+            self.check_room(nbytes)
+            held = self._in_memory() - ({replaced} if replaced is not None else set())
+            total = sum(each.nbytes for each in held) + nbytes
+            for oldest in sorted((each for each in held if not each.users), key=lambda each: each.used):
+                if total <= self.max_bytes:
+                    break
+                total -= oldest.nbytes
+                self._evict(oldest)
+
+    # -- using them ---------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, sequence: CompressedSequence, about: dict[str, Any], *, users: int = 0) -> Stored:
+        """Store a sequence in place of what is known under its key.
+
+        Args:
+            key: The key.
+            sequence: The sequence.
+            about: What is to be known of it; must be JSON.
+            users: 1 if it is in use until :meth:`release`.
+
+        Raises:
+            StoreFullError: There is no room; what was stored stays.
+        """
+        with self._lock:
+            before = self._known.get(key)
+            self.make_room(sequence.nbytes, instead_of=before)
+            if before is not None:
+                self._remove(before)
+            tokens, entries = len(sequence.tokens), sequence.entries
+            stored = Stored(key, about, tokens, entries, sequence.nbytes, sequence, users=users, used=self._clock())
+            self._known[key] = stored
+            return stored
+
+    def take(self, key: str) -> Stored | None:
+        """Use a sequence: it stays in memory until :meth:`release`. May wait for the disk.
+
+        Returns:
+            The sequence, loaded; ``None`` if it is not known.
+
+        Raises:
+            StoreFullError: It is on disk, and there is no room in memory.
+            CacheFileError: Its file cannot be read. If it is damaged, it is deleted.
+        """
+        stored = self.get(key) or self._look_up(key)
+        if stored is None:
+            return None
+        with self._lock:
+            if stored not in self._in_memory():
+                self.make_room(stored.nbytes)
+            self._unwritten.pop(stored, None)
+            stored.users += 1
+        try:
+            with stored.loading:  # several may want it at the same time
+                if stored.sequence is None:
+                    stored.sequence = self._load(stored)
+        except BaseException:
+            self.release(stored, used=False)
+            raise
+        return stored
+
+    def release(self, stored: Stored, *, used: bool = True) -> None:
+        """End the use of a sequence; ``used`` tells whether it counts as one."""
+        with self._lock:
+            stored.users -= 1
+            if used:
+                stored.used = self._clock()
+            if not stored.users:
+                self._removed.discard(stored)
+
+    def touch(self, stored: Stored) -> None:
+        """Use a sequence for a moment."""
+        stored.used = self._clock()
+
+    def delete(self, key: str) -> bool:
+        """Delete a sequence; who uses it now may go on. Returns whether it existed."""
+        with self._lock:
+            stored = self._known.get(key)
+            if stored is not None:
+                self._remove(stored)
+        on_disk = self.directory is not None and self.directory.delete(key)
+        return stored is not None or on_disk
+
+    def save(self, stored: Stored) -> None:
+        """Write a sequence to the directory now, and delete files that no longer fit. Waits for the disk.
+
+        If it cannot be written, it stays in memory only, and the log says why.
+        """
+        directory, sequence = self.directory, stored.sequence
+        if directory is None or sequence is None or stored.on_disk:
+            return
+        written = directory.write(stored.key, sequence, stored.about, self._clock() - stored.used)
+        with self._lock:
+            stored.on_disk = written
+            if stored.key not in self._known:  # deleted meanwhile
+                directory.delete(stored.key)
+        if written:
+            self._sweep_files(stored.key)
+
+    def sweep(self) -> None:
+        """Delete what has expired. May wait for the disk."""
+        with self._lock:
+            for stored in [each for each in self._known.values() if self._is_expired(each) and not each.users]:
+                self.delete(stored.key)
+        self._sweep_files()
+
+    def flush(self) -> None:
+        """Wait until all that was evicted has been written."""
+        if self._writer is not None:
+            self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write what is in memory to the directory, the most recently used first, and end. Waits for the disk."""
+        directory, writer = self.directory, self._writer
+        if directory is None or writer is None:
+            return
+        writer.shutdown(wait=True)
+        # A store that was closed drops what it evicts.
+        self._writer = None
+        room = directory.max_bytes
+        for stored in sorted(self.all(), key=lambda each: each.used, reverse=True):
+            if stored.nbytes <= room and not stored.on_disk:
+                self.save(stored)
+            elif stored.on_disk:
+                directory.touch(stored.key, self._clock() - stored.used)
+            room -= stored.nbytes
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _in_memory(self) -> set[Stored]:
+        loading = (each for each in self._known.values() if each.sequence is not None or each.users)
+        return {*loading, *self._removed} - {*self._unwritten}
+
+    def _is_expired(self, stored: Stored) -> bool:
+        return not stored.users and self._clock() - stored.used > self.seconds
+
+    def _of_file(self, found: Found) -> Stored:
+        used = self._clock() - found.idle
+        return Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True, used=used)
+
+    def _look_up(self, key: str) -> Stored | None:
+        """A sequence that is only on disk, perhaps left there by another process."""
+        found = None if self.directory is None else self.directory.find(key)
+        if found is None:
+            return None
+        with self._lock:
+            return self._known.setdefault(key, self._of_file(found))
+
+    def _load(self, stored: Stored) -> CompressedSequence:
+        assert self.directory is not None
+        try:
+            sequence = self.directory.read(stored.key)
+        except CacheFileError as error:
+            if not isinstance(error.__cause__, OSError):  # otherwise the disk failed; the file may be intact
+                self.delete(stored.key)
+            raise
+        stored.nbytes = sequence.nbytes
+        return sequence
+
+    def _evict(self, stored: Stored) -> None:
+        if stored.on_disk:
+            self._drop(stored)
+        elif self._writer is None:
+            self._remove(stored)
+        else:
+            self._unwritten[stored] = None
+            waiting = sum(each.nbytes for each in self._unwritten)
+            while waiting > self.max_bytes // UNWRITTEN and len(self._unwritten) > 1:
+                oldest = next(iter(self._unwritten))
+                waiting -= oldest.nbytes
+                self._remove(oldest)
+                logger.warning("a stored sequence is lost: the disk is too slow")
+            self._writer.submit(self._write_evicted, stored)
+
+    def _write_evicted(self, stored: Stored) -> None:
+        with self._lock:
+            if stored not in self._unwritten:  # deleted, lost, or in use again
+                return
+        try:
+            self.save(stored)
+        except Exception:  # nobody would hear of it
+            logger.exception("a stored sequence is lost")
+        with self._lock:
+            if stored in self._unwritten:
+                del self._unwritten[stored]
+                if stored.on_disk:
+                    self._drop(stored)
+                else:
+                    self._remove(stored)
+
+    def _drop(self, stored: Stored) -> None:
+        """Free the memory of a sequence that is on disk."""
+        stored.sequence = None
+        if not self._lists_files:
+            self._known.pop(stored.key, None)
+
+    def _remove(self, stored: Stored) -> None:
+        """Forget a sequence; its file stays until another one takes its place."""
+        if self._known.get(stored.key) is stored:
+            del self._known[stored.key]
+        self._unwritten.pop(stored, None)
+        if stored.users:
+            self._removed.add(stored)
+
+    def _sweep_files(self, newest: str | None = None) -> None:
+        if self.directory is None:
+            return
+        with self._lock:
+            # Those in use are as good as new.
+            idle = {each.key: 0.0 if each.users else self._clock() - each.used for each in self._known.values()}
+        gone = self.directory.sweep(idle, newest)
+        with self._lock:
+            for key in gone:
+                stored = self._known.get(key)
+                if stored is not None:
+                    stored.on_disk = False
+                    if stored.sequence is None and not stored.users:
+                        self._remove(stored)
