@@ -24,8 +24,9 @@ BUDGET = CacheBudget(sink=4, recent=24, top_k=20, window=8, kernel=5)
 
 
 def make(checkpoint, budget=BUDGET, **settings):
+    """A small engine; without a prefix cache, so that every prompt is read."""
     defaults = {"max_model_len": 256, "slots": 3, "prefill_chunk": 32, "enforce_eager": True, "decode_steps": 3}
-    return LLM(str(checkpoint), budget=budget, **(defaults | settings))
+    return LLM(str(checkpoint), budget=budget, **(defaults | {"prefix_cache": 0} | settings))
 
 
 def greedy(tokens, **kwargs):

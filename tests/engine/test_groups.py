@@ -231,13 +231,13 @@ def test_output_depends_on_nothing_else(mixed):
         {"slots": 7, "prefill_chunk": 7, "decode_steps": 8},
         {"speculative": "lookup", "speculative_tokens": 5},
         {"speculative": "draft-model", "draft_model": str(mixed), "speculative_tokens": 3},
-        {"prefix_contexts": 2, "slots": 1},
+        {"prefix_cache": 2**22, "slots": 1},
     ):
         together = make(mixed, **settings).generate(prompts, greedy(50))
         assert [each.token_ids for each in together] == alone
         if settings.get("speculative") == "draft-model":
             assert all(each.accepted == each.drafted > 0 for each in together)
-        if "prefix_contexts" in settings:
+        if "prefix_cache" in settings:
             assert max(each.reused for each in together) >= 32
 
 

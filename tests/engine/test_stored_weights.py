@@ -156,14 +156,15 @@ def test_prefixes_that_were_read_in_another_way_are_not_used(checkpoint, monkeyp
         monkeypatch.setattr(module, "least_tokens", lambda device, dtype: 200)
     start = prompt(130, 1)
     prompts = [start + prompt(length, length) for length in (20, 21, 90, 91, 22, 92)]
-    settings = {"weights": "q8_0", "slots": 1, "prefill_chunk": 32}
-    cached, plain = make(checkpoint, prefix_contexts=4, **settings), make(checkpoint, **settings)
+    settings, reused = {"weights": "q8_0", "slots": 1, "prefill_chunk": 32}, []
+    cached, plain = make(checkpoint, prefix_cache=2**22, **settings), make(checkpoint, **settings)
     for each in prompts:
         params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True)
         got, want = (llm.generate([each], params)[0] for llm in (cached, plain))
         assert got.token_ids == want.token_ids
         assert [one.logprob for one in got.logprobs] == [one.logprob for one in want.logprobs]
-    assert len(cached.engine.model_runner.prefixes) == 2
+        reused.append(got.reused)
+    assert reused == [0, 64, 0, 128, 64, 128]
 
 
 def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):

@@ -1,7 +1,6 @@
 """Contexts over HTTP: read once, asked many times, by whom, within what, and from a disk."""
 
 import json
-import os
 import threading
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from snapstream import CacheFileError, ConfigurationError, SamplingParams
+from snapstream.cache import SequenceDirectory, SequenceStore
 from snapstream.engine import Context
 from snapstream.serving.app import create_app
 from snapstream.serving.contexts import ContextStore
@@ -132,7 +132,7 @@ def test_bad_requests(server):
         assert message in ask(server, made["id"], status=400, **more)["error"]["message"]
     ask(server, "ctx-0", status=404)
     ask(server, "../x", status=400)
-    assert server.parts.contexts.find("", made["id"]).users == 0
+    assert server.parts.contexts.store.get(made["id"]).users == 0
 
 
 def test_the_one_asked_longest_ago_makes_room(server):
@@ -158,7 +158,7 @@ def test_a_client_that_goes_while_its_text_is_read(server):
             server.url + "/v1/contexts", content=body, headers={"Content-Type": "application/json"}, timeout=0.02
         )
     wait_until(lambda: idle(server))
-    assert len(server.parts.contexts) <= 1  # it may have been fast enough
+    assert len(server.parts.contexts.store) <= 1  # it may have been fast enough
     assert post(server, prompt="w5", **ANSWER).status_code == 200
 
 
@@ -185,7 +185,7 @@ def test_many_ask_at_once_while_others_are_read_and_deleted(server):
         thread.join()
     assert not problems
     wait_until(lambda: idle(server))
-    assert server.parts.contexts.find("", made).users == 0
+    assert server.parts.contexts.store.get(made).users == 0
 
 
 def test_files_come_back_when_there_is_room_and_after_a_restart(llm, tmp_path):
@@ -268,7 +268,11 @@ def test_directories_that_cannot_work_are_refused(llm, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be created"):
         create_app(llm, ServerSettings(model_name="tiny", context_dir=tmp_path / "file" / "x"))
-    none = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(sessions=0, slots=1, context_bytes=0)))
+    none = SimpleNamespace(
+        engine=SimpleNamespace(
+            config=SimpleNamespace(slots=1), plan=SimpleNamespace(sessions=0, contexts=0), files=None
+        )
+    )
     with pytest.raises(ConfigurationError, match="needs contexts"):
         create_app(none, ServerSettings(model_name="tiny", context_dir=tmp_path))
 
@@ -281,52 +285,49 @@ def context(nbytes):
     return Context(FakeSequence(nbytes=nbytes), None)
 
 
-def test_a_store_never_holds_more_than_it_may():
+def test_what_clients_are_told_about_room():
     async def work():
-        store = ContextStore(100)
-        one = await store.add("", "one", context(60))
-        taken = await store.take("", one.id)
+        contexts = ContextStore(SequenceStore(100))
+        one = await contexts.add("", "one", context(60))
+        taken = await contexts.take("", one.key)
         with pytest.raises(ApiError, match="take all the memory"):
-            await store.add("", "two", context(60))
-        small = await store.add("", "small", context(40))
-        await store.delete("", one.id)  # still being asked
-        assert store.bytes == 100
+            await contexts.add("", "two", context(60))
+        small = await contexts.add("", "small", context(40))
+        await contexts.delete("", one.key)  # still being asked
+        assert contexts.store.nbytes == 100
         with pytest.raises(ApiError, match="use a smaller kv_budget"):
-            await store.add("", "large", context(101))
-        store.release(taken)
-        assert store.bytes == 40
-        two = await store.add("", "two", context(60))
-        assert [one.id for one in store.of("")] == [small.id, two.id]
+            await contexts.add("", "large", context(101))
+        contexts.store.release(taken)
+        assert contexts.store.nbytes == 40
+        two = await contexts.add("", "two", context(60))
+        assert [one.key for one in contexts.of("")] == [small.key, two.key]
 
     anyio.run(work)
 
 
-def test_two_who_want_a_context_from_the_disk_read_it_once(llm, tmp_path):
-    from snapstream.serving.context_files import ContextFiles
-
+def test_two_who_want_a_context_from_the_disk_read_it_once(llm, tmp_path, monkeypatch):
     async def work():
-        files = ContextFiles(tmp_path, 2**30, llm)
-        first = ContextStore(60_000, files)
+        directory = SequenceDirectory(tmp_path, llm.engine.files, kind="context", max_bytes=2**30)
+        first = ContextStore(SequenceStore(60_000, directory))
         made = await first.add("", "a", llm.read(prompt(100)))
-        store, reads = ContextStore(60_000, files), []
-        genuine = files.read
+        second, reads = ContextStore(SequenceStore(60_000, directory)), []
+        genuine = directory.read
 
-        def counted(stored):
-            reads.append(stored.id)
-            return genuine(stored)
+        def counted(key):
+            reads.append(key)
+            return genuine(key)
 
-        files.read = counted
+        monkeypatch.setattr(directory, "read", counted)
         taken = []
 
         async def take():
-            taken.append(await store.take("", made.id))
+            taken.append(await second.take("", made.key))
 
         async with anyio.create_task_group() as group:
             for _ in range(5):
                 group.start_soon(take)
-        assert reads == [made.id]
+        assert reads == [made.key]
         assert taken[0].users == 5
-        os.unlink(files._path(made.id))
 
     anyio.run(work)
     llm.engine.reset()
@@ -335,16 +336,16 @@ def test_two_who_want_a_context_from_the_disk_read_it_once(llm, tmp_path):
 def test_equal_beginnings_are_read_once(checkpoint):
     begins = prompt(150)
     asked = [[*begins, 7 + n] for n in range(3)]
-    with running(make(checkpoint, prefix_contexts=2)) as server:
+    with running(make(checkpoint, prefix_cache="1MiB")) as server:
         replies = [post(server, prompt=one, **ANSWER).json() for one in asked + asked]
         texts = [reply["choices"][0]["text"] for reply in replies]
         assert texts[:3] == texts[3:]
         known = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
-        assert known == [0, 0, 64, 64, 64, 64]
+        assert known == [0, 64, 64, 64, 64, 64]
         assert metric(server, "snapstream_prefix_tokens_total") == sum(known)
         text = httpx.get(server.url + "/metrics").text
-        assert 'snapstream_prefix_prompts_total{outcome="known"} 4.0' in text
-        assert 'snapstream_prefix_prompts_total{outcome="new"} 2.0' in text
+        assert 'snapstream_prefix_prompts_total{outcome="known"} 5.0' in text
+        assert 'snapstream_prefix_prompts_total{outcome="new"} 1.0' in text
 
 
 def test_tokens_and_their_texts(task_llm):
@@ -374,55 +375,50 @@ def test_policies_by_name(server):
         assert post(server, prompt="w5", kv_budget=budget).status_code == 400
 
 
-def test_what_cannot_be_kept_makes_nothing_go():
-    async def work():
-        store = ContextStore(100)
-        used, idle = await store.add("", "used", context(60)), await store.add("", "idle", context(30))
-        await store.take("", used.id)
-        with pytest.raises(ApiError, match="take all the memory"):
-            await store.add("", "large", context(50))
-        assert [one.name for one in store.of("")] == ["used", "idle"]
-        assert store.find("", idle.id).context is not None
+class SlowDirectory:
+    """A directory that waits until it is let go, and may fail."""
 
-    anyio.run(work)
-
-
-class SlowFiles:
-    """Files that wait until they are let go, and may fail."""
+    max_bytes = 100
 
     def __init__(self, error=None):
         self.error, self.gate, self.deleted = error, threading.Event(), []
 
-    def find(self):
+    def scan(self):
         return []
 
-    def write(self, stored, context, oldest):
+    def find(self, key):
+        return None
+
+    def sweep(self, idle, newest=None):
+        return []
+
+    def write(self, key, sequence, about, idle):
         assert self.gate.wait(10)
         if self.error:
             raise self.error
-        stored.on_disk = True
-        return []
+        return True
 
-    def delete(self, name):
-        self.deleted.append(name)
+    def delete(self, key):
+        self.deleted.append(key)
+        return False
 
 
 def test_what_is_being_written_makes_no_room_for_others():
     async def work():
-        files = SlowFiles()
-        store, made = ContextStore(100, files), []
+        directory = SlowDirectory()
+        contexts, made = ContextStore(SequenceStore(100, directory)), []
 
         async def add():
-            made.append(await store.add("", "one", context(60)))
+            made.append(await contexts.add("", "one", context(60)))
 
         async with anyio.create_task_group() as group:
             group.start_soon(add)
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(ApiError, match="take all the memory"):
-                await store.add("", "two", context(60))
-            files.gate.set()
-        assert store.find("", made[0].id).users == 0
-        assert not files.deleted
+                await contexts.add("", "two", context(60))
+            directory.gate.set()
+        assert contexts.find("", made[0].key).users == 0
+        assert not directory.deleted
 
     anyio.run(work)
 
@@ -431,20 +427,20 @@ def test_nobody_knows_of_it_so_it_is_not_kept():
     """The client has gone while its context was written, or writing it failed in a way that nobody foresaw."""
 
     async def work(error):
-        files = SlowFiles(error)
-        store = ContextStore(100, files)
+        directory = SlowDirectory(error)
+        contexts = ContextStore(SequenceStore(100, directory))
         async with anyio.create_task_group() as group:
             if error is None:
-                group.start_soon(store.add, "", "one", context(60))
+                group.start_soon(contexts.add, "", "one", context(60))
                 await anyio.wait_all_tasks_blocked()
                 group.cancel_scope.cancel()
-            files.gate.set()
+            directory.gate.set()
             if error is not None:
                 with pytest.raises(RuntimeError, match="surprise"):
-                    await store.add("", "one", context(60))
-        assert not len(store)
-        assert store.bytes == 0
-        assert len(files.deleted) == 1
+                    await contexts.add("", "one", context(60))
+        assert not len(contexts.store)
+        assert contexts.store.nbytes == 0
+        assert len(directory.deleted) == 1
 
     anyio.run(work, None)
     anyio.run(work, RuntimeError("surprise"))
@@ -482,7 +478,7 @@ def test_a_disk_that_cannot_be_read_now_loses_nothing(llm, tmp_path, monkeypatch
             raise CacheFileError("too many open files") from OSError("too many open files")
 
         with monkeypatch.context() as patched:
-            patched.setattr(llm, "load_context", failing)
+            patched.setattr(llm.engine.files, "load", failing)
             assert "cannot be read now" in ask(server, made, status=503)["error"]["message"]
         ask(server, made)
 

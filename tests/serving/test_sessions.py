@@ -7,11 +7,13 @@ import threading
 import time
 from types import SimpleNamespace
 
+import anyio
 import httpx
 import pytest
 
 from snapstream import ConfigurationError
 from snapstream.assets import EXAMPLE
+from snapstream.cache import SequenceStore
 from snapstream.serving.app import create_app
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.sessions import Session, SessionBusyError, SessionStore
@@ -108,7 +110,8 @@ def test_what_does_not_fit_is_read_anew(server):
     assert answer(changed) == answer(plain)
 
     def known():
-        return server.parts.sessions._kept["", "b"][0].text
+        (stored,) = server.parts.sessions.store.all()
+        return stored.about["text"]
 
     for text, reason in ((known, "nothing new"), (lambda: known() + "zz and", "inside a token")):
         same = post(server, prompt=text(), session_id="b", **BODY).json()
@@ -146,10 +149,10 @@ def test_the_least_used_session_goes_first_and_time_ends_them(llm):
     with running(llm, session_ttl=0.5) as server:
         for name in ("a", "b", "c"):
             chat(server, [say(LONG)], session_id=name)
-        assert len(server.parts.sessions) == 2
+        assert server.parts.sessions.store.loaded == 2
         assert httpx.delete(server.url + "/v1/sessions/a").status_code == 404
         assert httpx.delete(server.url + "/v1/sessions/b").status_code == 200
-        wait_until(lambda: len(server.parts.sessions) == 0)
+        wait_until(lambda: server.parts.sessions.store.loaded == 0)
 
 
 def test_a_session_that_is_deleted_during_its_turn_is_not_kept(server):
@@ -160,7 +163,7 @@ def test_a_session_that_is_deleted_during_its_turn_is_not_kept(server):
         next(lines)
         assert httpx.delete(server.url + "/v1/sessions/d").status_code == 200
         list(lines)
-    assert len(server.parts.sessions) == 0
+    assert server.parts.sessions.store.loaded == 0
     assert httpx.delete(server.url + "/v1/sessions/d").status_code == 404
 
 
@@ -172,7 +175,7 @@ def test_a_slow_reader_leaves_its_session_when_it_is_decoded(server):
     slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    wait_until(lambda: len(server.parts.sessions) == 1 and server.driver.unfinished == 0)
+    wait_until(lambda: server.parts.sessions.store.loaded == 1 and server.driver.unfinished == 0)
     slow.close()
 
 
@@ -183,44 +186,56 @@ def test_a_session_is_one_prompt_and_one_answer(server, llm):
             assert reply.status_code == 400
             assert "needs a single prompt and a single answer" in reply.json()["error"]["message"]
     assert post(server, prompt="w5", session_id="a b").status_code == 400
-    assert len(server.parts.sessions) == 0
+    assert server.parts.sessions.store.loaded == 0
+
+
+class Saved(SimpleNamespace):
+    """A sequence of 10 bytes."""
+
+    tokens, entries, nbytes = (1, 2), 2, 10
 
 
 def test_store():
-    now = [0.0]
-    store = SessionStore(2, 10, clock=lambda: now[0])
-    one, two, three = (("", name) for name in "abc")
-    session = Session.__new__(Session)
-    assert store.begin(one) is None
-    with pytest.raises(SessionBusyError):
-        store.begin(one)
-    store.end(one, session)
-    now[0] = 9
-    assert store.begin(one) is session
-    store.end(one, None)  # failed: what was there stays, and is no younger for it
-    now[0] = 11
-    assert store.begin(one) is None
-    store.end(one, session)
-    store.begin(two)
-    store.end(two, session)
-    store.begin(one)
-    store.end(one, session)
-    store.begin(three)
-    store.end(three, session)
-    assert (store.delete(one), store.delete(two), store.delete(three)) == (True, False, True)
+    async def work():
+        now = [0.0]
+        sessions = SessionStore(SequenceStore(20, seconds=10, clock=lambda: now[0]))
+        one, two, three = (("", name) for name in "abc")
+        session = Session(Saved(), "text")
+        assert await sessions.begin(one) is None
+        with pytest.raises(SessionBusyError):
+            await sessions.begin(one)
+        sessions.end(one, session)
+        now[0] = 9
+        assert await sessions.begin(one) == session
+        sessions.end(one, None)  # failed: what was there stays, and is no younger for it
+        now[0] = 11
+        assert await sessions.begin(one) is None
+        sessions.end(one, session)
+        await sessions.begin(two)
+        sessions.end(two, session)
+        await sessions.begin(one)
+        sessions.end(one, session)
+        await sessions.begin(three)
+        sessions.end(three, session)
+        assert (sessions.delete(one), sessions.delete(two), sessions.delete(three)) == (True, False, True)
+
+    anyio.run(work)
 
 
 def test_a_running_session_counts():
-    store = SessionStore(1, 10)
-    session = Session.__new__(Session)
-    store.begin(("", "a"))
-    assert store.end(("", "a"), session)
-    assert store.begin(("", "a")) is session
-    store.begin(("", "b"))
-    assert not store.end(("", "b"), session)  # the one there is room for is in use
-    assert len(store) == 1
-    assert store.end(("", "a"), None)
-    assert len(store) == 1
+    async def work():
+        sessions = SessionStore(SequenceStore(10))
+        session = Session(Saved(), "text")
+        await sessions.begin(("", "a"))
+        assert sessions.end(("", "a"), session)
+        assert await sessions.begin(("", "a")) == session
+        await sessions.begin(("", "b"))
+        assert not sessions.end(("", "b"), session)  # the one there is room for is in use
+        assert sessions.store.loaded == 1
+        assert sessions.end(("", "a"), None)
+        assert sessions.store.loaded == 1
+
+    anyio.run(work)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +285,7 @@ def test_many_sessions_at_once(server):
     for thread in threads:
         thread.join()
     assert all(len(answers[name]) == 7 for name in names)
-    assert len(server.parts.sessions) == 4
+    assert server.parts.sessions.store.loaded == 4
     assert not server.parts.sessions._running
     wait_until(lambda: idle(server))
 
@@ -301,12 +316,12 @@ def test_sessions_without_room_go_to_the_disk_and_come_back(llm, tmp_path):
             first = turn(server, prompt(100, seed=index), name)
             assert first["session"]["kept"]
             asked[name] = prompt(100, seed=index) + tokens_of(server, first) + [7, 8, 9]
-        assert len(server.parts.sessions) == limit
+        assert server.parts.sessions.store.loaded == limit
         for name in names:
             second = turn(server, asked[name], name)
             assert second["session"]["reused_tokens"] == 119, second["session"]
             assert second["choices"][0]["text"] == want[name]
-            assert len(server.parts.sessions) <= limit
+            assert server.parts.sessions.store.loaded <= limit
         assert metric(server, "snapstream_session_bytes") <= llm.engine.plan.sessions
 
 
@@ -367,6 +382,10 @@ def test_a_session_directory_that_cannot_work_is_refused(llm, tmp_path):
     settings = ServerSettings(model_name="tiny", session_dir=tmp_path / "file" / "x")
     with pytest.raises(ConfigurationError, match="cannot be created"):
         create_app(llm, settings)
-    none = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(sessions=0, slots=1)))
+    none = SimpleNamespace(
+        engine=SimpleNamespace(
+            config=SimpleNamespace(slots=1), plan=SimpleNamespace(sessions=0, contexts=0), files=None
+        )
+    )
     with pytest.raises(ConfigurationError, match="needs sessions"):
         create_app(none, ServerSettings(model_name="tiny", session_dir=tmp_path))

@@ -23,6 +23,9 @@ class AttentionBackend(ABC):
     narrow_values: bool = False
     """Whether values may be shorter than keys; else values of latents are passed in full, and results are truncated."""
 
+    takes_rows_alone: bool = False
+    """Whether the result of a token in prefill is the same, to the bit, whichever others are in its chunk."""
+
     @staticmethod
     @abstractmethod
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Found:
         about: What its note says.
         tokens: Tokens of its sequence.
         entries: Entries per KV head of the layers with a budget.
-        nbytes: Its size.
+        nbytes: Bytes it takes in memory; of older files, their size.
         idle: For how many seconds it was not used.
     """
 
@@ -87,8 +87,10 @@ class SequenceDirectory:
             raise ConfigurationError(f"the {kind} directory {path} cannot be created: {error}") from error
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigurationError(f"the {kind} directory {path} cannot be written to")
-        for left_behind in path.glob(f".*{self._suffix}.*"):  # by a process that was killed while writing
-            left_behind.unlink(missing_ok=True)
+        # By a process that was killed while writing; safetensors has names of its own.
+        for pattern in (f".*{self._suffix}.*", ".tmp??????"):
+            for left_behind in path.glob(pattern):
+                left_behind.unlink(missing_ok=True)
 
     def scan(self) -> Iterator[Found]:
         """All files of this model, without loading them; others are reported once, in the log."""
@@ -106,13 +108,13 @@ class SequenceDirectory:
             if described["model"] != self._files.model:
                 return None
             self._files.check(path, described)
-            about = json.loads(described["note"])
+            about = dict(json.loads(described["note"]))
             found = Found(
                 key,
-                dict(about),
+                about,
                 int(described["tokens"]),
                 int(described["layouts"][0]["count"]),
-                state.st_size,
+                int(about.pop("nbytes", state.st_size)),
                 time.time() - state.st_mtime,
             )
         except FileNotFoundError:
@@ -141,7 +143,7 @@ class SequenceDirectory:
             )
             return False
         try:
-            self._files.save(replace(sequence, note=""), self.path_of(key), note=json.dumps(about))
+            self._files.save(sequence, self.path_of(key), note=json.dumps({**about, "nbytes": sequence.nbytes}))
         except CacheFileError as error:
             logger.warning("a %s is not written: %s", self._kind, error)
             return False

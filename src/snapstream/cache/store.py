@@ -6,6 +6,9 @@ the least recently used of the others are evicted first, to the directory if the
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import logging
 import math
 import threading
@@ -52,6 +55,7 @@ class Stored:
         on_disk: Whether it is in a file.
         users: How many use it now.
         used: When it was last used, by the store's clock.
+        turn: The same, in order: of two, the one with the higher number was used later.
     """
 
     key: str
@@ -63,6 +67,7 @@ class Stored:
     on_disk: bool = False
     users: int = 0
     used: float = 0.0
+    turn: int = 0
     loading: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
@@ -96,11 +101,13 @@ class SequenceStore:
         self._removed: set[Stored] = set()  # deleted or replaced while in use
         self._unwritten: dict[Stored, None] = {}  # evicted, but still in memory until they are written
         self._lock = threading.RLock()
+        self._writing = threading.Lock()
+        self._turns = itertools.count()
         self._writer: ThreadPoolExecutor | None = None
         if directory is not None:
             self._writer = ThreadPoolExecutor(1, "sequence-store")
             self._sweep_files()
-            for found in directory.scan() if lists_files else ():
+            for found in sorted(directory.scan(), key=lambda each: -each.idle) if lists_files else ():
                 self._known[found.key] = self._of_file(found)
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -160,7 +167,7 @@ class SequenceStore:
             self.check_room(nbytes)
             held = self._in_memory() - ({replaced} if replaced is not None else set())
             total = sum(each.nbytes for each in held) + nbytes
-            for oldest in sorted((each for each in held if not each.users), key=lambda each: each.used):
+            for oldest in sorted((each for each in held if not each.users), key=lambda each: each.turn):
                 if total <= self.max_bytes:
                     break
                 total -= oldest.nbytes
@@ -186,7 +193,8 @@ class SequenceStore:
             if before is not None:
                 self._remove(before)
             tokens, entries = len(sequence.tokens), sequence.entries
-            stored = Stored(key, about, tokens, entries, sequence.nbytes, sequence, users=users, used=self._clock())
+            stored = Stored(key, about, tokens, entries, sequence.nbytes, sequence, users=users)
+            self.touch(stored)
             self._known[key] = stored
             return stored
 
@@ -222,13 +230,13 @@ class SequenceStore:
         with self._lock:
             stored.users -= 1
             if used:
-                stored.used = self._clock()
+                self.touch(stored)
             if not stored.users:
                 self._removed.discard(stored)
 
     def touch(self, stored: Stored) -> None:
         """Use a sequence for a moment."""
-        stored.used = self._clock()
+        stored.used, stored.turn = self._clock(), next(self._turns)
 
     def delete(self, key: str) -> bool:
         """Delete a sequence; who uses it now may go on. Returns whether it existed."""
@@ -244,14 +252,18 @@ class SequenceStore:
 
         If it cannot be written, it stays in memory only, and the log says why.
         """
-        directory, sequence = self.directory, stored.sequence
-        if directory is None or sequence is None or stored.on_disk:
+        directory = self.directory
+        if directory is None:
             return
-        written = directory.write(stored.key, sequence, stored.about, self._clock() - stored.used)
-        with self._lock:
-            stored.on_disk = written
-            if stored.key not in self._known:  # deleted meanwhile
-                directory.delete(stored.key)
+        with self._writing:  # one after the other, so that an older sequence never takes the place of a newer one
+            sequence = stored.sequence
+            if sequence is None or stored.on_disk or self._known.get(stored.key) is not stored:
+                return
+            written = directory.write(stored.key, sequence, stored.about, self._clock() - stored.used)
+            with self._lock:
+                stored.on_disk = written
+                if stored.key not in self._known:  # deleted meanwhile
+                    directory.delete(stored.key)
         if written:
             self._sweep_files(stored.key)
 
@@ -276,7 +288,7 @@ class SequenceStore:
         # A store that was closed drops what it evicts.
         self._writer = None
         room = directory.max_bytes
-        for stored in sorted(self.all(), key=lambda each: each.used, reverse=True):
+        for stored in sorted(self.all(), key=lambda each: each.turn, reverse=True):
             if stored.nbytes <= room and not stored.on_disk:
                 self.save(stored)
             elif stored.on_disk:
@@ -293,8 +305,9 @@ class SequenceStore:
         return not stored.users and self._clock() - stored.used > self.seconds
 
     def _of_file(self, found: Found) -> Stored:
-        used = self._clock() - found.idle
-        return Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True, used=used)
+        stored = Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True)
+        stored.used, stored.turn = self._clock() - found.idle, next(self._turns)
+        return stored
 
     def _look_up(self, key: str) -> Stored | None:
         """A sequence that is only on disk, perhaps left there by another process."""
@@ -312,7 +325,11 @@ class SequenceStore:
             if not isinstance(error.__cause__, OSError):  # otherwise the disk failed; the file may be intact
                 self.delete(stored.key)
             raise
-        stored.nbytes = sequence.nbytes
+        # Another process may have written another one meanwhile.
+        with self._lock, contextlib.suppress(ValueError, TypeError):
+            stored.about = dict(json.loads(sequence.note))
+            stored.about.pop("nbytes", None)
+            stored.nbytes, stored.tokens, stored.entries = sequence.nbytes, len(sequence.tokens), sequence.entries
         return sequence
 
     def _evict(self, stored: Stored) -> None:

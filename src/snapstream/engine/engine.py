@@ -15,7 +15,6 @@ from snapstream.engine.core import EngineCore
 from snapstream.engine.drafters import NextToken, make_drafter
 from snapstream.engine.files import SequenceFiles
 from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
-from snapstream.engine.prefill.prefix_cache import BLOCK, PrefixCache
 from snapstream.engine.requests.admission import Admission, Prompt
 from snapstream.engine.requests.tokenizing import PromptTokenizer, give_memory_back
 from snapstream.engine.runner import ModelRunner, Runner
@@ -91,8 +90,8 @@ class Engine(EngineCore):
             cpu_kernels.available()  # builds them now: the model's matrix products check for them
         loaded = load_model(checkpoint, spec, self.types.weights, self.device)
         drafter = make_drafter(setup, self.tokenizer)
-        self.prefixes = _prefix_cache(setup, checkpoint, self.plan.prefixes)
-        self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes, self.prefixes)
+        self._prefixes = _prefix_store(setup, checkpoint, self.plan.prefixes)
+        self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes, self._prefixes)
         if inner.decoder.ahead is not None:
             drafter = NextToken(inner.decoder.ahead)
         runner: Runner = inner
@@ -140,8 +139,8 @@ class Engine(EngineCore):
 
     def close(self) -> None:
         """Write what is in the prefix cache to its directory, if it has one; no more requests may follow."""
-        if self.prefixes is not None:
-            self.prefixes.store.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
 
     @property
     def special_tokens(self) -> frozenset[int]:
@@ -175,8 +174,8 @@ class Engine(EngineCore):
         return self._admission.tokenize(prompt)
 
 
-def _prefix_cache(setup: Setup, checkpoint: Path, nbytes: int) -> PrefixCache | None:
-    """The prefix cache, unless it has no memory or policies look at all queries of a prompt."""
+def _prefix_store(setup: Setup, checkpoint: Path, nbytes: int) -> SequenceStore | None:
+    """The store of the prefix cache, unless it has no memory or policies look at all queries of a prompt."""
     config = setup.config
     if not nbytes or setup.queries == ALL:
         return None
@@ -184,10 +183,7 @@ def _prefix_cache(setup: Setup, checkpoint: Path, nbytes: int) -> PrefixCache | 
     if config.prefix_dir is not None:
         files = SequenceFiles(setup, checkpoint, of_prefixes=True)
         directory = SequenceDirectory(Path(config.prefix_dir), files, kind="prefix", max_bytes=config.prefix_disk)
-    # Elsewhere than on a CPU, rows of a product may depend on how many there are.
-    block = BLOCK if setup.device.type == "cpu" else setup.chunk
-    sizes = setup.spec.sizes(setup.types.activations)
-    return PrefixCache(SequenceStore(nbytes, directory), sizes, chunk=setup.chunk, block=block)
+    return SequenceStore(nbytes, directory)
 
 
 def _print_plan(plan: EnginePlan) -> None:

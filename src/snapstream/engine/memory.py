@@ -28,7 +28,6 @@ from snapstream.kernels.products import keeps_blocks, scratch_bytes
 from snapstream.kernels.recurrence import chunk_bytes
 from snapstream.kernels.widened import least_tokens, widened_numbers
 from snapstream.models.families import tensor_places
-from snapstream.models.layers import Matrix
 from snapstream.models.spec import ModelSpec
 from snapstream.models.storage import empty_model, parameter_bytes, quantized_formats, with_formats
 
@@ -405,9 +404,7 @@ def fixed_sizes(setup: Setup) -> FixedSizes:
     widened = 0
     if spec.stored_as and least_tokens(setup.device, dtype) is not None:
         widened = max(widened_numbers(model.operations_of(layer)) for layer in range(spec.cached_layers))
-    matrices = (module for name, module in model.named_modules() if isinstance(module, Matrix) and name != "embedding")
-    has_numbers = any(run.format is None for matrix in matrices for run in matrix.stored_as)
-    return FixedSizes(weights, buffers, temporaries, scratch, step, widened, has_numbers)
+    return FixedSizes(weights, buffers, temporaries, scratch, step, widened, model.multiplies_numbers)
 
 
 def _temporaries(spec: ModelSpec, item: int) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from snapstream.cache import CompressedSequence, LayerCache
+from snapstream.cache import CompressedSequence, LayerCache, SequenceStore
 from snapstream.compression import Layout, lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
@@ -24,7 +24,7 @@ from snapstream.engine.decode.graphs import graph_pool
 from snapstream.engine.decode.renewal import Placement, newest
 from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import SCORED_ROWS, Prefill
-from snapstream.engine.prefill.prefix_cache import PrefixCache
+from snapstream.engine.prefill.prefix_cache import BLOCK, PrefixCache
 from snapstream.engine.prefill.result import PrefillResult
 from snapstream.engine.requests.output import Token, TokenLogprobs
 from snapstream.engine.requests.request import Request
@@ -113,13 +113,25 @@ class ModelRunner:
     """
 
     def __init__(
-        self, setup: Setup, model: DecoderModel, lanes: Sequence[int], prefixes: PrefixCache | None = None
+        self, setup: Setup, model: DecoderModel, lanes: Sequence[int], prefixes: SequenceStore | None = None
     ) -> None:
+        """Allocate everything, and on CUDA, build kernels and capture decode steps.
+
+        Args:
+            setup: The engine's setup.
+            model: The model.
+            lanes: Tokens of the longest prompt in each lane.
+            prefixes: Keeps the full caches of what prompts begin with; ``None`` for no prefix cache.
+        """
         config, spec = setup.config, setup.spec
         self.spec, self.device, self.steps, self.lanes = spec, setup.device, config.decode_steps, lanes
         self.prefiller = Prefill.of(setup, model, lanes)
         self.decoder = Decode.of(setup, model)
-        self.prefixes = prefixes
+        self.prefixes: PrefixCache | None = None
+        if prefixes is not None:
+            block = BLOCK if self.prefiller.takes_rows_alone else setup.chunk
+            sizes = spec.sizes(setup.types.activations)
+            self.prefixes = PrefixCache(prefixes, sizes, chunk=setup.chunk, block=block)
         self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self.pool = graph_pool(self.device)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)

@@ -146,6 +146,14 @@ class Prefill:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
         return 0 < self.widened_from <= tokens
 
+    @property
+    def takes_rows_alone(self) -> bool:
+        """Whether a token's entries are the same, to the bit, however its prompt is divided into chunks.
+
+        Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
+        """
+        return self.backend.takes_rows_alone and not self.widened_from and not self.model.multiplies_numbers
+
     @torch.inference_mode()
     def advance(self, job: PrefillJob) -> None:
         """Take the next chunk through the current layer; after the last chunk, compress the layer.

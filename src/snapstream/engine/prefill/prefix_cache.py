@@ -4,9 +4,9 @@ A piece is a chunk of a prompt: the entries of its tokens in all layers. Its key
 before it, so a prompt finds its pieces one after the other. The last one of a prompt may be shorter, a whole number of
 blocks; the next prompt that goes on from there replaces it.
 
-Nothing is lost: the entries are the ones that would be computed again. A token's entries do not depend on how its
-prompt is divided into chunks, where products take rows one by one; elsewhere, a block is a whole chunk. The prompt is
-compressed at its end as usual.
+Nothing is lost: the entries are those that would be computed again, and the prompt is compressed at its end as usual.
+Where a token's entries depend on how its prompt is divided into chunks, a block is a whole chunk; see
+:attr:`~snapstream.engine.prefill.prefill.Prefill.takes_rows_alone`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snapstream.errors import CacheFileError
 logger = logging.getLogger(__name__)
 
 BLOCK = 64
-"""Tokens of a block on a CPU."""
+"""Tokens of a block, where it need not be a whole chunk."""
 
 
 @dataclass(eq=False)
