@@ -21,7 +21,7 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-waiting bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
+.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-waiting bench-turns bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 
@@ -61,6 +61,10 @@ bench-sessions: $(STAMP)
 # How long short requests wait while long prompts are read (MODEL=file.gguf): the table of docs/serving.md; three minutes.
 bench-waiting: $(STAMP)
 	$(BIN)/python -m benchmarks.waiting $(MODEL)
+
+# A conversation that is sent again with every turn (MODEL=file.gguf): a table of docs/serving.md; ten minutes.
+bench-turns: $(STAMP)
+	$(BIN)/python -m benchmarks.agent_turns $(MODEL)
 
 # What equal beginnings of prompts save: the table of docs/serving.md; a minute, on a quiet machine.
 bench-beginnings: $(STAMP)

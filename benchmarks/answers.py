@@ -134,7 +134,7 @@ def main() -> None:
     cells = [(size, text) for size in sizes for text in known.caches]
     full = CacheBudget.preset("full", known.longest)
     # As many slots as caches, so that one prefill serves them all.
-    config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128)
+    config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128, prefix_cache=0)
     llm = LLM(known.model, budget=full, config=config, report_plan=lambda _: None)
     prompts = Prompts(llm.tokenizer, chat=False if known.tails else None)
     longest = known.longest - MOST

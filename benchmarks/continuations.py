@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]
     longest = max(lengths) + FORCED
-    llm = LLM(arguments.model, max_model_len=longest, slots=13, report_plan=lambda plan: None)
+    llm = LLM(arguments.model, max_model_len=longest, slots=13, prefix_cache=0, report_plan=lambda plan: None)
     book = llm.tokenizer.encode("\n".join(paragraphs()), add_special_tokens=False)
     print("| prompt | cache | perplexity | times the full cache's | greedy words before the first difference |")
     print("|---|---|---|---|---|")

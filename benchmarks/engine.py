@@ -373,6 +373,7 @@ def memory_child(checkpoint: str, entries: int) -> None:
         budget=entries or None,
         max_model_len=MEMORY_PROMPT + 256,
         slots=4,
+        prefix_cache=0,
         report_plan=lambda _: None,
     )
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak: loading has mapped the checkpoint's pages

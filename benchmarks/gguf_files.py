@@ -127,7 +127,7 @@ def decode(path: str, rounds: int) -> dict[str, Any]:
 
 def floor(path: str, rounds: int) -> dict[str, Any]:
     """Decoding after 512 tokens beside reading as many bytes: weights without the embedding, and valid entries."""
-    llm = LLM(path, max_model_len=1024, slots=1, dtype="bfloat16", report_plan=lambda _: None)
+    llm = LLM(path, max_model_len=1024, slots=1, dtype="bfloat16", prefix_cache=0, report_plan=lambda _: None)
     model = llm.engine.model_runner.prefiller.model
     skipped = {} if llm.engine.spec.tied_embeddings else {id(part) for part in model.embedding.parts}
     weights = sum(part.nbytes for part in model.parameters() if id(part) not in skipped)

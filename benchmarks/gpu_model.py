@@ -141,7 +141,7 @@ def make_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
 def setup_of(spec: ModelSpec, device: torch.device, scale: Scale, budget: int, length: int, *, slots: int) -> Setup:
     """The setup of an engine for a checkpoint of this shape."""
     sizes = {"slots": slots, "prefill_chunk": scale.chunk, "decode_steps": scale.steps, "max_logprobs": 1}
-    config = EngineConfig(max_model_len=length, **sizes)
+    config = EngineConfig(max_model_len=length, prefix_cache=0, **sizes)
     name = "auto" if device.type == "cuda" else "triton"
     return Setup(
         spec=spec,

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from benchmarks import host_pages
 from benchmarks.transformers_model import decode, model_path, read
 from snapstream import CacheBudget
-from snapstream.evaluation import host_pages
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.scoring import found_parts, interval, paired_difference
 from snapstream.evaluation.tasks import TASKS, make_sample

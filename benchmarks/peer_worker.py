@@ -97,7 +97,7 @@ class SnapStream(Worker):
             path = model
         else:
             path, settings = f"{model}/hf", settings | {"prefill_chunk": CHUNK}
-        self.llm = LLM(path, budget=budget, report_plan=lambda _: None, **settings)
+        self.llm = LLM(path, budget=budget, prefix_cache=0, report_plan=lambda _: None, **settings)
         self.names: list[str] = []
         self.outputs: dict[str, Any] = {}
 

@@ -14,6 +14,7 @@ BEGIN = time.perf_counter()
 
 from process import serve  # noqa: E402 (after the clock)
 from snapstream import LLM, SamplingParams  # noqa: E402
+from snapstream.config import EngineConfig  # noqa: E402
 
 LIMIT = 256
 """Memory limit in MiB, in addition to the address space of the process without an engine."""
@@ -37,7 +38,10 @@ class Version:
 
     def made(self) -> tuple[LLM, object]:
         if self.llm is None:
-            self.llm = LLM(self.checkpoint, report_plan=lambda _: None, **self.settings)
+            # Versions before the prefix cache was on do not know the setting.
+            known = "prefix_cache" in EngineConfig.__dataclass_fields__
+            options = {"prefix_cache": 0} if known else {}
+            self.llm = LLM(self.checkpoint, report_plan=lambda _: None, **options, **self.settings)
         return self.llm, getattr(self.llm, "engine", self.llm)
 
     def start(self) -> dict:

@@ -61,7 +61,8 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for length, budget in ((2048, 512), (2048, 256), (8192, 2048), (8192, 1024)):
-        with serving("--budget", str(budget), "--slots", "1", "--eager", "--sessions", "1") as client:
+        options = ("--slots", "1", "--eager", "--sessions", "1", "--prefix-cache", "0")
+        with serving("--budget", str(budget), *options) as client:
             rng, ratios, right = random.Random(length), [], {"anew": 0, "session": 0}
             for number in range(TEXTS):
                 made = notes(rng, length, lambda text: len(tokenizer.encode(text)), None, NOTES)

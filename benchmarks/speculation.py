@@ -58,6 +58,7 @@ def make_engine(checkpoint: str, batch: int) -> LLM:
         sessions=batch,
         speculative="lookup",
         speculative_tokens=MOST,
+        prefix_cache=0,
         report_plan=lambda _: None,
     )
 

@@ -31,7 +31,8 @@ PAGES = {"prose": PROSE.read_text(), "code": (Path(engine.__file__)).read_text()
 
 
 def make(path: str, weights: str) -> LLM:
-    return LLM(path, max_model_len=TOKENS + 1, slots=1, dtype="bfloat16", weights=weights, report_plan=lambda _: None)
+    options = {"max_model_len": TOKENS + 1, "slots": 1, "dtype": "bfloat16", "prefix_cache": 0}
+    return LLM(path, weights=weights, report_plan=lambda _: None, **options)
 
 
 def perplexities(llm: LLM) -> list[float]:

@@ -71,6 +71,7 @@ def read(
     config = EngineConfig(
         max_model_len=length,
         slots=1,
+        prefix_cache=0,  # there is one prompt
         sessions=1,
         prefill_chunk=prefill_chunk,
         dtype=dtype,
@@ -122,6 +123,7 @@ def ask(
     config = EngineConfig(
         max_model_len=max_length(max_model_len),
         slots=1,
+        prefix_cache=0,  # there is one prompt
         sessions=1,
         prefill_chunk=prefill_chunk,
         dtype=dtype,

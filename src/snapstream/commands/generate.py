@@ -83,6 +83,7 @@ def generate(
     config = EngineConfig(
         max_model_len=length,
         slots=1,
+        prefix_cache=0,  # there is one prompt
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         weights=weights,

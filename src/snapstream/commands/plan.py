@@ -85,6 +85,7 @@ def plan(
         max_model_len=length,
         slots=slots,
         sessions=sessions,
+        prefix_cache=0,  # it takes what is left
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         weights=weights,
