@@ -11,29 +11,22 @@ from rich.markup import escape
 from snapstream.commands.generate import read_text
 from snapstream.commands.options import (
     Budget,
-    Chunk,
-    Compiled,
-    Device,
-    DraftModel,
-    Dtype,
+    DecodingOptions,
     MaxLength,
     Model,
     ModelArgument,
     Policy,
-    Speculative,
-    SpeculativeTokens,
-    Weights,
     chosen_model,
-    eager,
     longest_of,
     max_length,
     messages,
     parse_budget,
     quiet,
     say_what_a_shipped_model_is,
+    with_options,
 )
 from snapstream.commands.terminal import is_terminal, read_line
-from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, SamplingParams
 from snapstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -42,6 +35,7 @@ if TYPE_CHECKING:
 HELP = "/file PATH puts a file before your next message, /new starts a new conversation, /quit or Ctrl-D exits."
 
 
+@with_options
 def chat(
     model: ModelArgument = None,
     model_option: Model = None,
@@ -55,31 +49,14 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
-    speculative: Speculative = "off",
-    speculative_tokens: SpeculativeTokens = 7,
-    draft_model: DraftModel = None,
-    compiled: Compiled = None,
+    *,
+    options: DecodingOptions,
 ) -> None:
     """Chat with a model in the terminal. The prompt line shows what the cache holds; Ctrl-C stops an answer."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     pending = [] if file is None else [read_text(file)]
-    config = EngineConfig(
-        max_model_len=length,
-        slots=1,
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=eager(compiled, device),
-        speculative=speculative,
-        speculative_tokens=speculative_tokens,
-        draft_model=draft_model,
-    )
+    config = options.config(max_model_len=length, slots=1)
     parsed = parse_budget(budget, policy, longest_of(name, length))
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM

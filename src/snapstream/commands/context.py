@@ -14,13 +14,10 @@ from snapstream.commands.generate import read_prompt, show_reading, tokens_of
 from snapstream.commands.options import (
     CACHE,
     Budget,
-    Chunk,
-    Device,
-    Dtype,
+    EngineOptions,
     Json,
     MaxLength,
     NamedModel,
-    Weights,
     chosen_model,
     is_json,
     max_length,
@@ -28,6 +25,7 @@ from snapstream.commands.options import (
     parse_budget,
     quiet,
     say_what_a_shipped_model_is,
+    with_options,
 )
 from snapstream.commands.terminal import is_terminal, read_line
 from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from snapstream.engine import LLM, Context
 
 
+@with_options
 def read(
     file: Annotated[str, typer.Argument(help="A text file. '-' reads stdin.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the compressed cache.")],
@@ -56,10 +55,8 @@ def read(
         bool, typer.Option("--plain", help="Prefill the text unchanged, even if the model has a chat template.")
     ] = False,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
+    *,
+    options: EngineOptions,
 ) -> None:
     """Prefill a text once and save its compressed cache to a file, for `snapstream ask`."""
     text, name, length = read_prompt(None, file), chosen_model(None, model), max_length(max_model_len)
@@ -68,17 +65,7 @@ def read(
         parsed = parsed.for_context(None)
     # Neither the text nor the model's own files are overwritten.
     check_output(output, file, name, *(Path(name).glob("*") if Path(name).is_dir() else ()))
-    config = EngineConfig(
-        max_model_len=length,
-        slots=1,
-        prefix_cache=0,  # there is one prompt
-        sessions=1,
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=True,
-    )
+    config = options.config(max_model_len=length, slots=1, prefix_cache=0, sessions=1, enforce_eager=True)
     say_what_a_shipped_model_is(name)
     with quiet():
         llm = _load(name, parsed, config)
@@ -99,6 +86,7 @@ def read(
     )
 
 
+@with_options
 def ask(
     file: Annotated[Path, typer.Argument(help="A file written by `snapstream read`.")],
     questions: Annotated[
@@ -110,26 +98,16 @@ def ask(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
     as_json: Json = False,
+    *,
+    options: EngineOptions,
 ) -> None:
     """Ask about a text that `snapstream read` processed; every question starts from the same state."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     described = _describe(file)
     name = chosen_model(None, model) if model is not None else described["made_by"]
-    config = EngineConfig(
-        max_model_len=max_length(max_model_len),
-        slots=1,
-        prefix_cache=0,  # there is one prompt
-        sessions=1,
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=True,
+    config = options.config(
+        max_model_len=max_length(max_model_len), slots=1, prefix_cache=0, sessions=1, enforce_eager=True
     )
     say_what_a_shipped_model_is(name)
     with quiet():

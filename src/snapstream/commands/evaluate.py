@@ -15,17 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from snapstream.assets import TASK_MODEL
 from snapstream.commands.options import (
     ENGINE,
-    Chunk,
-    Compiled,
-    Device,
-    DraftModel,
-    Dtype,
-    Speculative,
-    SpeculativeTokens,
-    Weights,
+    DecodingOptions,
     chosen_model,
-    eager,
     messages,
+    with_options,
 )
 from snapstream.config import DEFAULT_POLICY, EngineConfig, policy_names
 from snapstream.errors import ConfigurationError, SnapStreamError
@@ -55,6 +48,7 @@ WRITTEN = RECORDS, REPORT, PAGE = "results.jsonl", "report.md", "report.html"
 """Files in the output directory of a run."""
 
 
+@with_options
 def evaluate(
     model: Annotated[
         str | None,
@@ -165,14 +159,6 @@ def evaluate(
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: yes, if there is one.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded concurrently.", rich_help_panel=ENGINE)] = 16,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
-    speculative: Speculative = "off",
-    speculative_tokens: SpeculativeTokens = 7,
-    draft_model: DraftModel = None,
-    compiled: Compiled = None,
     telemetry: Annotated[
         bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
     ] = True,
@@ -201,6 +187,8 @@ def evaluate(
     concurrency: Annotated[
         int, typer.Option(min=1, max=256, help="Concurrent requests.", rich_help_panel=ENDPOINT)
     ] = 8,
+    *,
+    options: DecodingOptions,
 ) -> None:
     """Measure how much accuracy smaller caches cost, task by task: records, tables and an HTML report."""
     from snapstream.evaluation.grid import Grid
@@ -233,17 +221,7 @@ def evaluate(
             seed=seed,
         )
     asked = _read_files(questions or [], ask, run_code, samples, half)
-    config = EngineConfig(
-        slots=slots,
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=eager(compiled, device),
-        speculative=speculative,
-        speculative_tokens=speculative_tokens,
-        draft_model=draft_model,
-    )
+    config = options.config(slots=slots)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

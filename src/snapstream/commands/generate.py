@@ -12,35 +12,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from snapstream.commands.options import (
     Budget,
-    Chunk,
-    Compiled,
-    Device,
-    DraftModel,
-    Dtype,
+    DecodingOptions,
     Json,
     MaxLength,
     NamedModel,
     Policy,
-    Speculative,
-    SpeculativeTokens,
-    Weights,
     chosen_model,
-    eager,
     longest_of,
     max_length,
     messages,
     parse_budget,
     quiet,
     say_what_a_shipped_model_is,
+    with_options,
 )
 from snapstream.commands.terminal import decoded, is_terminal, read_standard_input
-from snapstream.config import DEFAULT_POLICY, EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, SamplingParams
 from snapstream.errors import RequestError
 
 if TYPE_CHECKING:
     from snapstream.engine import LLM, CacheUse, RequestOutput
 
 
+@with_options
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; with --file, the question after the text. '-' reads stdin.")
@@ -60,15 +54,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output. Repeat for several.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
-    speculative: Speculative = "off",
-    speculative_tokens: SpeculativeTokens = 7,
-    draft_model: DraftModel = None,
-    compiled: Compiled = None,
     as_json: Json = False,
+    *,
+    options: DecodingOptions,
 ) -> None:
     """Generate text. The answer streams to stdout; progress and cache statistics go to stderr."""
     params = SamplingParams(
@@ -80,19 +68,7 @@ def generate(
     name, length = chosen_model(None, model), max_length(max_model_len)
     # Check everything that a user can get wrong before the model is loaded.
     parsed = parse_budget(budget, policy, lambda: tokens_of(text, name, length))
-    config = EngineConfig(
-        max_model_len=length,
-        slots=1,
-        prefix_cache=0,  # there is one prompt
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=eager(compiled, device),
-        speculative=speculative,
-        speculative_tokens=speculative_tokens,
-        draft_model=draft_model,
-    )
+    config = options.config(max_model_len=length, slots=1, prefix_cache=0)  # there is one prompt
     say_what_a_shipped_model_is(name)
     from snapstream.engine import LLM
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
+from typing_extensions import override
 
 from snapstream.assets import PACKAGED, SHIPPED, TASK_MODEL, is_shipped
-from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
+from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, policy_names
 from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
 from snapstream.sizes import is_share, parse_share, parse_tokens
@@ -54,42 +58,8 @@ MaxLength = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-Chunk = Annotated[
-    int | None,
-    typer.Option(
-        "--prefill-chunk",
-        help="Prompt tokens per prefill launch. Default: 512 on a CPU, 2048 on a GPU.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=MODEL)
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        help="Format of weights: auto (as the checkpoint stores them), dense (numbers of --dtype), or "
-        f"{', '.join(QUANTIZED)} (quantized while loading).",
-        rich_help_panel=MODEL,
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)]
-Speculative = Annotated[
-    str,
-    typer.Option(
-        help="Speculative decoding: draft tokens and verify several per step, for the same output sooner. off, lookup "
-        "(drafts from the prompt and the output so far), mtp (the checkpoint's own module), or draft-model.",
-        rich_help_panel=ENGINE,
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A small model with the same tokenizer, for --speculative draft-model.", rich_help_panel=ENGINE),
-]
-SpeculativeTokens = Annotated[
-    int, typer.Option(help="Maximum number of draft tokens per sequence and step.", rich_help_panel=ENGINE)
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
 Compiled = Annotated[
     bool | None,
     typer.Option(
@@ -100,6 +70,101 @@ Compiled = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the engine that every command has; see :func:`with_options`."""
+
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompt tokens per prefill launch. Default: 512 on a CPU, 2048 on a GPU.", rich_help_panel=ENGINE
+        ),
+    ] = None
+    dtype: Annotated[
+        str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=MODEL)
+    ] = "auto"
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Format of weights: auto (as the checkpoint stores them), dense (numbers of --dtype), or "
+            f"{', '.join(QUANTIZED)} (quantized while loading).",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)] = "auto"
+
+    def config(self, **more: Any) -> EngineConfig:
+        """The engine's settings: these and ``more``."""
+        return EngineConfig(**(asdict(self) | more))
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions(EngineOptions):
+    """Those, and speculative decoding."""
+
+    speculative: Annotated[
+        str,
+        typer.Option(
+            help="Speculative decoding: draft tokens and verify several per step, for the same output sooner. off, "
+            "lookup (drafts from the prompt and the output so far), mtp (the checkpoint's own module), or draft-model.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "off"
+    speculative_tokens: Annotated[
+        int, typer.Option(help="Maximum number of draft tokens per sequence and step.", rich_help_panel=ENGINE)
+    ] = 7
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A small model with the same tokenizer, for --speculative draft-model.", rich_help_panel=ENGINE
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DecodingOptions(SpeculativeOptions):
+    """Those, and whether graphs are captured."""
+
+    compiled: Compiled = None
+
+    @override
+    def config(self, **more: Any) -> EngineConfig:
+        given = asdict(self)
+        del given["compiled"]
+        return EngineConfig(**(given | {"enforce_eager": eager(self.compiled, self.device)} | more))
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each field of its parameters that are dataclasses of options."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, list[str]] = {}
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        if not (isinstance(kind, type) and issubclass(kind, EngineOptions)):
+            parameters.append(parameter)
+            continue
+        hints = get_type_hints(kind, include_extras=True)
+        groups[parameter.name] = [field.name for field in fields(kind)]
+        parameters += [
+            parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
+            for field in fields(kind)
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: signature.parameters[name].annotation(**{field: given.pop(field) for field in names})
+            for name, names in groups.items()
+        }
+        command(**given, **made)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
 
 MOVED = {
     "--max-num-seqs": "--slots is the number of sequences that are decoded concurrently",

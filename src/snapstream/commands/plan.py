@@ -12,24 +12,20 @@ from rich.table import Table
 
 from snapstream.commands.options import (
     Budget,
-    Chunk,
-    DraftModel,
-    Dtype,
     Json,
     MaxLength,
     Model,
     ModelArgument,
     Policy,
-    Speculative,
-    SpeculativeTokens,
-    Weights,
+    SpeculativeOptions,
     chosen_model,
     longest_of,
     max_length,
     parse_budget,
     quiet,
+    with_options,
 )
-from snapstream.config import DEFAULT_POLICY, EngineConfig
+from snapstream.config import DEFAULT_POLICY
 from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
 
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     from snapstream.engine.settings import Setup
 
 
+@with_options
 def plan(
     model: ModelArgument = None,
     model_option: Model = None,
@@ -45,18 +42,6 @@ def plan(
     slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.")] = 4,
     sessions: Annotated[int, typer.Option(help="Conversations that can keep their cache between turns.")] = 0,
     max_model_len: MaxLength = None,
-    prefill_chunk: Chunk = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Annotated[
-        str,
-        typer.Option(
-            help="auto, cpu, cuda or cuda:N; need not be present. CUDA graphs keep their workspace allocated."
-        ),
-    ] = "auto",
-    speculative: Speculative = "off",
-    speculative_tokens: SpeculativeTokens = 7,
-    draft_model: DraftModel = None,
     memory: Annotated[
         float | None, typer.Option(help="Memory limit in GiB; also prints how many slots fit. Default: no limit.")
     ] = None,
@@ -74,26 +59,19 @@ def plan(
         str, typer.Option(help="With --devices: data-parallel (splits sequences) or tensor-parallel (splits heads).")
     ] = "data-parallel",
     as_json: Json = False,
+    *,
+    options: SpeculativeOptions,
 ) -> None:
-    """Compute the memory for a model, a budget and a number of slots from config.json alone; nothing is loaded."""
+    """Compute the memory for a model, a budget and a number of slots from config.json alone; nothing is loaded.
+
+    The device need not be present. CUDA graphs keep their workspace allocated.
+    """
     from snapstream.engine.memory import gigabytes, plan_engine
     from snapstream.engine.settings import set_up
 
-    _check_memory(memory, cache_memory, devices, weights)
+    _check_memory(memory, cache_memory, devices, options.weights)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
-    config = EngineConfig(
-        max_model_len=length,
-        slots=slots,
-        sessions=sessions,
-        prefix_cache=0,  # it takes what is left
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        speculative=speculative,
-        speculative_tokens=speculative_tokens,
-        draft_model=draft_model,
-    )
+    config = options.config(max_model_len=length, slots=slots, sessions=sessions, prefix_cache=0)
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
     if devices is not None:

@@ -19,26 +19,19 @@ from snapstream.commands.options import (
     ENGINE,
     MODEL,
     Budget,
-    Chunk,
-    Compiled,
-    Device,
-    DraftModel,
-    Dtype,
+    DecodingOptions,
     MaxLength,
     Model,
     ModelArgument,
     Policy,
-    Speculative,
-    SpeculativeTokens,
-    Weights,
     chosen_model,
-    eager,
     longest_of,
     max_length,
     parse_budget,
     quiet,
+    with_options,
 )
-from snapstream.config import DEFAULT_POLICY, EngineConfig
+from snapstream.config import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
@@ -50,6 +43,7 @@ logger = logging.getLogger(__name__)
 NETWORK, LIMITS = "Network", "Limits"
 
 
+@with_options
 def serve(
     model: ModelArgument = None,
     model_option: Model = None,
@@ -58,12 +52,6 @@ def serve(
         typer.Option(help="A file with a Jinja chat template. Default: the model's own.", rich_help_panel=MODEL),
     ] = None,
     max_model_len: MaxLength = None,
-    dtype: Dtype = "auto",
-    weights: Weights = "auto",
-    device: Device = "auto",
-    speculative: Speculative = "off",
-    speculative_tokens: SpeculativeTokens = 7,
-    draft_model: DraftModel = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
     slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.", rich_help_panel=CACHE)] = 8,
@@ -133,12 +121,10 @@ def serve(
             min=0.001, max=2**20, help="Maximum size of this model's files there, in GiB.", rich_help_panel=CACHE
         ),
     ] = 16,
-    prefill_chunk: Chunk = None,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's free memory that may be used.", rich_help_panel=ENGINE)
     ] = 0.9,
-    compiled: Compiled = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=NETWORK)
     ] = "127.0.0.1",
@@ -191,6 +177,8 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30,
+    *,
+    options: DecodingOptions,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, a web page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
@@ -212,7 +200,7 @@ def serve(
         context_disk=int(context_disk * 2**30),
         example=_example(name),
     )
-    config = EngineConfig(
+    config = options.config(
         max_model_len=length,
         slots=slots,
         sessions=int(sessions) if sessions.isdecimal() else sessions,
@@ -221,16 +209,8 @@ def serve(
         prefix_contexts=prefix_contexts,
         prefix_dir=None if prefix_dir is None else str(prefix_dir),
         prefix_disk=int(prefix_disk * 2**30),
-        prefill_chunk=prefill_chunk,
         decode_steps=decode_steps,
-        dtype=dtype,
-        weights=weights,
-        device=device,
-        enforce_eager=eager(compiled, device),
         memory_fraction=memory_fraction,
-        speculative=speculative,
-        speculative_tokens=speculative_tokens,
-        draft_model=draft_model,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))
     template = _read_template(chat_template)
@@ -243,7 +223,7 @@ def serve(
         from snapstream.engine import LLM
         from snapstream.engine.settings import choose_device
 
-        has_to_build = choose_device(device).type == "cuda"
+        has_to_build = choose_device(options.device).type == "cuda"
         logger.info("loading %s%s", name, "; the first start on a GPU builds kernels" if has_to_build else "")
         if not settings.api_keys:
             logger.info("this server requires no API key")
