@@ -21,7 +21,7 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test test-slow lint docs load fuzz bench-sessions bench-waiting bench-turns bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
+.PHONY: demo chat test test-slow lint docs load fuzz soak bench-sessions bench-waiting bench-turns bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 
@@ -53,6 +53,10 @@ load: $(STAMP)
 # The server's fuzz tests with twenty times as many generated requests; about five minutes.
 fuzz: $(STAMP)
 	SNAPSTREAM_FUZZ_EXAMPLES=300 $(BIN)/python -m pytest tests/serving/test_fuzz.py -s
+
+# 100,000 requests of all kinds, with failing steps, aborts and a full disk among them; an hour.
+soak: $(STAMP)
+	SNAPSTREAM_SOAK_REQUESTS=100000 $(BIN)/python -m pytest tests/serving/test_soak.py -s
 
 # What a session saves and costs: the table of docs/serving.md; about five minutes, on a quiet machine.
 bench-sessions: $(STAMP)

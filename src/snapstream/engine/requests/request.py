@@ -122,4 +122,4 @@ class Request:
 
     def shares_prompt_with(self, other: Request) -> bool:
         """Whether one prefill serves both requests."""
-        return self.past is other.past and self.prompt == other.prompt
+        return self.past is other.past and self.salt == other.salt and self.prompt == other.prompt
