@@ -99,10 +99,10 @@ def test_plan(tmp_path):
 def test_plan_is_what_an_engine_says(options, settings):
     """One function computes both: the command, and the engine before it loads anything."""
     said = []
-    LLM(str(TASK_MODEL), report_plan=said.append, **settings)
+    LLM(str(TASK_MODEL), report_plan=said.append, prefix_cache=0, **settings)
     planned = json.loads(here("plan", TASK_MODEL, *options, "--json").stdout)
     ours, full = said[0].ours, said[0].full
-    assert {name: planned[name] for name in asdict(ours)} == asdict(ours)
+    assert {name: planned[name] for name in asdict(ours)} == asdict(ours) | {"lanes": list(ours.lanes)}
     assert (planned["total"], planned["steady"]) == (ours.total, ours.steady)
     assert (planned["full_slots"], planned["total_full"]) == (full.slots, full.total)
 
@@ -174,20 +174,23 @@ def packed_values(heads, length, size):
 
 
 def test_reading_a_prompt_takes_one_layer_and_its_hidden_states(tmp_path):
-    """128k tokens, by arithmetic: what grows with the prompt is a layer's keys and values and one hidden state each."""
+    """128k tokens, by arithmetic: what grows with the prompt is a layer's keys and values and one hidden state each.
+
+    And an eighth of it once more, for a short prompt.
+    """
     length = 131072
     layer, hidden = length * 2 * 8 * 128 * 2, length * 4096 * 2
     plan = plan_of(save_config(tmp_path / "llama", LLAMA_31_8B), budget=4096, slots=16, max_model_len=length)
     assert (layer, hidden) == (2**29, 2**30)
     packed = packed_values(8, length, 128)
     assert packed in (0, layer / 2)
-    assert layer + packed + hidden < plan["staging"] < layer + packed + hidden + 2**20
-    beyond = plan["total"] - plan["weights"] - plan["slots"] - packed
-    assert layer + hidden < beyond <= 2 * 2**30  # with all layers' keys and values it would be 16.5 GiB
+    assert layer + packed + hidden < plan["staging"] * 8 / 9 < layer + packed + hidden + 2**20
+    beyond = plan["total"] - plan["weights"] - plan["slots"] - packed * 9 / 8
+    assert layer + hidden < beyond <= 2.2 * 2**30  # with all layers' keys and values it would be 16.5 GiB
     plan = plan_of(save_config(tmp_path / "r1", DEEPSEEK_R1), budget=4096, slots=16, max_model_len=length)
     latent, hidden = length * 576 * 2, length * 7168 * 2
     queries = 128 * 64 * 576 * 2
-    assert plan["staging"] == latent + packed_values(1, length, 512) + hidden + queries + 7168 * 2
+    assert plan["staging"] == (latent + packed_values(1, length, 512) + hidden) * 9 / 8 + 2 * queries + 7168 * 2
     assert plan["total"] - plan["weights"] - plan["slots"] <= 4 * 2**30  # 1.9 GiB, and a chunk's rows for each expert
 
 

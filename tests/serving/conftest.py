@@ -10,7 +10,10 @@ from tests.serving.servers import running
 
 @pytest.fixture(scope="session")
 def llm(checkpoint):
-    """A tiny random model: it never ends by itself if asked not to, and says the same for the same prompt."""
+    """A tiny random model: it never ends by itself if asked not to, and says the same for the same prompt.
+
+    It has no prefix cache, so a prompt takes as long every time.
+    """
     engine = LLM(
         str(checkpoint),
         budget=BUDGET,
@@ -20,6 +23,7 @@ def llm(checkpoint):
         enforce_eager=True,
         sessions=2,
         context_bytes=60_000,  # two full ones
+        prefix_cache=0,
     )
     engine.chat_template = PLAIN_CHAT.read_text()
     return engine

@@ -203,7 +203,7 @@ def serve(
     config = options.config(
         max_model_len=length,
         slots=slots,
-        sessions=int(sessions) if sessions.isdecimal() else sessions,
+        sessions=int(sessions) if sessions.removeprefix("-").isdecimal() else sessions,
         context_bytes=_memory(contexts, "contexts"),
         prefix_cache=None if prefix_cache is None else _memory(prefix_cache, "prefix cache"),
         prefix_contexts=prefix_contexts,

@@ -58,8 +58,9 @@ class SequenceFiles:
             CacheFileError: The file is missing, damaged or of another model, or its cache is larger than a slot, or its
                 sequence as long as ``max_model_len``.
         """
-        setup = self._setup
-        self.check(path, CompressedSequence.describe(path))
+        setup, described = self._setup, CompressedSequence.describe(path)
+        if described.get("model") == self.model:  # otherwise, that is what is wrong
+            self.check(path, described)
         dtype = setup.types.activations if self._of_prefixes else setup.types.cache
         return CompressedSequence.load(
             path, model=self.model, groups=setup.spec.groups, dtype=dtype, device=setup.device

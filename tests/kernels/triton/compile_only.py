@@ -188,7 +188,7 @@ def make_engine(directory: str, **settings):
 
     torch.empty = zeros  # what no kernel has written is 0, not anything
     engine.set_up = lambda *given, **options: dataclasses.replace(set_up(*given, **options), eager=False)
-    return LLM(directory, attention="triton", device="cpu", **settings)
+    return LLM(directory, attention="triton", device="cpu", prefix_cache=0, **settings)
 
 
 def run_engine(directory: str, speculative: str, weights: str) -> tuple[int, int]:

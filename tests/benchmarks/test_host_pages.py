@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks import host_pages
+from benchmarks.host_pages import NEWEST, PAGE, HostPages
 from snapstream.assets import TASK_MODEL
 from snapstream.errors import ConfigurationError
-from snapstream.evaluation import host_pages
-from snapstream.evaluation.host_pages import NEWEST, PAGE, HostPages
 
 
 @settings(deadline=None, max_examples=60)
