@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Found:
 
 
 class SequenceDirectory:
-    """Files of sequences, one per key, in a directory that only their owner can read.
+    """Files of sequences, one per key, in a directory; only their owner can read them.
 
     Files of other models in the same directory are left alone, unless they have expired.
     """
@@ -87,10 +88,7 @@ class SequenceDirectory:
             raise ConfigurationError(f"the {kind} directory {path} cannot be created: {error}") from error
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigurationError(f"the {kind} directory {path} cannot be written to")
-        # By a process that was killed while writing; safetensors has names of its own.
-        for pattern in (f".*{self._suffix}.*", ".tmp??????"):
-            for left_behind in path.glob(pattern):
-                left_behind.unlink(missing_ok=True)
+        self._remove_left_behind()
 
     def scan(self) -> Iterator[Found]:
         """All files of this model, without loading them; others are reported once, in the log."""
@@ -156,11 +154,14 @@ class SequenceDirectory:
             os.utime(self.path_of(key), (time.time() - idle,) * 2)
 
     def delete(self, key: str) -> bool:
-        """Delete a file; returns whether it existed."""
-        path = self.path_of(key)
-        existed = path.exists()
-        path.unlink(missing_ok=True)
-        return existed
+        """Delete a file; returns whether it existed. If the disk fails, the log says so."""
+        try:
+            self.path_of(key).unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            logger.warning("the file of a %s cannot be deleted now: %s", self._kind, error)
+        return True
 
     def sweep(self, idle: Mapping[str, float], newest: str | None = None) -> list[str]:
         """Delete expired files, and the least recently used ones until the rest fits.
@@ -189,6 +190,15 @@ class SequenceDirectory:
             self._ours.pop(key, None)
             self.delete(key)
         return gone
+
+    def _remove_left_behind(self) -> None:
+        """Delete what a process left that was killed while writing; safetensors has names that others may have, too."""
+        for path in [*self.path.glob(f".*{self._suffix}.*"), *self.path.glob(".tmp??????")]:
+            with contextlib.suppress(OSError):
+                state = path.lstat()
+                is_old = time.time() - state.st_mtime > 3600
+                if stat.S_ISREG(state.st_mode) and (is_old or not path.name.startswith(".tmp")):
+                    path.unlink()
 
     def path_of(self, key: str) -> Path:
         """The file of a key."""

@@ -7,12 +7,12 @@ the least recently used of the others are evicted first, to the directory if the
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from snapstream.errors import CacheFileError
 logger = logging.getLogger(__name__)
 
 UNWRITTEN = 4
-"""Evicted sequences that wait to be written may take one in so many bytes more; with a slower disk, some are lost."""
+"""Evicted sequences that wait to be written may take one in so many bytes more (or be two); others are lost."""
 
 
 class StoreFullError(Exception):
@@ -55,7 +55,7 @@ class Stored:
         on_disk: Whether it is in a file.
         users: How many use it now.
         used: When it was last used, by the store's clock.
-        turn: The same, in order: of two, the one with the higher number was used later.
+        loading: Held while it is read from the disk.
     """
 
     key: str
@@ -67,7 +67,6 @@ class Stored:
     on_disk: bool = False
     users: int = 0
     used: float = 0.0
-    turn: int = 0
     loading: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
@@ -75,6 +74,9 @@ class SequenceStore:
     """Keeps sequences by key; may be used by any thread.
 
     Methods that may wait for the disk say so.
+
+    Attributes:
+        reserved: Returns bytes of memory that are taken, although nothing is stored there yet.
     """
 
     def __init__(
@@ -96,18 +98,22 @@ class SequenceStore:
             clock: Clock, for tests.
         """
         self.max_bytes, self.directory, self.seconds, self._clock = max_bytes, directory, seconds, clock
+        self.reserved: Callable[[], int] = lambda: 0
         self._lists_files = lists_files
         self._known: dict[str, Stored] = {}
-        self._removed: set[Stored] = set()  # deleted or replaced while in use
-        self._unwritten: dict[Stored, None] = {}  # evicted, but still in memory until they are written
+        # Those that take memory, deleted ones in use among them; the least recently used one is first.
+        self._held: OrderedDict[Stored, None] = OrderedDict()
+        # Evicted, but in memory until they are written; others that will be written; and the one that is being written.
+        self._leaving: dict[Stored, None] = {}
+        self._queue: dict[Stored, None] = {}
+        self._in_hand: Stored | None = None
         self._lock = threading.RLock()
         self._writing = threading.Lock()
-        self._turns = itertools.count()
         self._writer: ThreadPoolExecutor | None = None
         if directory is not None:
             self._writer = ThreadPoolExecutor(1, "sequence-store")
             self._sweep_files()
-            for found in sorted(directory.scan(), key=lambda each: -each.idle) if lists_files else ():
+            for found in directory.scan() if lists_files else ():
                 self._known[found.key] = self._of_file(found)
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -120,13 +126,12 @@ class SequenceStore:
     def nbytes(self) -> int:
         """Bytes of all sequences in memory, without those that wait to be written."""
         with self._lock:
-            return sum(each.nbytes for each in self._in_memory())
+            return sum(each.nbytes for each in self._held)
 
     @property
     def loaded(self) -> int:
         """Number of sequences in memory."""
-        with self._lock:
-            return len(self._in_memory())
+        return len(self._held)
 
     def get(self, key: str) -> Stored | None:
         """What is known under a key; this is no use of it."""
@@ -148,8 +153,8 @@ class SequenceStore:
         with self._lock:
             if nbytes > self.max_bytes:
                 raise StoreFullError(nbytes, is_too_large=True)
-            in_use = sum(each.nbytes for each in {*self._known.values(), *self._removed} if each.users)
-            if in_use + nbytes > self.max_bytes:
+            in_use = sum(each.nbytes for each in self._held if each.users)
+            if in_use + self.reserved() + nbytes > self.max_bytes:
                 raise StoreFullError(nbytes, is_too_large=False)
 
     def make_room(self, nbytes: int, *, instead_of: Stored | None = None) -> None:
@@ -163,11 +168,11 @@ class SequenceStore:
             StoreFullError: There is no room; nothing was evicted.
         """
         with self._lock:
-            replaced = instead_of if instead_of is not None and not instead_of.users else None
             self.check_room(nbytes)
-            held = self._in_memory() - ({replaced} if replaced is not None else set())
-            total = sum(each.nbytes for each in held) + nbytes
-            for oldest in sorted((each for each in held if not each.users), key=lambda each: each.turn):
+            idle = [each for each in self._held if not each.users and each is not instead_of]
+            leaves = instead_of is not None and not instead_of.users and instead_of in self._held
+            total = self.nbytes + self.reserved() + nbytes - (instead_of.nbytes if instead_of and leaves else 0)
+            for oldest in idle:
                 if total <= self.max_bytes:
                     break
                 total -= oldest.nbytes
@@ -193,9 +198,9 @@ class SequenceStore:
             if before is not None:
                 self._remove(before)
             tokens, entries = len(sequence.tokens), sequence.entries
-            stored = Stored(key, about, tokens, entries, sequence.nbytes, sequence, users=users)
-            self.touch(stored)
+            stored = Stored(key, about, tokens, entries, sequence.nbytes, sequence, users=users, used=self._clock())
             self._known[key] = stored
+            self._held[stored] = None
             return stored
 
     def take(self, key: str) -> Stored | None:
@@ -208,35 +213,67 @@ class SequenceStore:
             StoreFullError: It is on disk, and there is no room in memory.
             CacheFileError: Its file cannot be read. If it is damaged, it is deleted.
         """
-        stored = self.get(key) or self._look_up(key)
-        if stored is None:
-            return None
-        with self._lock:
-            if stored not in self._in_memory():
-                self.make_room(stored.nbytes)
-            self._unwritten.pop(stored, None)
-            stored.users += 1
+        stored, counted = None, False
         try:
+            while stored is None:
+                found = None if self.get(key) is not None else self._look_up(key)
+                with self._lock:
+                    stored = self.get(key)
+                    if stored is None:
+                        if found is None:
+                            return None
+                        continue  # it has just been dropped, and can be looked up again
+                    if stored not in self._held:
+                        self.make_room(stored.nbytes)
+                        self._leaving.pop(stored, None)
+                        self._held[stored] = None
+                    stored.users, counted = stored.users + 1, True  # at once, whatever interrupts
             with stored.loading:  # several may want it at the same time
                 if stored.sequence is None:
                     stored.sequence = self._load(stored)
         except BaseException:
-            self.release(stored, used=False)
+            if stored is not None and counted:
+                self.release(stored, used=False)
             raise
         return stored
 
+    def load(self, key: str) -> CompressedSequence | None:
+        """Load a sequence, without keeping it from being evicted. May wait for the disk; for errors, see :meth:`take`.
+
+        Returns:
+            The sequence; ``None`` if it is not known.
+        """
+        found = None if self.get(key) is not None else self._look_up(key)
+        stored = self.get(key)
+        if stored is None:
+            return None if found is None else self.load(key)  # it has just been dropped
+        with stored.loading:
+            sequence = stored.sequence
+            if sequence is None:
+                self.make_room(stored.nbytes)
+                sequence = self._load(stored)
+                with self._lock:
+                    if self._known.get(key) is stored:
+                        self._held[stored] = None
+                        stored.sequence = sequence
+        self.touch(stored)
+        return sequence
+
     def release(self, stored: Stored, *, used: bool = True) -> None:
-        """End the use of a sequence; ``used`` tells whether it counts as one."""
+        """End the use of a sequence. Unless it was ``used``, it is as old as before."""
         with self._lock:
             stored.users -= 1
             if used:
                 self.touch(stored)
-            if not stored.users:
-                self._removed.discard(stored)
+            if not stored.users and (stored.sequence is None or self._known.get(stored.key) is not stored):
+                self._held.pop(stored, None)
 
     def touch(self, stored: Stored) -> None:
-        """Use a sequence for a moment."""
-        stored.used, stored.turn = self._clock(), next(self._turns)
+        """Mark a sequence as just used."""
+        with self._lock:
+            stored.used = self._clock()
+            if stored in self._held:
+                self._held.move_to_end(stored)
 
     def delete(self, key: str) -> bool:
         """Delete a sequence; who uses it now may go on. Returns whether it existed."""
@@ -262,15 +299,22 @@ class SequenceStore:
             written = directory.write(stored.key, sequence, stored.about, self._clock() - stored.used)
             with self._lock:
                 stored.on_disk = written
-                if stored.key not in self._known:  # deleted meanwhile
+                if written and self._known.get(stored.key) is not stored:  # deleted or replaced meanwhile
                     directory.delete(stored.key)
         if written:
             self._sweep_files(stored.key)
 
+    def save_later(self, stored: Stored) -> None:
+        """Write a sequence to the directory, if there is one, in a thread."""
+        with self._lock:
+            if self._writer is not None and not stored.on_disk:
+                self._queue[stored] = None
+                self._writer.submit(self._write_next)
+
     def sweep(self) -> None:
         """Delete what has expired. May wait for the disk."""
         with self._lock:
-            for stored in [each for each in self._known.values() if self._is_expired(each) and not each.users]:
+            for stored in [each for each in self._known.values() if self._is_expired(each)]:
                 self.delete(stored.key)
         self._sweep_files()
 
@@ -284,38 +328,36 @@ class SequenceStore:
         directory, writer = self.directory, self._writer
         if directory is None or writer is None:
             return
+        self._writer = None  # a store that was closed drops what it evicts
         writer.shutdown(wait=True)
-        # A store that was closed drops what it evicts.
-        self._writer = None
         room = directory.max_bytes
-        for stored in sorted(self.all(), key=lambda each: each.turn, reverse=True):
-            if stored.nbytes <= room and not stored.on_disk:
-                self.save(stored)
-            elif stored.on_disk:
+        for stored in sorted(self.all(), key=lambda each: each.used, reverse=True):
+            if stored.on_disk:
                 directory.touch(stored.key, self._clock() - stored.used)
+            elif stored.nbytes <= room:
+                try:
+                    self.save(stored)
+                except Exception:  # for example, too little memory; others may be smaller
+                    logger.exception("a stored sequence is lost")
             room -= stored.nbytes
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _in_memory(self) -> set[Stored]:
-        loading = (each for each in self._known.values() if each.sequence is not None or each.users)
-        return {*loading, *self._removed} - {*self._unwritten}
 
     def _is_expired(self, stored: Stored) -> bool:
         return not stored.users and self._clock() - stored.used > self.seconds
 
     def _of_file(self, found: Found) -> Stored:
-        stored = Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True)
-        stored.used, stored.turn = self._clock() - found.idle, next(self._turns)
-        return stored
+        used = self._clock() - found.idle
+        return Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True, used=used)
 
-    def _look_up(self, key: str) -> Stored | None:
-        """A sequence that is only on disk, perhaps left there by another process."""
+    def _look_up(self, key: str) -> Found | None:
+        """Find a sequence that is only on disk, perhaps left there by another process."""
         found = None if self.directory is None else self.directory.find(key)
-        if found is None:
-            return None
-        with self._lock:
-            return self._known.setdefault(key, self._of_file(found))
+        if found is not None:
+            with self._lock:
+                if self.get(key) is None:
+                    self._known[key] = self._of_file(found)
+        return found
 
     def _load(self, stored: Stored) -> CompressedSequence:
         assert self.directory is not None
@@ -333,31 +375,41 @@ class SequenceStore:
         return sequence
 
     def _evict(self, stored: Stored) -> None:
+        del self._held[stored]
         if stored.on_disk:
             self._drop(stored)
         elif self._writer is None:
             self._remove(stored)
         else:
-            self._unwritten[stored] = None
-            waiting = sum(each.nbytes for each in self._unwritten)
-            while waiting > self.max_bytes // UNWRITTEN and len(self._unwritten) > 1:
-                oldest = next(iter(self._unwritten))
-                waiting -= oldest.nbytes
-                self._remove(oldest)
-                logger.warning("a stored sequence is lost: the disk is too slow")
-            self._writer.submit(self._write_evicted, stored)
+            self._leaving[stored] = None
+            self.save_later(stored)
+            self._lose_what_the_disk_is_too_slow_for()
 
-    def _write_evicted(self, stored: Stored) -> None:
-        with self._lock:
-            if stored not in self._unwritten:  # deleted, lost, or in use again
+    def _lose_what_the_disk_is_too_slow_for(self) -> None:
+        leaving = [each for each in self._leaving if each is not self._in_hand]
+        waiting = sum(each.nbytes for each in self._leaving)
+        for oldest in leaving[:-1]:
+            if waiting <= self.max_bytes // UNWRITTEN:
                 return
+            waiting -= oldest.nbytes
+            self._remove(oldest)
+            logger.warning("a stored sequence is lost: more were evicted than the disk could write")
+
+    def _write_next(self) -> None:
+        with self._lock:
+            stored = next(iter(self._leaving), None) or next(iter(self._queue), None)
+            self._in_hand = stored
+        if stored is None:  # deleted, lost, or in use again
+            return
         try:
             self.save(stored)
         except Exception:  # nobody would hear of it
-            logger.exception("a stored sequence is lost")
+            logger.exception("a stored sequence could not be written")
         with self._lock:
-            if stored in self._unwritten:
-                del self._unwritten[stored]
+            self._in_hand = None
+            self._queue.pop(stored, None)
+            if stored in self._leaving:
+                del self._leaving[stored]
                 if stored.on_disk:
                     self._drop(stored)
                 else:
@@ -366,16 +418,17 @@ class SequenceStore:
     def _drop(self, stored: Stored) -> None:
         """Free the memory of a sequence that is on disk."""
         stored.sequence = None
-        if not self._lists_files:
-            self._known.pop(stored.key, None)
+        if not self._lists_files and self._known.get(stored.key) is stored:
+            del self._known[stored.key]
 
     def _remove(self, stored: Stored) -> None:
         """Forget a sequence; its file stays until another one takes its place."""
         if self._known.get(stored.key) is stored:
             del self._known[stored.key]
-        self._unwritten.pop(stored, None)
-        if stored.users:
-            self._removed.add(stored)
+        self._leaving.pop(stored, None)
+        self._queue.pop(stored, None)
+        if not stored.users:
+            self._held.pop(stored, None)
 
     def _sweep_files(self, newest: str | None = None) -> None:
         if self.directory is None:
