@@ -428,7 +428,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _call(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename.endswith("store.py") else None
+        return self._line if frame.f_code.co_filename.endswith(os.sep + "store.py") else None
 
     def _line(self, frame, event, argument):
         # Python handles no signal where a lock is given back, and the end of a use must not be interrupted itself.
