@@ -45,9 +45,9 @@ def main() -> None:
     parser.add_argument("model", help="a checkpoint or a GGUF file")
     parser.add_argument("--long", type=int, default=12_000, help="tokens of long prompts")
     parser.add_argument("--short", type=int, default=200, help="tokens of short prompts")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between short prompts")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between short prompts")
     options = parser.parse_args()
-    llm = LLM(options.model, budget=2048, max_model_len=options.long + 1000, slots=16)
+    llm = LLM(options.model, budget=2048, max_model_len=options.long + 1000, slots=16, prefix_cache=0)
     alone = run(llm, options.long, options.short, 1e9, 32)[0]
     begin = time.perf_counter()
     llm.generate([list(range(100, 100 + options.short))], SamplingParams(max_tokens=1))

@@ -90,7 +90,8 @@ def test_blocks_may_be_smaller_than_chunks(tmp_path):
     # All but what the voters see, 64 tokens at least, in blocks of 64 tokens.
     assert found == [0, 128, 192, 256, 320, 384]
     kept = sharing.engine.model_runner.prefixes.store.all()
-    assert sorted(len(each.sequence.tokens) for each in kept) == [64, 128, 128, 128]
+    # Four pieces of a chunk, and what was the last one of each turn.
+    assert sorted(len(each.sequence.tokens) for each in kept) == [64, 64, 64, 128, 128, 128]
 
 
 def test_the_next_prompt_goes_on_behind_what_the_first_has_left(checkpoint):
@@ -268,6 +269,11 @@ def test_settings(tmp_path):
         ({"prefix_contexts": -1}, "prefix_contexts is -1"),
         ({"prefix_cache": -1}, "prefix_cache is -1"),
         ({"prefix_cache": "2 apples"}, "'2 apples' is not a size"),
+        ({"prefix_cache": 1.5}, "prefix_cache is 1.5"),
+        ({"prefix_disk": "1GiB"}, "prefix_disk is '1GiB'"),
+        ({"context_bytes": "1GiB"}, "context_bytes is '1GiB'"),
+        ({"sessions": None}, "sessions is None"),
+        ({"sessions": "many"}, "'many' is not a size"),
         ({"prefix_cache": 0, "prefix_dir": str(tmp_path)}, "the prefix cache is off"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -192,7 +192,7 @@ def test_everything_at_once(llm, tmp_path, monkeypatch):
                 store.flush()
                 assert store.nbytes <= store.max_bytes
                 assert all(stored.users == 0 for stored in store.all())
-                assert not store._removed
+                assert not any(stored.users for stored in store._held)
             for place in ("sessions", "contexts"):
                 assert sum(path.stat().st_size for path in (tmp_path / place).iterdir()) <= 400_000
             memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

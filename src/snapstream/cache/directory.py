@@ -176,7 +176,9 @@ class SequenceDirectory:
         files = []
         for path in self.path.glob(f"*{self._suffix}"):
             key = path.name.removesuffix(self._suffix)
-            with contextlib.suppress(OSError):  # deleted by another process
+            with contextlib.suppress(
+                OSError
+            ):  # deleted by another process, or the disk fails; the next one tries again
                 state = path.stat()
                 files.append((idle.get(key, time.time() - state.st_mtime), state.st_size, key))
         gone = [key for unused, _, key in files if unused > self.seconds and key != newest]

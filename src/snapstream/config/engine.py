@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from snapstream.config.budget import MIN_CAPACITY
 from snapstream.config.checks import require_count, require_integer
@@ -120,8 +120,10 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"engine: {name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("sessions", "context_bytes", "prefix_contexts", "prefix_cache", "prefix_disk"):
-            if not isinstance(getattr(self, name), str | None):
-                require_count(f"engine: {name}", getattr(self, name))
+            given = getattr(self, name)
+            is_size = isinstance(given, str) and name in ("sessions", "prefix_cache")
+            if not is_size and not (given is None and name == "prefix_cache"):
+                require_count(f"engine: {name}", given)
         self.session_bytes(1)  # sizes that are written
         wanted = self.prefix_bytes(1)
         if self.prefix_dir is not None and wanted == 0:
@@ -151,7 +153,7 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         if self.speculative not in SPECULATIVE:
             raise ConfigurationError(f"engine: speculative is {self.speculative!r}; allowed: {', '.join(SPECULATIVE)}")
-        if self.speculative == "mtp" and (self.prefix_contexts or self.prefix_cache):
+        if self.speculative == "mtp" and (self.prefix_contexts or replace(self, speculative="off").prefix_bytes(1)):
             raise ConfigurationError(
                 f"engine: prefix_cache is {self.prefix_cache or self.prefix_contexts!r} and speculative is 'mtp', "
                 "which the prefix cache does not support; leave one of them out"

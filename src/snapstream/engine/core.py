@@ -158,7 +158,8 @@ class EngineCore:
             The output so far of every request that got new tokens or ended.
         """
         self._run_step()
-        return self.take_outputs()
+        outputs, self._outbox = self._outbox, []  # nothing is called here, where an interrupt could lose them
+        return outputs
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs that are ready, such as those that an interrupted :meth:`step` has left."""

@@ -7,6 +7,7 @@ its slot.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -34,6 +35,8 @@ from snapstream.kernels.sampling import Sampled, SamplingState, sample
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class ModelRunner:
             block = BLOCK if self.prefiller.takes_rows_alone else setup.chunk
             sizes = spec.sizes(setup.types.activations)
             self.prefixes = PrefixCache(prefixes, sizes, chunk=setup.chunk, block=block)
+        # What else entries depend on, to the bit: those of others may be in the same directory.
+        self._kind = f"{self.device.type} {type(setup.backend).__name__} {setup.types.activations}"
         self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self.pool = graph_pool(self.device)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
@@ -199,10 +204,13 @@ class ModelRunner:
         if self.prefixes is not None and first.past is None and job.scored is None:
             # All voting queries must be computed, and the last token's logits.
             most = len(job.tokens) - max(1, self.prefiller.lanes[0].queries.shape[1])
-            kind = f"{first.salt} widened" if self.prefiller.widens(len(job.tokens)) else first.salt
-            prefix, job.keeps = self.prefixes.find(job.tokens, most, kind=kind)
-            if prefix.tokens:
-                job.begin_behind(prefix)
+            is_wide = self.prefiller.widens(len(job.tokens))
+            try:
+                prefix, job.keeps = self.prefixes.find(job.tokens, most, kind=f"{self._kind} {is_wide} {first.salt}")
+                if prefix.tokens:
+                    job.begin_behind(prefix)
+            except Exception:  # a prompt can do without it
+                logger.exception("the prefix cache could not be asked")
         return job
 
     def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
@@ -215,7 +223,11 @@ class ModelRunner:
         if not job.finished and not job.failed:
             return None
         if job.finished and self.prefixes is not None and job.keeps is not None:
-            self.prefixes.keep(job.keeps)
+            try:
+                self.prefixes.keep(job.keeps)
+            except Exception:  # the prompt has been read
+                logger.exception("the prefix of a prompt could not be kept")
+        job.keeps = None
         return [job.result(target) if target.error is None else target.error for target in job.targets]
 
     # -- decoding -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.sessions import SessionStore
 from snapstream.serving.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], None] = lambda: None) -> FastAPI:
@@ -54,7 +57,10 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     async def sweep() -> None:
         while True:
             await anyio.sleep(min(settings.session_ttl / 4, 30))
-            await anyio.to_thread.run_sync(sessions.store.sweep)
+            try:
+                await anyio.to_thread.run_sync(sessions.store.sweep)
+            except Exception:  # the next one tries again
+                logger.exception("expired sessions could not be deleted")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,7 +71,10 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
             group.cancel_scope.cancel()
         await driver.stop()
         for close in (*(store.close for store in stores), llm.engine.close):
-            await anyio.to_thread.run_sync(close)
+            try:
+                await anyio.to_thread.run_sync(close)
+            except Exception:  # others may still be saved
+                logger.exception("something could not be saved")
 
     app = FastAPI(
         title="SnapStream",

@@ -80,17 +80,12 @@ class ContextStore:
         """
         stored = self.store.get(name)
         if stored is None or stored not in self.of(owner):
-            raise ApiError(
-                404,
-                f"there is no context {name!r}: it was deleted or evicted; create it again",
-                param="context_id",
-                code="context_not_found",
-            )
+            raise self._missing(name)
         return stored
 
     def of(self, owner: str) -> list[Stored]:
         """All contexts of an owner, newest last."""
-        mine = [one for one in self.store.all() if one.about.get("owner") == owner and one.about.get("id") == one.key]
+        mine = [one for one in self.store.all() if one.about.get("owner") == owner and _is_context(one)]
         return sorted(mine, key=lambda one: float(one.about["created"]))
 
     async def take(self, owner: str, name: str) -> Stored:
@@ -103,7 +98,9 @@ class ContextStore:
         self.find(owner, name)
         with self._as_api_error(name):
             taken = await take(self.store, name)
-        return taken or self.find(owner, name)  # if it was deleted meanwhile, this says so
+        if taken is None:  # deleted meanwhile
+            raise self._missing(name)
+        return taken
 
     async def delete(self, owner: str, name: str) -> None:
         """Delete a context; requests that already use it are not affected.
@@ -112,6 +109,10 @@ class ContextStore:
             ApiError: There is no such context.
         """
         await self._delete(self.find(owner, name).key)
+
+    def _missing(self, name: str) -> ApiError:
+        message = f"there is no context {name!r}: it was deleted or evicted; create it again"
+        return ApiError(404, message, param="context_id", code="context_not_found")
 
     async def _delete(self, key: str) -> None:
         with anyio.CancelScope(shield=True):
@@ -137,3 +138,11 @@ class ContextStore:
                 raise ApiError(503, message, param="context_id") from error
             message = f"the context {name!r} could not be loaded: {error}; create it again"
             raise ApiError(404, message, param="context_id", code="context_not_found") from error
+
+
+def _is_context(stored: Stored) -> bool:
+    """Whether a file that somebody has put there says what a context's does."""
+    said = stored.about
+    texts = all(isinstance(said.get(name), str) for name in ("name", "model"))
+    others = all(isinstance(said.get(name, 0), str | None) for name in ("opening", "system"))
+    return said.get("id") == stored.key and isinstance(said.get("created"), int | float) and texts and others

@@ -323,7 +323,7 @@ class EngineDriver:
         """Fail the sequences that were running in a failed step, which began at ``now``."""
         self.listener.engine_failed()
         for output in outputs:
-            if output.finish_reason == "error":
+            if output.finish_reason == "error" and "interrupted" in str(output.error):  # others have their own errors
                 self._fail(output.request_id, error)
         self._deliver(outputs, snapshot, now)
 

@@ -92,6 +92,9 @@ class SessionStore:
             taken = await self._take(key)
         except BaseException:
             del self._running[key]
+            if key in self._deleted:  # meanwhile
+                self._deleted.discard(key)
+                self.store.delete(_name(key))
             raise
         if taken is None or taken.sequence is None:
             return None

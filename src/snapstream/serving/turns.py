@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from snapstream.engine import CompressedSequence
@@ -71,7 +72,8 @@ class Turn:
         if not self._ended:
             assert self._prompt is not None
             text = self._prompt.text
-            session = Session(saved, None if text is None else text + saved.answer)
+            # A next turn has at least one new token, so it needs no logits.
+            session = Session(replace(saved, logits=None), None if text is None else text + saved.answer)
             self._ended, self._kept = True, self._sessions.end(self._key, session)
 
     def end(self) -> None:

@@ -78,6 +78,7 @@ class Prefill:
     Attributes:
         lanes: Memory of the prompts that are being prefilled: of one of any length, then of a short one.
         widened_from: Tokens of a prompt from which on weights are widened; 0 if they never are.
+        takes_rows_alone: Whether a token's entries are the same, to the bit, however its prompt is divided into chunks.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class Prefill:
             logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
         self._wide: tuple[int, _Layer] | None = None  # the layer whose weights are widened now
+        # Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
+        self.takes_rows_alone = backend.takes_rows_alone and not self.widened_from and not model.multiplies_numbers
         self._embed = [*model.embed()]
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
         self._output = [*model.output()]
@@ -146,14 +149,6 @@ class Prefill:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
         return 0 < self.widened_from <= tokens
 
-    @property
-    def takes_rows_alone(self) -> bool:
-        """Whether a token's entries are the same, to the bit, however its prompt is divided into chunks.
-
-        Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
-        """
-        return self.backend.takes_rows_alone and not self.widened_from and not self.model.multiplies_numbers
-
     @torch.inference_mode()
     def advance(self, job: PrefillJob) -> None:
         """Take the next chunk through the current layer; after the last chunk, compress the layer.
@@ -164,8 +159,9 @@ class Prefill:
         has_budget = spec.groups[group].has_budget
         last_layer = job.layer == spec.own_caches - 1
         is_ahead = job.layer == spec.layers
-        # Chunks end where they would without a cached prefix.
-        tokens = job.tokens[start : (start // self.chunk + 1) * self.chunk]
+        # Where it matters to the bit, chunks end where they would without a cached prefix.
+        end = start + self.chunk if self.takes_rows_alone else (start // self.chunk + 1) * self.chunk
+        tokens = job.tokens[start:end]
         used, begins = len(tokens), start == job.skipped
         if begins:
             self._begin_layer(job, lane.caches[group])

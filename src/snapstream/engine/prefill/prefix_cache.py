@@ -2,7 +2,7 @@
 
 A piece is a chunk of a prompt: the entries of its tokens in all layers. Its key is a digest of its tokens and of all
 before it, so a prompt finds its pieces one after the other. The last one of a prompt may be shorter, a whole number of
-blocks; the next prompt that goes on from there replaces it.
+blocks.
 
 Nothing is lost: the entries are those that would be computed again, and the prompt is compressed at its end as usual.
 Where a token's entries depend on how its prompt is divided into chunks, a block is a whole chunk; see
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 64
 """Tokens of a block, where it need not be a whole chunk."""
+MOST_LOADED = 2**29
+"""Bytes that are read from the disk for one prompt, while others wait."""
 
 
 @dataclass(eq=False)
@@ -80,13 +82,11 @@ class Keeping:
         pieces: The pieces, in order.
         nbytes: Bytes that they take.
         found: Pieces before them that are known.
-        replaced: Key of a shorter piece that the first one replaces.
     """
 
     pieces: list[Piece]
     nbytes: int
     found: list[Stored]
-    replaced: str | None
 
     def capture(self, staging: LayerCache, layer: int, done: int) -> None:
         """Copy what is complete of a layer, of which ``done`` tokens have been prefilled."""
@@ -114,6 +114,7 @@ class PrefixCache:
         self._block = chunk if chunk % block or self._whole else block
         # Those of prompts that are being prefilled; they are gone when nothing prefills them any more.
         self._coming: WeakSet[Keeping] = WeakSet()
+        store.reserved = lambda: sum(each.nbytes for each in self._coming)
 
     def find(self, prompt: Sequence[int], most: int, *, kind: str = "") -> tuple[Prefix, Keeping]:
         """Find the longest known prefix of a prompt. May wait for the disk.
@@ -128,32 +129,35 @@ class PrefixCache:
         """
         pieces: list[tuple[CompressedSequence, int]] = []
         known: list[Stored] = []
-        key, start, replaced, reads_on = kind, 0, None, True
+        key, start, last, reads_on, loaded = kind, 0, None, True, 0
         while start + self._block <= len(prompt):
             stored, size = self._longest(key, prompt, start)
             if stored is None:
                 break
             usable = min(size, self._round(most - start))
-            if reads_on and usable > 0 and not (self._whole and usable < size):
+            loaded += 0 if stored.sequence is not None else stored.nbytes
+            if reads_on and usable > 0 and loaded <= MOST_LOADED and not (self._whole and usable < size):
                 sequence = self._load(stored)
                 if sequence is None:
                     break
                 pieces.append((sequence, usable))
+            else:
+                reads_on = False
             reads_on = reads_on and usable == size
             if size < self.chunk:
-                replaced = stored.key
+                last = stored.key
                 break
             known.append(stored)
             key, start = stored.key, start + size
         self._touch(known)
         new = self._pieces_after(key, prompt, start, len(known))
-        if new and new[0].key == replaced:
+        if new and new[0].key == last:
             new = []
-        keeping = Keeping(new, sum(self._nbytes(len(piece.tokens)) for piece in new), known, replaced)
+        keeping = Keeping(new, sum(self._nbytes(len(piece.tokens)) for piece in new), known)
         try:
-            self.store.make_room(keeping.nbytes + sum(each.nbytes for each in self._coming))
+            self.store.make_room(keeping.nbytes)
         except StoreFullError:  # all of it will be taken by prompts that came before
-            keeping = Keeping([], 0, known, replaced)
+            keeping = Keeping([], 0, known)
         self._coming.add(keeping)
         return Prefix(pieces), keeping
 
@@ -161,9 +165,8 @@ class PrefixCache:
         """Store the pieces of a finished prefill. The first pieces of a prompt are evicted last."""
         self._coming.discard(keeping)
         for piece in reversed(keeping.pieces):
-            self.store.put(piece.key, self._sequence_of(piece), {"start": piece.start})
-        if keeping.replaced is not None and keeping.pieces:
-            self.store.delete(keeping.replaced)
+            stored = self.store.put(piece.key, self._sequence_of(piece), {"start": piece.start})
+            self.store.save_later(stored)  # so that it can be evicted at any time
         self._touch(keeping.found)
 
     def _longest(self, key: str, prompt: Sequence[int], start: int) -> tuple[Stored | None, int]:
@@ -198,14 +201,10 @@ class PrefixCache:
 
     def _load(self, stored: Stored) -> CompressedSequence | None:
         try:
-            taken = self.store.take(stored.key)
-        except (StoreFullError, CacheFileError, RuntimeError) as error:  # for example, too little memory
+            return self.store.load(stored.key)  # which stays as long as a prompt holds it
+        except (StoreFullError, CacheFileError) as error:
             logger.warning("a cached prefix cannot be used: %s", error)
             return None
-        if taken is None:
-            return None
-        self.store.release(taken)
-        return taken.sequence  # which stays as long as a prompt holds it
 
     def _touch(self, known: Sequence[Stored]) -> None:
         for stored in reversed(known):
