@@ -58,14 +58,15 @@ class Raise:
         return self._line
 
 
-@pytest.fixture(scope="module", params=[("llama3-gqa", "auto"), ("llama3-gqa", "q4_0"), ("qwen3-windows", "auto")])
+@pytest.fixture(scope="module", params=[("llama3-gqa", 0), ("llama3-gqa", 2**20), ("qwen3-windows", 0)])
 def made(request, tmp_path_factory):
     """Makes engines of a model."""
-    family, weights = request.param
+    family, prefixes = request.param
+    weights = "q4_0" if prefixes else "auto"
     directory = tmp_path_factory.mktemp(family)
     save_checkpoint(directory, family)
     save_tokenizer(directory)
-    return partial(make, directory, weights=weights, sessions=2, slots=2)
+    return partial(make, directory, weights=weights, sessions=2, slots=2, prefix_cache=prefixes)
 
 
 @pytest.fixture(scope="module")

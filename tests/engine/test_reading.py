@@ -183,6 +183,29 @@ def test_a_free_slot_is_not_written_by_others(checkpoint):
     assert [o.token_ids for o in together] == alone
 
 
+@pytest.mark.parametrize("prefixes", [0, 2**22])
+@pytest.mark.parametrize("family", ["llama3-gqa", "qwen3-windows", "gemma4-shared", "qwen3.5", "deepseek-v3"])
+def test_two_prompts_at_once_do_not_touch_each_other(tmp_path, family, prefixes):
+    """Short ones are read between the chunks of long ones; also behind what others have left."""
+    save_checkpoint(tmp_path, family)
+    save_tokenizer(tmp_path)
+    jobs = [(prompt(200, seed=n), greedy(8)) for n in range(2)]
+    jobs += [(prompt(12 + n, seed=n), greedy(8, logprobs=1)) for n in range(10)]
+    jobs += [(prompt(150, seed=0) + prompt(60, seed=9), greedy(8))]
+    alone = [make(tmp_path, slots=1).generate(*job)[0] for job in jobs]
+    llm = make(tmp_path, slots=5, prefill_chunk=8, prefix_cache=prefixes)
+    assert len(llm.engine.runner.lanes) == 2
+    names, both, outputs = [], 0, {}
+    while jobs[len(names) :] or llm.engine.busy:
+        names += [llm.engine.add_request(*job) for job in jobs[len(names) : len(names) + 1]]
+        outputs.update((output.request_id, output) for output in llm.engine.step())
+        both += len(llm.engine.table.prefills) == 2
+    assert both > 3
+    for name, want in zip(names, alone, strict=True):
+        assert outputs[name].token_ids == want.token_ids
+    assert bool(outputs[names[-1]].reused) == bool(prefixes)
+
+
 @pytest.mark.parametrize("policy", policy_names())
 def test_reading_for_a_second_policy_changes_nothing(checkpoint, policy):
     budget = CacheBudget.preset(policy, 48)

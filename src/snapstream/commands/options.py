@@ -102,7 +102,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class SpeculativeOptions(EngineOptions):
-    """Those, and speculative decoding."""
+    """:class:`EngineOptions` plus speculative decoding."""
 
     speculative: Annotated[
         str,
@@ -125,7 +125,7 @@ class SpeculativeOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class DecodingOptions(SpeculativeOptions):
-    """Those, and whether graphs are captured."""
+    """:class:`SpeculativeOptions` plus whether graphs are captured."""
 
     compiled: Compiled = None
 
@@ -210,6 +210,11 @@ def eager(compiled: bool | None, device: str) -> bool:
 def max_length(text: str | None) -> int | None:
     """Parse ``--max-model-len``."""
     return None if text is None else parse_tokens(text, "max-model-len")
+
+
+def count_or_size(text: str) -> int | str:
+    """A number, or a size such as ``2GiB``, which the engine parses."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def is_json(budget: str | None) -> bool:

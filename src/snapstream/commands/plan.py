@@ -19,6 +19,7 @@ from snapstream.commands.options import (
     Policy,
     SpeculativeOptions,
     chosen_model,
+    count_or_size,
     longest_of,
     max_length,
     parse_budget,
@@ -40,7 +41,9 @@ def plan(
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
     slots: Annotated[int, typer.Option(help="Sequences decoded concurrently.")] = 4,
-    sessions: Annotated[int, typer.Option(help="Conversations that can keep their cache between turns.")] = 0,
+    sessions: Annotated[
+        str, typer.Option(help="Memory for conversations between turns: a size (2GiB), or how many of them.")
+    ] = "0",
     max_model_len: MaxLength = None,
     memory: Annotated[
         float | None, typer.Option(help="Memory limit in GiB; also prints how many slots fit. Default: no limit.")
@@ -64,14 +67,14 @@ def plan(
 ) -> None:
     """Compute the memory for a model, a budget and a number of slots from config.json alone; nothing is loaded.
 
-    The device need not be present. CUDA graphs keep their workspace allocated.
+    The device need not be present. CUDA graphs keep their workspace allocated. The prefix cache takes what is left.
     """
     from snapstream.engine.memory import gigabytes, plan_engine
     from snapstream.engine.settings import set_up
 
     _check_memory(memory, cache_memory, devices, options.weights)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
-    config = options.config(max_model_len=length, slots=slots, sessions=sessions, prefix_cache=0)
+    config = options.config(max_model_len=length, slots=slots, sessions=count_or_size(sessions), prefix_cache=0)
     with quiet():
         setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
     if devices is not None:

@@ -25,6 +25,7 @@ from snapstream.commands.options import (
     ModelArgument,
     Policy,
     chosen_model,
+    count_or_size,
     longest_of,
     max_length,
     parse_budget,
@@ -203,7 +204,7 @@ def serve(
     config = options.config(
         max_model_len=length,
         slots=slots,
-        sessions=int(sessions) if sessions.removeprefix("-").isdecimal() else sessions,
+        sessions=count_or_size(sessions),
         context_bytes=_memory(contexts, "contexts"),
         prefix_cache=None if prefix_cache is None else _memory(prefix_cache, "prefix cache"),
         prefix_contexts=prefix_contexts,

@@ -137,6 +137,11 @@ class Engine(EngineCore):
         self.add(self._admission.admit(name, prompt, params, past=past, keep=keep, salt=salt), first=first)
         return name
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes in the prefix cache."""
+        return 0 if self._prefixes is None else self._prefixes.nbytes
+
     def close(self) -> None:
         """Write what is in the prefix cache to its directory, if it has one; no more requests may follow."""
         if self._prefixes is not None:
@@ -178,6 +183,9 @@ def _prefix_store(setup: Setup, checkpoint: Path, nbytes: int) -> SequenceStore 
     """The store of the prefix cache, unless it has no memory or policies look at all queries of a prompt."""
     config = setup.config
     if not nbytes or setup.queries == ALL:
+        if config.prefix_dir is not None:
+            reason = "the policy looks at all queries of a prompt" if nbytes else "no memory is left for it"
+            logger.warning("There is no prefix cache, although prefix_dir is given: %s.", reason)
         return None
     directory = None
     if config.prefix_dir is not None:

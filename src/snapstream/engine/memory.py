@@ -341,7 +341,7 @@ def _full_bytes(setup: Setup, length: int) -> int:
 
 def _prefixes_by_default(setup: Setup, left: int | None) -> int:
     """Memory of the prefix cache, unless the user says how much: half of what is left, and no more than is of use."""
-    if left is None or setup.config.prefix_bytes(0) is not None:
+    if left is None or setup.config.prefix_bytes(0) is not None or setup.queries == ALL:
         return 0
     useful = setup.config.slots * _full_bytes(setup, setup.max_model_len)
     return max(0, min(left // 2, MOST_PREFIXES, useful))

@@ -42,7 +42,7 @@ class SlotState(BaseModel):
 
 
 class Reading(BaseModel):
-    """Progress of the prompt that is being prefilled, in tokens; of two, that of the longer one."""
+    """Progress of the prompt that is being prefilled, in tokens; if there are two, the longer one's."""
 
     read: int
     of: int
@@ -64,6 +64,7 @@ class CacheState(BaseModel):
     contexts: int
     context_bytes: int
     context_limit: int
+    prefix_bytes: int
     memory: dict[str, int]
 
 
@@ -94,6 +95,7 @@ def router(parts: Parts) -> APIRouter:
             contexts=len(contexts),
             context_bytes=contexts.nbytes,
             context_limit=contexts.max_bytes,
+            prefix_bytes=llm.engine.prefix_bytes,
             memory=_memory(llm),
         )
 
@@ -138,6 +140,7 @@ def gauges(parts: Parts) -> Iterator[Gauge]:
         ("session_bytes", "Memory of sessions.", sessions.nbytes),
         ("contexts", "Stored contexts.", len(contexts)),
         ("context_bytes", "Memory of the contexts in memory.", contexts.nbytes),
+        ("prefix_bytes", "Memory of the prefix cache.", parts.llm.engine.prefix_bytes),
         ("healthy", "Whether the engine works.", driver.healthy),
     ):
         yield Gauge(name, text, {(): float(value)})
