@@ -431,9 +431,9 @@ def test_three_policies_side_by_side(compared, example):
         each.add(marked(page)[1])
     assert len(each) == layers
     contexts = page.server.parts.contexts
-    assert len(contexts) == 1
+    assert len(contexts.store) == 1
     compare(page, "The guard visited the flag.", "Recall")  # the next text takes the place of the first
-    wait_until(lambda: len(contexts) == 1)
+    wait_until(lambda: len(contexts.store) == 1)
     assert next(iter(contexts.of(""))).tokens < 20
 
 
@@ -460,7 +460,7 @@ def test_what_cannot_be_compared_is_said(compared):
     page.get_by_text("Now ask.").wait_for()
     page.get_by_role("button", name="Ask all three").click()
     page.get_by_text("There is no question.").wait_for()
-    made = page.server.parts.contexts.of("")[0].id
+    made = page.server.parts.contexts.of("")[0].key
     assert httpx.delete(f"{page.server.url}/v1/contexts/{made}").status_code == 200
     page.get_by_role("textbox", name="Question").fill("Recall")
     page.get_by_role("button", name="Ask all three").click()
