@@ -1,7 +1,6 @@
 """The store of sequences: what is kept, what is evicted, and what a disk, a crash or a thread can do to it."""
 
 import gc
-import linecache
 import logging
 import os
 import random
@@ -24,6 +23,7 @@ from snapstream.cache import (
 )
 from snapstream.compression import lay_out_window
 from snapstream.errors import CacheFileError, ConfigurationError
+from tests.raising import Raise
 
 GROUPS = [LayerGroup((0, 1), EntryShape(2, 8, latent=False))]
 EACH = 2 * 2 * 2 * 8 * 4
@@ -396,6 +396,11 @@ def test_deleted_while_it_is_written_and_made_again(tmp_path, monkeypatch):
     assert same(SequenceStore(12 * EACH, directory(tmp_path)).take("a").sequence, sequence(3, 2))
 
 
+def is_interrupted(code, text):
+    """In the store; Python handles no signal where a lock is given back, and the end of a use is not interrupted."""
+    return code.co_filename.endswith(f"{os.sep}store.py") and code.co_name != "release" and not text.startswith("with ")
+
+
 def test_an_interrupt_leaves_nothing_in_use(tmp_path):
     """At any line of a load from the disk."""
     first = SequenceStore(10 * EACH, directory(tmp_path))
@@ -404,7 +409,7 @@ def test_an_interrupt_leaves_nothing_in_use(tmp_path):
     lines = 0
     for after in range(1, 400):
         store = SequenceStore(10 * EACH, directory(tmp_path))
-        with Interrupt(after) as shot:
+        with Raise(KeyboardInterrupt(), after, is_interrupted) as shot:
             try:
                 store.load("a")
             except KeyboardInterrupt:
@@ -412,30 +417,3 @@ def test_an_interrupt_leaves_nothing_in_use(tmp_path):
         assert all(each.users == 0 for each in store.all()), shot.where
         assert same(store.load("a"), sequence(3))
     assert 20 < lines < 300
-
-
-class Interrupt:
-    """Raises in the n-th line of the store."""
-
-    def __init__(self, after):
-        self.left, self.fired, self.where = after, False, None
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename.endswith(os.sep + "store.py") else None
-
-    def _line(self, frame, event, argument):
-        # Python handles no signal where a lock is given back, and the end of a use must not be interrupted itself.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and frame.f_code.co_name != "release" and not line.startswith("with "):
-            self.left -= 1
-            if self.left == 0:
-                self.fired, self.where = True, f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._line

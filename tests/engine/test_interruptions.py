@@ -5,7 +5,6 @@ import gc
 import os
 import random
 import signal
-import sys
 import time
 from functools import partial
 
@@ -16,6 +15,7 @@ from snapstream import LLM, CacheBudget, RequestError, SamplingParams
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
 from tests.engine.test_engine import greedy, make
+from tests.raising import Raise
 
 PACKAGE = os.path.dirname(snapstream.__file__) + os.sep
 END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("w7", "w31"))
@@ -32,30 +32,10 @@ JOBS = [
 ]
 
 
-class Raise:
+def raising(error=None, after=10**9):
     """Raises an error in the n-th line that the package's code runs; counts lines otherwise."""
-
-    def __init__(self, error=None, after=10**9):
-        self.error, self.left, self.lines = error, after, 0
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
-        # Between the last lines of step() no signal is ever handled, as nothing is called there.
-        code = frame.f_code
-        return self._line if code.co_filename.startswith(PACKAGE) and code.co_name != "step" else None
-
-    def _line(self, frame, event, argument):
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.left:
-                raise self.error
-        return self._line
+    # Between the last lines of step() no signal is ever handled, as nothing is called there.
+    return Raise(error, after, lambda code, _: code.co_filename.startswith(PACKAGE) and code.co_name != "step")
 
 
 @pytest.fixture(scope="module", params=[("llama3-gqa", 0), ("llama3-gqa", 2**20), ("qwen3-windows", 0)])
@@ -129,7 +109,7 @@ def test_errors_at_random_lines_of_a_step(llm, alone, error):
             if rng.random() < 0.03:
                 llm.engine.abort(rng.choice(list(jobs)))
             aim = shots and rng.random() < 0.2
-            with Raise(error("injected"), rng.randrange(1, lines + 1) if aim else 10**9) as shot:
+            with raising(error("injected"), rng.randrange(1, lines + 1) if aim else 10**9) as shot:
                 try:
                     outputs += llm.engine.step()
                 except error:
@@ -159,12 +139,12 @@ def test_an_error_at_the_end_of_a_prompt(llm, monkeypatch):
     runner = llm.engine.runner
     prefill = runner.prefill
 
-    def raising(job):
+    def ending(job):
         if prefill(job) is not None:
             monkeypatch.undo()
             raise RuntimeError("injected")
 
-    monkeypatch.setattr(runner, "prefill", raising)
+    monkeypatch.setattr(runner, "prefill", ending)
     llm.engine.add_request(prompt(40), greedy(3), "one")
     outputs = []
     until_idle(llm, outputs)
@@ -192,7 +172,7 @@ def test_interrupts_at_random_lines_of_any_call(llm, alone):
         ]
         call, lines = rng.choice(calls)
         try:
-            with Raise(KeyboardInterrupt(), rng.randrange(1, lines)) as shot:
+            with raising(KeyboardInterrupt(), rng.randrange(1, lines)) as shot:
                 call()
         except KeyboardInterrupt:
             fired += 1

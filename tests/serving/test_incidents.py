@@ -65,6 +65,20 @@ class Gate:
         self._open.release()
 
 
+def failing_launches(server, monkeypatch, fails):
+    """Launches raise an error as often as there is something in ``fails``, which is returned."""
+    decoder = server.llm.engine.model_runner.decoder
+    launch = decoder.launch
+
+    def failing(*args, **kwargs):
+        if fails and fails.pop():
+            raise RuntimeError("on purpose")
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(decoder, "launch", failing)
+    return fails
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -341,14 +355,7 @@ def test_what_comes_during_a_failing_step_is_served(server, monkeypatch):
     """It was not in the engine yet, so it has not failed; and nothing is left running that nobody waits for."""
     expected = works(server)
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.engine.model_runner.decoder.launch, [True]
-
-    def failing(*args, **kwargs):
-        if fails and fails.pop():
-            raise RuntimeError("on purpose")
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
+    failing_launches(server, monkeypatch, [True])
     first = background(server, prompt="w5", max_tokens=20, **FOREVER)
     wait_until(lambda: gate.closed)
     gate.let(1)  # its first token is handed out; the next step decodes
@@ -366,14 +373,7 @@ def test_what_waits_survives_a_failing_step(server, monkeypatch):
     """Five requests and three slots: those that run fail, and the other two are answered."""
     expected = works(server)
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.engine.model_runner.decoder.launch, []
-
-    def failing(*args, **kwargs):
-        if fails and fails.pop():
-            raise RuntimeError("on purpose")
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
+    fails = failing_launches(server, monkeypatch, [])
     first = [background(server, prompt=f"w{at + 5}", max_tokens=1500, **FOREVER) for at in range(3)]
     while sum(one is not None for one in server.llm.engine.table.slots) < 3 or server.llm.engine.table.readers:
         wait_until(lambda: gate.closed)
@@ -391,14 +391,7 @@ def test_what_waits_survives_a_failing_step(server, monkeypatch):
 
 def test_a_client_that_has_gone_when_a_step_fails_is_forgotten(server, monkeypatch):
     gate = Gate(server.llm, monkeypatch)
-    launch, fails = server.llm.engine.model_runner.decoder.launch, []
-
-    def failing(*args, **kwargs):
-        if fails and fails.pop():
-            raise RuntimeError("on purpose")
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(server.llm.engine.model_runner.decoder, "launch", failing)
+    fails = failing_launches(server, monkeypatch, [])
     other = background(server, prompt="w5", max_tokens=500, **FOREVER)
     gate.let(2)
     gone = raw_request(server, prompt="w6", max_tokens=500, **FOREVER)

@@ -98,7 +98,7 @@ class SequenceDirectory:
                 yield found
 
     def find(self, key: str) -> Found | None:
-        """The file of a key; ``None`` if there is none that can be used here."""
+        """Find the file of a key; ``None`` if it does not exist or cannot be used here."""
         path = self.path_of(key)
         try:
             state = path.stat()

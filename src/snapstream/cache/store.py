@@ -216,13 +216,12 @@ class SequenceStore:
         stored, counted = None, False
         try:
             while stored is None:
-                found = None if self.get(key) is not None else self._look_up(key)
+                if self._find(key) is None:
+                    return None
                 with self._lock:
                     stored = self.get(key)
                     if stored is None:
-                        if found is None:
-                            return None
-                        continue  # it has just been dropped, and can be looked up again
+                        continue  # it has just been dropped, and can be found again
                     if stored not in self._held:
                         self.make_room(stored.nbytes)
                         self._leaving.pop(stored, None)
@@ -243,10 +242,9 @@ class SequenceStore:
         Returns:
             The sequence; ``None`` if it is not known.
         """
-        found = None if self.get(key) is not None else self._look_up(key)
-        stored = self.get(key)
+        stored = self._find(key)
         if stored is None:
-            return None if found is None else self.load(key)  # it has just been dropped
+            return None
         with stored.loading:
             sequence = stored.sequence
             if sequence is None:
@@ -350,14 +348,17 @@ class SequenceStore:
         used = self._clock() - found.idle
         return Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True, used=used)
 
-    def _look_up(self, key: str) -> Found | None:
-        """Find a sequence that is only on disk, perhaps left there by another process."""
-        found = None if self.directory is None else self.directory.find(key)
-        if found is not None:
-            with self._lock:
-                if self.get(key) is None:
-                    self._known[key] = self._of_file(found)
-        return found
+    def _find(self, key: str) -> Stored | None:
+        """What is known under a key, or is only on disk, perhaps left there by another process."""
+        stored = self.get(key)
+        found = None if stored is not None or self.directory is None else self.directory.find(key)
+        if found is None:
+            return stored
+        with self._lock:
+            stored = self.get(key)
+            if stored is None:
+                stored = self._known[key] = self._of_file(found)
+            return stored
 
     def _load(self, stored: Stored) -> CompressedSequence:
         assert self.directory is not None

@@ -19,6 +19,9 @@ from snapstream.engine.requests.transaction import Transaction
 from snapstream.engine.runner import Runner
 from snapstream.errors import RequestError
 
+INTERRUPTED = "the engine was interrupted"
+"""How the error of a request begins that was running in an interrupted step; its own errors begin with their class."""
+
 
 class EngineCore:
     """The requests of an engine and the runner that works for them.
@@ -326,7 +329,7 @@ class EngineCore:
                 self.table.end(
                     request,
                     "error",
-                    f"the engine was interrupted ({broken_by}) while this request was running; ask again",
+                    f"{INTERRUPTED} ({broken_by}) while this request was running; ask again",
                 )
                 self._outbox.append(self._output(request))
         self.table.keep_only(waiting)

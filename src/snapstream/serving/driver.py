@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from snapstream.config import SamplingParams
 from snapstream.engine import LLM, RequestOutput, SlotUse
+from snapstream.engine.core import INTERRUPTED
 from snapstream.errors import RequestError
 from snapstream.serving.generation import Generation, Job
 
@@ -323,7 +324,7 @@ class EngineDriver:
         """Fail the sequences that were running in a failed step, which began at ``now``."""
         self.listener.engine_failed()
         for output in outputs:
-            if output.finish_reason == "error" and "interrupted" in str(output.error):  # others have their own errors
+            if output.error is not None and output.error.startswith(INTERRUPTED):  # others have their own errors
                 self._fail(output.request_id, error)
         self._deliver(outputs, snapshot, now)
 

@@ -80,7 +80,7 @@ class SessionStore:
         """Start a turn; :meth:`end` must follow, unless this fails.
 
         Returns:
-            The session; ``None`` if there is none, or it cannot be read.
+            The session; ``None`` if it does not exist or cannot be read.
 
         Raises:
             SessionBusyError: A turn of this session is running.

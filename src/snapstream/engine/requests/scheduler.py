@@ -42,7 +42,7 @@ class Scheduler:
         )
 
     def next_prefill(self) -> Prefilling | None:
-        """The prefill that goes on in this step; ``None`` if there is none."""
+        """The prefill to continue in this step; ``None`` if nothing is being prefilled."""
         prefills = self._table.prefills
         if not prefills:
             return None
