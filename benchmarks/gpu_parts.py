@@ -18,7 +18,7 @@ from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.decode.decode import Decode
 from snapstream.engine.decode.graphs import graph_pool
-from snapstream.engine.memory import plan_engine
+from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.runner import ModelRunner

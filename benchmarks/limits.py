@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from snapstream.kernels.cpu.pages import tensors_of_zeros
+from snapstream.pages import tensors_of_zeros
 from snapstream.threads import SPINS
 
 

@@ -42,13 +42,13 @@ class Compressor(Reader):
     def read_for_all(self, tokens: list[int]) -> tuple[float, dict[str, float]]:
         """Seconds of prefill without compression, and of compression by each policy."""
         spent = dict.fromkeys(POLICIES, 0.0)
-        compress, job = Prefill._compress_into, PrefillJob(self.model.spec, tokens)
+        compress, job = Prefill.compress_into, PrefillJob(self.model.spec, tokens)
         names = {id(job.add(self.budgets[name], self.slots[name])): name for name in POLICIES}
 
         def timed(target: Target, of: PrefillJob) -> None:
             spent[names[id(target)]] += seconds(lambda: compress(self.prefill, target, of))
 
-        self.prefill._compress_into = timed  # type: ignore[method-assign]
+        self.prefill.compress_into = timed  # type: ignore[method-assign]
 
         def work() -> None:
             while not job.finished:
@@ -62,7 +62,7 @@ class Compressor(Reader):
         job = PrefillJob(self.model.spec, tokens)
         target = job.add(self.budgets[name], self.slots[name])
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, torch.inference_mode():
-            Prefill._compress_into(self.prefill, target, job)
+            Prefill.compress_into(self.prefill, target, job)
         held = most = 0
         for event in sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":

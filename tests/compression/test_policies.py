@@ -221,8 +221,8 @@ def test_what_is_no_policy_is_refused():
 
 
 def test_budgets_written_for_earlier_versions_are_read():
-    old = CacheBudget(4, 24, 20, 8, "max", 5, "candidates", "paper", "votes", 3)
     settings = {"window": 8, "pooling": "max", "kernel": 5, "normalize": "candidates"}
+    old = CacheBudget(4, 24, 20, **settings, ring="paper", selection="votes", seed=3)
     assert (old.ring, old.policy) == ("paper", make_policy("spans", settings))
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
     small = {"window": 1, "span": 15, "shift": 4, "voters": 16}
@@ -238,6 +238,13 @@ def test_budgets_written_for_earlier_versions_are_read():
     text = '{"sink": 4, "recent": 30, "top_k": 30, "window": 8, "selection": "random"}'
     assert CacheBudget.parse(text).policy.name == "random"
     assert CacheBudget.parse({"capacity": 64, "policy": "random", "seed": 7}).policy.seed == 7
+
+
+def test_settings_that_no_policy_has_are_refused():
+    for policy in ("spans", CacheBudget.of(64).policy):
+        with pytest.raises(ConfigurationError, match=r"no windows|unknown setting windows"):
+            CacheBudget(4, 24, 20, policy=policy, windows=3)
+    assert CacheBudget(4, 24, 20, windows=None) == CacheBudget(4, 24, 20)
 
 
 def test_a_request_for_more_queries_than_are_kept_is_refused(checkpoint):

@@ -139,7 +139,7 @@ def test_request_budget_equals_an_engine_with_that_budget(checkpoint):
     assert got[1].cache.limit == 48
 
 
-@pytest.mark.parametrize("host", [None, 256, 192, CacheBudget.preset("streaming", 192), CacheBudget(4, 180, 8, 1)])
+@pytest.mark.parametrize("host", [None, 256, 192, CacheBudget.preset("streaming", 192), CacheBudget(4, 180, 8, window=1)])
 def test_a_number_is_the_same_cache_on_every_engine(checkpoint, host):
     """Whatever the engine's own policy and window are: ``kv_budget=64`` is ``CacheBudget.of(64)``."""
     llm = make(checkpoint, host, slots=1)

@@ -1,18 +1,21 @@
 """The plan of memory beside what is allocated."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from snapstream import EngineConfig
+from snapstream import EngineConfig, SamplingParams
 from snapstream.attention import SdpaAttention, TritonAttention
-from snapstream.engine.memory import CHOICE_BYTES, LIBRARY_WORKSPACE, plan_engine
+from snapstream.cache.groups import SMALLEST_BLOCK
+from snapstream.engine.memory.planner import LIBRARY_WORKSPACE, plan_engine
 from snapstream.engine.settings import set_up
+from snapstream.kernels import cpu
 from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
-from tests.engine.test_engine import greedy, make
+from tests.engine.test_engine import make
 from tests.kernels.triton.test_compiler import compile_only
 from tests.memory import measure
 
@@ -44,10 +47,16 @@ def plan_of(checkpoint, device, **settings):
     return plan_engine(set_up(str(checkpoint), 256, config, must_exist=False)).ours
 
 
+def kept_by(plan):
+    """What torch allocates and keeps: not weights, and not caches in blocks of their own."""
+    return plan["staging"] + plan["metadata"] + (plan["slots"] if plan["slots"] < SMALLEST_BLOCK else 0)
+
+
 def packing(checkpoint):
     """Of the plan of a CPU: what a library has of its own, which torch does not know."""
     sizes = json.loads((checkpoint / "config.json").read_text())
-    return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 2
+    is_packed = cpu.available() and cpu.prefill_instructions(torch.bfloat16) == "tiles"
+    return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 2 * is_packed
 
 
 @pytest.mark.parametrize(
@@ -57,19 +66,29 @@ def test_what_the_path_of_cuda_allocates(checkpoint):
     """Seen without a device, with kernels that are compiled but not run: they allocate nothing themselves."""
     pytest.importorskip("triton")
     got = compile_only("memory", checkpoint, 4000, 8)
-    assert 0.9 * got["staging"] < got["kept"] <= got["staging"] + got["metadata"]
+    assert got["kept"] == pytest.approx(kept_by(got), rel=0.01)
     prompts = got["workspace"] - packing(checkpoint)
-    assert 0.8 * prompts <= got["reading"] <= prompts
+    assert 0.95 * prompts <= got["reading"] <= 1.15 * prompts
     many = compile_only("memory", checkpoint, 512, 600)
-    assert 0.8 * many["workspace"] <= many["sampling"] <= many["workspace"]
+    assert 0.6 * many["workspace"] <= many["sampling"] <= 1.01 * many["workspace"]
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 def test_what_a_cpu_allocates(checkpoint, attention):
     llm = make(checkpoint, 256, attention=attention, device="cpu", max_model_len=4000, slots=2, prefill_chunk=512)
-    _, peak, kept = measure(lambda: llm.generate(prompt(3900), greedy(2)))
+    drawn = SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1, logprobs=2, prompt_logprobs=1)
+    _, peak, kept = measure(lambda: llm.generate([prompt(3900)] * 2, drawn))
     assert kept < 2**20
-    assert 0.2 * llm.engine.plan.workspace < peak <= llm.engine.plan.workspace
+    # Attention by torch is declared for all of its versions, and some kernels have memory of their own.
+    least = 0.3 if attention == "sdpa" or llm.engine.spec.latent else 0.98
+    assert least * llm.engine.plan.workspace < peak <= 1.01 * llm.engine.plan.workspace
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}, {"sessions": 2, "decode_steps": 2}])
+def test_what_is_kept_is_what_is_planned(checkpoint, settings):
+    """To the byte, except for a few numbers such as rotary frequencies; weights and large caches are in blocks."""
+    llm, _, kept = measure(lambda: make(checkpoint, 256, device="cpu", max_model_len=2000, slots=2, **settings))
+    assert 0 <= kept - kept_by(asdict(llm.engine.plan)) < 2000
 
 
 def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
@@ -79,7 +98,7 @@ def test_nothing_of_a_chunk_grows_with_the_prompt(checkpoint):
     """
     short, long = (plan_of(checkpoint, "cuda", max_model_len=length) for length in (2**14, 2**17))
     spec = set_up(str(checkpoint), 256, EngineConfig(device="cuda"), must_exist=False).spec
-    assert 0 <= long.workspace - short.workspace <= spec.kv_heads * CHOICE_BYTES * (2**17 - 2**14)
+    assert 0 <= long.workspace - short.workspace <= spec.kv_heads * 100 * (2**17 - 2**14)
     per_token = (long.staging - short.staging) / (2**17 - 2**14)
     staged = [entry.nbytes(torch.bfloat16) for entry in spec.entries]
     assert per_token == ((sum(staged) if spec.shared_from else max(staged)) + spec.hidden_size * 2) * 9 / 8

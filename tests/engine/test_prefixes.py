@@ -237,10 +237,10 @@ def test_too_little_memory_for_a_beginning_fails_nobody(checkpoint, monkeypatch,
     begins = prompt(100)
     expected = [run(make(checkpoint), begins + prompt(9, seed=n), SamplingParams(max_tokens=5)).text for n in range(3)]
 
-    def full(self, first, end):
+    def full(self, *given):
         raise MemoryError
 
-    monkeypatch.setattr(LayerCache, "copied", full)
+    monkeypatch.setattr(LayerCache, "copy_to", full)
     made = [run(llm, begins + prompt(9, seed=n), SamplingParams(max_tokens=5)) for n in range(3)]
     assert [output.text for output in made] == expected
     assert not len(llm.engine.model_runner.prefixes.store)

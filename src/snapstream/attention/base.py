@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -10,8 +11,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from snapstream.attention.operation import with_backend
-from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine
+from snapstream.kernels.counting import peak_of
+from snapstream.kernels.operations import Attend, Operation
+from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.stock import Program, program_for_rows
 
 
@@ -62,31 +64,23 @@ class AttentionBackend(ABC):
         """Shape of prefill's copy of values ``[N, L, V]`` in multiplication order; ``(0,)`` if it keeps none."""
         return (0,)
 
-    def prefill_bytes(
-        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
-    ) -> int:
-        """Bytes of temporaries that the prefill of one chunk needs besides the result.
+    def prefill_bytes(self, o: Attend, chunk: PromptChunk) -> int:
+        """Bytes of temporaries that :meth:`prefill` needs besides the result.
 
         Args:
-            tokens: Tokens of the chunk.
-            entries: Entries of the staging cache.
-            heads: Query heads.
-            size: Elements of a head.
-            dtype: Dtype of the cache.
-            is_special: Whether there is a soft cap, or sinks.
+            o: The operation.
+            chunk: The chunk of a prompt, on the meta device.
         """
         return 0
 
-    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
-        """Bytes of temporaries that decoding needs.
+    def decode_bytes(self, o: Attend, m: Machine) -> int:
+        """Bytes of temporaries that the attention of a step needs.
 
         Args:
-            slots: Slots (``B``).
-            heads: Query heads (``H``).
-            columns: Elements of a value.
-            entries: Entries of each slot's cache (``C``).
+            o: The operation.
+            m: What it works on, on the meta device.
         """
-        return 0
+        return peak_of(functools.partial(o.run, m))
 
     @abstractmethod
     def prefill(

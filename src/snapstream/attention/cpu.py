@@ -11,8 +11,8 @@ from typing_extensions import override
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
-from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine
+from snapstream.kernels.operations import Attend, Operation
+from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.stock import Program
 
 
@@ -52,16 +52,15 @@ class CpuAttention(AttentionBackend):
         return kernels.packed_shape(values, kernels.prefill_instructions(dtype))
 
     @override
-    def prefill_bytes(
-        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
-    ) -> int:
+    def prefill_bytes(self, o: Attend, chunk: PromptChunk) -> int:
         # The kernel's copy of the queries, and its sums.
-        return 2 * tokens * heads * size * 4
+        return 2 * chunk.slots.tokens * o.query.heads * o.query.size * 4
 
     @override
-    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
+    def decode_bytes(self, o: Attend, m: Machine) -> int:
         # The state of each head after each part of a cache.
-        return slots * heads * -(-entries // kernels.SPLIT) * (columns + kernels.STATE) * 4
+        parts = -(-m.caches[o.layer].entries // kernels.SPLIT)
+        return len(m.slots.token) * o.query.heads * parts * (o.target.size + kernels.STATE) * 4
 
     @override
     def prefill(

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import Machine, PromptChunk
+from snapstream.kernels.workspace import workspace
 
 if TYPE_CHECKING:
     from snapstream.attention.base import AttentionBackend
@@ -61,6 +62,15 @@ class AttendWith(Attend):
         finally:  # the last one first: a short ring may have given one entry to several tokens
             for place, tensors in reversed(replaced):
                 cache.write(place, tensors[0], tensors[-1], slots.active)
+
+
+@workspace.register
+def _(o: AttendWith, m: Machine, device: torch.device) -> int:
+    if not isinstance(m, PromptChunk):
+        return o.backend.decode_bytes(o, m)
+    (_, T, H, D), target = o.views(m)[0].shape, o.views(m)[1]
+    V = target.shape[-1] if o.backend.narrow_values else D
+    return T * H * V * m.dtype.itemsize + o.backend.prefill_bytes(o, m)
 
 
 def with_backend(operations: Sequence[Operation], backend: AttentionBackend) -> list[Operation]:

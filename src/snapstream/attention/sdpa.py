@@ -9,6 +9,8 @@ from typing_extensions import Self, override
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import plain
+from snapstream.kernels.operations import Attend
+from snapstream.kernels.parts import PromptChunk
 
 WRITTEN_OUT = 2**22
 """Maximum numbers of keys that attention with caps or sinks takes at once in decoding."""
@@ -38,15 +40,14 @@ class SdpaAttention(AttentionBackend):
         return None
 
     @override
-    def prefill_bytes(
-        self, tokens: int, entries: int, heads: int, size: int, dtype: torch.dtype, *, is_special: bool = False
-    ) -> int:
-        if is_special:  # a head's logits in several stages, in float32, and the mask
-            return tokens * entries * 24
+    def prefill_bytes(self, o: Attend, chunk: PromptChunk) -> int:
+        pairs = chunk.slots.tokens * chunk.caches[o.layer].entries
+        if o.cap or o.sinks is not None:  # a head's logits in several stages, in float32, and the mask
+            return pairs * 24
         if self.with_flash:
             return 0
         # The mask as booleans and as floats, and torch's own copies of it.
-        return tokens * entries * (8 if dtype == torch.float32 else 20)
+        return pairs * (8 if chunk.dtype == torch.float32 else 20)
 
     @override
     def prefill(

@@ -14,7 +14,7 @@ from snapstream.cache import EntryShape
 from snapstream.kernels import triton as kernels
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.parts import Machine, Slots
-from snapstream.kernels.stock import Program
+from snapstream.kernels.stock import PlannedProgram, Program
 
 
 class TritonAttention(AttentionBackend):
@@ -61,6 +61,10 @@ class TritonAttention(AttentionBackend):
 
     @override
     def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
+        if machine.slots.token.is_meta:  # a plan, for which Triton need not be installed
+            sizes = (self.decode_bytes(each, machine) for each in operations if isinstance(each, Attend))
+            scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device="meta")
+            return PlannedProgram(operations, machine, scratch)
         from snapstream.kernels.triton.program import TritonProgram
 
         splits = 1
@@ -86,12 +90,13 @@ class TritonAttention(AttentionBackend):
         return splits_of(slots, N * blocks, C, kernels.processors(self.device))
 
     @override
-    def decode_bytes(self, slots: int, heads: int, columns: int, entries: int) -> int:
+    def decode_bytes(self, o: Attend, m: Machine) -> int:
+        slots, entries = m.slots.token.numel(), m.caches[o.layer].entries
         # Results of the parts that each slot's entries are split into: many parts for few slots, few parts for many.
         # This is an upper bound, as grouped heads have fewer programs.
         most = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
         parts = min(slots * most, max(slots, 2 * kernels.PROGRAMS_PER_PROCESSOR * kernels.processors(self.device)))
-        return parts * heads * (columns + 1) * 4
+        return parts * o.query.heads * (o.target.size + 1) * 4
 
     @override
     def prefill(

@@ -6,7 +6,7 @@ letters of :mod:`snapstream.compression`.
 
 from snapstream.cache.compressed import CompressedSequence
 from snapstream.cache.directory import SequenceDirectory
-from snapstream.cache.groups import CacheSizes, LayerGroup, reported_layers
+from snapstream.cache.groups import CacheSizes, LayerGroup, make_caches, reported_layers
 from snapstream.cache.layer import EntryShape, GroupedCache, LatentCache, LayerCache
 from snapstream.cache.state import StateCache, StateShape, no_positions
 from snapstream.cache.store import SequenceStore, Stored, StoreFullError
@@ -25,6 +25,7 @@ __all__ = [
     "StateShape",
     "StoreFullError",
     "Stored",
+    "make_caches",
     "no_positions",
     "reported_layers",
 ]

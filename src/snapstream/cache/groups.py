@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from snapstream.cache.layer import EntryShape
+from snapstream.cache.layer import EntryShape, LayerCache
 from snapstream.cache.state import StateShape
 from snapstream.compression import Layout, lay_out, lay_out_window
 from snapstream.config import CacheBudget
+from snapstream.pages import tensors_of_zeros
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,41 @@ class LayerGroup:
     def positions(self, entries: int) -> int:
         """Number of true positions in a saved sequence: one per entry and head, and none for a state."""
         return 0 if self.has_state else entries * len(self.layers) * self.entry.heads
+
+
+SMALLEST_BLOCK = 4 * 2**20
+"""Bytes from which on the caches of a sequence are in a block of their own; the number of blocks is limited."""
+
+
+def make_caches(
+    groups: Sequence[LayerGroup],
+    entries: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int = 1,
+) -> list[LayerCache]:
+    """Caches for ``rows`` sequences, one per layer, all zero.
+
+    On a CPU they are next to each other, so that all of their memory goes back to the system when they are dropped.
+
+    Args:
+        groups: The model's groups.
+        entries: Entries per group.
+        dtype: Dtype of entries.
+        device: Where they are.
+        rows: Sequences.
+    """
+    kinds = {
+        layer: (group.entry, count) for group, count in zip(groups, entries, strict=True) for layer in group.layers
+    }
+    shapes = [kinds[layer][0].tensors(rows, kinds[layer][1], dtype) for layer in range(len(kinds))]
+    every = [each for layer in shapes for each in layer]
+    memory: list[Tensor] = []
+    if device.type == "cpu" and sum(math.prod(shape) * kind.itemsize for shape, kind in every) >= SMALLEST_BLOCK:
+        memory = tensors_of_zeros(every)
+    parts = iter(memory or [torch.zeros(shape, dtype=kind, device=device) for shape, kind in every])
+    return [kinds[at][0].kind(list(itertools.islice(parts, len(layer)))) for at, layer in enumerate(shapes)]
 
 
 def reported_layers(groups: Sequence[LayerGroup]) -> list[int]:

@@ -193,11 +193,9 @@ class LayerCache(ABC):
         """A new cache with the entries of this one, then those of another."""
         return type(self)([torch.cat(pair, 2) for pair in zip(self.tensors, other.tensors, strict=True)])
 
-    def copied(self, first: int, end: int) -> LayerCache:
-        """A new cache with entries ``first .. end`` of every sequence."""
-        return type(self)(
-            [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.span(first, end).tensors]
-        )
+    def copy_to(self, target: LayerCache, first: int, end: int) -> None:
+        """Copy entries ``first .. end`` to a cache with as many."""
+        target.put(self.span(first, end))
 
     def put(self, other: LayerCache, tokens: int = 0) -> None:
         """Copy all entries of a cache with one row to the first entries of this one, which has one row, too.

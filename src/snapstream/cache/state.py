@@ -124,9 +124,10 @@ class StateCache(LayerCache):
         return self
 
     @override
-    def copied(self, first: int, end: int) -> StateCache:
-        """A copy of the states and their inputs as they are now."""
-        return StateCache([tensor.clone() for tensor in self.tensors])
+    def copy_to(self, target: LayerCache, first: int, end: int) -> None:
+        """Copy the states and their inputs as they are now."""
+        for mine, theirs in zip(self.tensors, target.tensors, strict=True):
+            theirs.copy_(mine)
 
     @override
     def put(self, other: LayerCache, tokens: int = 0) -> None:

@@ -76,7 +76,7 @@ def read(
             raise RequestError(f"the text could not be processed: {done.error}")
         context = llm.context_of(done.saved, opened, system)
         llm.save_context(context, output)
-    from snapstream.engine.memory import gigabytes
+    from snapstream.engine.memory.plan import gigabytes
 
     messages.print(
         f"{context.tokens} tokens read, {context.entries} kept per head; the size of {output} is "

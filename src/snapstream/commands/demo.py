@@ -85,7 +85,7 @@ def demo(
             )
         )
         return
-    from snapstream.engine.memory import gigabytes
+    from snapstream.engine.memory.plan import gigabytes
 
     console = Console()
     answers = Table(title=f"Answers (the text has {tokens} tokens)", title_justify="left")

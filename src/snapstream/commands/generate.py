@@ -174,7 +174,7 @@ def tokens_of(text: str, model: str, max_model_len: int | None) -> int:
 
 
 def _what_was_kept(use: CacheUse, *, full: bool) -> str:
-    from snapstream.engine.memory import gigabytes
+    from snapstream.engine.memory.plan import gigabytes
 
     if full and not use.dropped:
         return f"prompt of {use.prompt_tokens} tokens: all kept in a full cache, {gigabytes(use.bytes_full)} by now"

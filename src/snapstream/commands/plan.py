@@ -69,7 +69,8 @@ def plan(
 
     The device need not be present. CUDA graphs keep their workspace allocated. The prefix cache takes what is left.
     """
-    from snapstream.engine.memory import gigabytes, plan_engine
+    from snapstream.engine.memory.plan import gigabytes
+    from snapstream.engine.memory.planner import plan_engine
     from snapstream.engine.settings import set_up
 
     _check_memory(memory, cache_memory, devices, options.weights)
@@ -136,7 +137,7 @@ def _table(setup: Setup, what: str) -> Table:
 def _plan_devices(setup: Setup, count: int, attention: str, cache_memory: float | None, *, as_json: bool) -> None:
     """Print what each of several devices holds, reads and sends, with the requested caches and with full ones."""
     from snapstream.engine.devices import Devices
-    from snapstream.engine.memory import gigabytes
+    from snapstream.engine.memory.plan import gigabytes
 
     spec = replace(setup.spec, stored_as={})  # counted as numbers, which is what the paper divides
     devices = Devices(spec, setup.types.weights, count, attention)

@@ -59,21 +59,10 @@ class CacheBudget:
         sink: int,
         recent: int,
         top_k: int,
-        window: int | None = None,
-        pooling: str | None = None,
-        kernel: int | None = None,
-        normalize: str | None = None,
-        ring: Ring = "elastic",
-        selection: str | None = None,
-        seed: int | None = None,
         *,
-        key_kernel: int | None = None,
-        near: int | None = None,
-        span: int | None = None,
-        shift: int | None = None,
-        voters: int | None = None,
-        key_turns: int | None = None,
+        ring: Ring = "elastic",
         policy: Policy | str | None = None,
+        **settings: Any,
     ) -> None:
         """Check every field.
 
@@ -81,37 +70,23 @@ class CacheBudget:
             sink: See the class.
             recent: See the class.
             top_k: See the class.
-            window: Setting of the policies ``spans`` (the default), ``snapstream`` and ``mixed``.
-            pooling: Setting of ``mixed``, ``snapstream``, ``spans`` and ``sage-kv``; see
-                :class:`~snapstream.compression.policies.attention.AttentionVotes`.
-            kernel: Setting of the same policies, and of ``keydiff`` and ``local-keydiff``, which average key
-                differences over so many tokens.
-            normalize: Setting of the same policies as ``pooling``.
             ring: See the class.
-            selection: ``random`` replaces any policy that selects tokens by ``random``; ``votes`` replaces ``random``
-                by the default policy.
-            seed: Setting of the policy ``random``.
-            key_kernel: Setting of the policy ``mixed``.
-            near: Setting of the policies ``mixed``, ``spans`` and ``local-keydiff``.
-            span: Setting of the policy ``spans``.
-            shift: Setting of the policy ``spans``.
-            voters: Setting of the policy ``spans``.
-            key_turns: Setting of the policy ``spans``.
-            policy: A policy or its name. The settings above override its own.
+            policy: A policy or its name; by default ``spans``.
+            **settings: Settings that override the policy's own. Those of other built-in policies are ignored, and so is
+                ``None``. ``selection="random"`` replaces any policy that selects tokens by ``random``, and ``"votes"``
+                replaces ``random`` by the default policy.
 
         Raises:
             ConfigurationError: A field or a combination of fields is invalid; the message says what to change.
         """
-        given = {"window": window, "pooling": pooling, "kernel": kernel, "normalize": normalize}
-        given |= {"key_kernel": key_kernel, "near": near, "span": span, "shift": shift}
-        given |= {"voters": voters, "key_turns": key_turns, "seed": seed}
-        settings = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in settings.items() if value is not None}
+        selection = given.pop("selection", None)
         if selection is not None and selection not in _SELECTIONS:
             raise ConfigurationError(f"cache budget: selection is {selection!r}; allowed: {', '.join(_SELECTIONS)}")
         values = {"sink": sink, "recent": recent, "top_k": top_k, "ring": ring}
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "policy", _policy_with(policy, selection, settings))
+        object.__setattr__(self, "policy", _policy_with(policy, selection, given))
         self._check()
 
     def _check(self) -> None:
@@ -359,4 +334,7 @@ def _policy_with(policy: Policy | str | None, selection: str | None, settings: d
     changed = {key: value for key, value in settings.items() if key in own or key not in _SETTINGS}
     if isinstance(policy, str):
         return make_policy(policy, changed)
+    if unknown := sorted(set(changed) - own):
+        allowed = ", ".join(sorted(own | set(_SETTINGS)))
+        raise ConfigurationError(f"cache budget: unknown setting {', '.join(unknown)}; allowed: {allowed}")
     return replace(policy, **changed) if changed else policy  # type: ignore[type-var]

@@ -3,7 +3,8 @@
 from snapstream.cache import CompressedSequence
 from snapstream.engine.context import Context
 from snapstream.engine.llm import LLM
-from snapstream.engine.memory import EnginePlan, MemoryPlan, plan_engine
+from snapstream.engine.memory.plan import EnginePlan, MemoryPlan
+from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.requests.output import CacheUse, RequestOutput, SlotUse, TokenLogprobs
 
 __all__ = [

@@ -14,7 +14,9 @@ from snapstream.config.policy import ALL
 from snapstream.engine.core import EngineCore
 from snapstream.engine.drafters import NextToken, make_drafter
 from snapstream.engine.files import SequenceFiles
-from snapstream.engine.memory import EnginePlan, available_memory, plan_engine
+from snapstream.engine.memory.available import available_memory
+from snapstream.engine.memory.plan import EnginePlan
+from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.requests.admission import Admission, Prompt
 from snapstream.engine.requests.tokenizing import PromptTokenizer, give_memory_back
 from snapstream.engine.runner import ModelRunner, Runner
@@ -92,6 +94,7 @@ class Engine(EngineCore):
         drafter = make_drafter(setup, self.tokenizer)
         self._prefixes = _prefix_store(setup, checkpoint, self.plan.prefixes)
         self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes, self._prefixes)
+        inner.warm_up()
         if inner.decoder.ahead is not None:
             drafter = NextToken(inner.decoder.ahead)
         runner: Runner = inner

@@ -15,7 +15,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.context import Context, Render, continuation, opening
 from snapstream.engine.engine import Engine
-from snapstream.engine.memory import EnginePlan
+from snapstream.engine.memory.plan import EnginePlan
 from snapstream.engine.requests.admission import Prompt
 from snapstream.engine.requests.output import RequestOutput
 from snapstream.errors import RequestError

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from snapstream.cache import CompressedSequence, LayerCache, SequenceStore
+from snapstream.cache import CompressedSequence, LayerCache, SequenceStore, make_caches
 from snapstream.compression import Layout, lay_out, surviving_tokens
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import enough_queries
@@ -118,16 +118,17 @@ class ModelRunner:
     def __init__(
         self, setup: Setup, model: DecoderModel, lanes: Sequence[int], prefixes: SequenceStore | None = None
     ) -> None:
-        """Allocate everything, and on CUDA, build kernels and capture decode steps.
+        """Allocate everything.
 
         Args:
             setup: The engine's setup.
-            model: The model.
+            model: The model; on the meta device, for a plan of memory.
             lanes: Tokens of the longest prompt in each lane.
             prefixes: Keeps the full caches of what prompts begin with; ``None`` for no prefix cache.
         """
         config, spec = setup.config, setup.spec
-        self.spec, self.device, self.steps, self.lanes = spec, setup.device, config.decode_steps, lanes
+        self.spec, self.device, self.steps, self.lanes = spec, model.device, config.decode_steps, lanes
+        self._setup = setup
         self.prefiller = Prefill.of(setup, model, lanes)
         self.decoder = Decode.of(setup, model)
         self.prefixes: PrefixCache | None = None
@@ -140,12 +141,17 @@ class ModelRunner:
         self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self.pool = graph_pool(self.device)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)
-        if not setup.eager:
-            with current_device(self.device):
-                for lane in range(len(lanes)):
-                    self._rehearse(setup.budget, min(setup.max_model_len, lanes[lane]), setup.queries, lane)
-                self._rehearse_renewal(setup.budget.capacity)
-                self.decoder.warm_up(self.pool)
+
+    def warm_up(self) -> None:
+        """On CUDA, build kernels and capture decode steps."""
+        setup = self._setup
+        if setup.eager:
+            return
+        with current_device(self.device):
+            for lane, longest in enumerate(self.lanes):
+                self._rehearse(setup.budget, min(setup.max_model_len, longest), setup.queries, lane)
+            self._rehearse_renewal(setup.budget.capacity)
+            self.decoder.warm_up(self.pool)
 
     def _rehearse(self, budget: CacheBudget, longest: int, queries: int, lane: int) -> None:
         """Prefill and compress dummy prompts, so that all kernels that prefill needs are built and loaded."""
@@ -154,7 +160,7 @@ class ModelRunner:
         for wanted, scored in ((longest, None), (SCORED_ROWS, 0), (16, 0), (1, None)):
             length = min(wanted, longest)
             job = PrefillJob(self.spec, [0] * length, lane=lane)
-            for each in _smaller(budget, length // 2, queries):
+            for each in smaller_budgets(budget, length // 2, queries):
                 job.add(each, self._caches(job.layouts(each)), telemetry=True, scored=scored)
             while not job.finished:
                 self.prefiller.advance(job)
@@ -177,12 +183,8 @@ class ModelRunner:
 
     def _caches(self, layouts: Sequence[Layout]) -> list[LayerCache]:
         """Caches for one sequence outside any slot, per layer."""
-        spec, dtype = self.spec, self.decoder.layers[0].dtype
-        counts = [layouts[spec.group_of(layer)].count for layer in range(spec.cached_layers)]
-        return [
-            spec.layer_group(layer).entry.empty(1, count, dtype=dtype, device=self.device)
-            for layer, count in enumerate(counts)
-        ]
+        counts = [layout.count for layout in layouts]
+        return make_caches(self.spec.groups, counts, dtype=self.decoder.layers[0].dtype, device=self.device)
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -352,7 +354,7 @@ class ModelRunner:
             self.decoder.release(slot)
 
 
-def _smaller(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
+def smaller_budgets(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
     """Budgets of about ``entries`` entries for the dummy prompt: the default policy, and the engine's own policy."""
     budgets = [CacheBudget.of(max(MIN_CAPACITY, entries))]
     with contextlib.suppress(ConfigurationError):  # too small for the policy

@@ -32,15 +32,34 @@ class Program(Protocol):
     """Runs a list of operations on a machine.
 
     Attributes:
+        machine: What the operations work on.
         draws: Whether it also chooses tokens, so that several steps need nothing from the host in between.
         captured: Whether a step can be captured as a CUDA graph.
     """
 
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """The list."""
+
+    machine: Machine
     draws: bool
     captured: bool
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
+
+
+class PlannedProgram:
+    """Stands for a program on CUDA in a plan of memory; it has that program's memory, and is never run."""
+
+    draws, captured = False, True
+
+    def __init__(self, operations: Sequence[Operation], machine: Machine, scratch: Tensor) -> None:
+        self.operations, self.machine, self._scratch = operations, machine, scratch
+
+    def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
+        """Refuse to run."""
+        raise AssertionError("a plan cannot be run")
 
 
 class StockProgram:

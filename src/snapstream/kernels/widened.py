@@ -42,6 +42,16 @@ def _has_blocks(operation: Operation) -> TypeGuard[ops.Product | ops.GatedProduc
     return isinstance(operation, ops.Product | ops.GatedProduct) and operation.weight.has_blocks
 
 
+def with_numbers(operations: Iterable[Operation], dtype: torch.dtype) -> list[Operation]:
+    """The operations with numbers for blocks, on the meta device: what :class:`WidenedLayer` makes of them."""
+    return [
+        replace(each, weight=DenseWeight(torch.empty(each.weight.shape, dtype=dtype, device="meta")))
+        if _has_blocks(each)
+        else each
+        for each in operations
+    ]
+
+
 class WidenedLayer:
     """Memory for the numbers of one layer.
 
@@ -53,6 +63,11 @@ class WidenedLayer:
 
     def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._memory = torch.zeros(numbers, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._memory.nbytes
 
     def widen(self, operations: Sequence[Operation]) -> list[Operation]:
         """The operations of a layer with numbers for blocks, until the next call."""

@@ -22,6 +22,7 @@ from snapstream.models.layer_inputs import LAYER_PROJECTION
 from snapstream.models.layers import FixedNorm, Matrix, RMSNorm
 from snapstream.models.names import Place
 from snapstream.models.recurrent import GatedDeltaNet
+from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, StoredRows
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> DecoderModel:
         assert isinstance(matrix, Matrix)
         matrix.store_as(runs)
     for module in model.modules():
+        if isinstance(module, Rotation | FixedNorm):
+            module.compute(torch.device("meta"))  # float32, whatever the dtype
         # The selection of experts depends on small differences.
         if isinstance(module, Router) and module.correction is not None:
             module.correction = nn.Parameter(module.correction.float())

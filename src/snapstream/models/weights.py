@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from snapstream.errors import CheckpointError, ConfigurationError, first_line, listing
-from snapstream.kernels.cpu.pages import tensors_of_zeros
 from snapstream.kernels.formats import FORMATS
 from snapstream.models import gguf
 from snapstream.models.decoder import DecoderModel
@@ -27,6 +26,7 @@ from snapstream.models.progress import with_progress
 from snapstream.models.rope import Rotation
 from snapstream.models.spec import ModelSpec, end_tokens
 from snapstream.models.storage import empty_model, fill, quantized_formats, target_of, with_formats
+from snapstream.pages import tensors_of_zeros
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ def test_two_different_budgets_are_refused(monkeypatch):
 def test_per_request_budgets():
     assert request_budget(BUDGET, None) == request_budget(BUDGET, {"other": 1}) == BUDGET
     assert request_budget(BUDGET, {"kv_budget": 256}) == request_budget(BUDGET, {"kv_budget": "256"})
-    for host in (BUDGET, CacheBudget.preset("streaming", 512), CacheBudget(4, 480, 28, 8)):
+    for host in (BUDGET, CacheBudget.preset("streaming", 512), CacheBudget(4, 480, 28, window=8)):
         for entries in (16, 36, 64, 256, 512):
             assert request_budget(host, {"kv_budget": entries}) == CacheBudget.of(entries)
 

@@ -170,16 +170,18 @@ def compile_products(dtype: torch.dtype) -> None:
 def make_engine(directory: str, **settings):
     """An engine on these kernels, of which nothing is computed; like one on CUDA but for the capture."""
     from snapstream import LLM
-    from snapstream.engine import engine, memory
+    from snapstream.engine import engine
     from snapstream.engine.prefill import prefill
     from snapstream.engine.settings import set_up
     from snapstream.kernels import sampling
     from snapstream.kernels import triton as kernels
 
     kernels.missing = lambda device: None
-    memory.least_tokens = prefill.least_tokens = lambda device, dtype: 100
+    prefill.least_tokens = lambda device, dtype: 100
     sampling.shapes_may_vary = lambda device: False
     kernels.interpret()
+    with torch.device("meta"):  # which remembers what makes tensors: before one of these functions is replaced
+        torch.empty(0)
     empty = torch.empty
 
     def zeros(*size, **options):

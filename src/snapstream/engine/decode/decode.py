@@ -7,7 +7,6 @@ for the host. Elsewhere torch's operations run it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.cache import CompressedSequence, LayerCache, no_positions
+from snapstream.cache import CompressedSequence, LayerCache, make_caches, no_positions
 from snapstream.compression import (
     Layout,
     choose_entries,
@@ -34,9 +33,11 @@ from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.renewal import Placement
 from snapstream.engine.decode.verification import Verification, most_tokens
 from snapstream.engine.settings import Setup, Types
-from snapstream.kernels.cpu.pages import tensors_of_zeros
+from snapstream.kernels.counting import peak_of
+from snapstream.kernels.cpu import CpuProgram
 from snapstream.kernels.parts import Slots
 from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
+from snapstream.kernels.workspace import most_workspace
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
 
@@ -82,8 +83,10 @@ class Decode:
         eager: bool,
         guesses: int = 0,
         goes_on: bool = False,
+        planned_for: torch.device | None = None,
     ) -> None:
         spec, device = model.spec, model.device
+        sizes = most_tokens(guesses, planned_for or device)
         self.model, self.backend, self.slots = model, backend, slots
         self.scale = spec.scale
 
@@ -91,7 +94,11 @@ class Decode:
             return torch.zeros(*groups, slots, dtype=torch.int64, device=device)
 
         # The caches of the model's layers, and that of its next-token module.
-        self.layers = self._caches(capacity, types.cache, device)
+        entries = [group.entries(capacity) for group in spec.groups]
+        self.layers = make_caches(spec.groups, entries, dtype=types.cache, device=device, rows=slots)
+        if device.type == "cpu":
+            for tensor in (tensor for cache in self.layers for tensor in cache.tensors):
+                tensor.zero_()  # touches every page, so planned memory is committed from the start
         # The next token of each slot, and draft tokens after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
         self.token, self.position = self.tokens[:, 0], column()
@@ -122,11 +129,11 @@ class Decode:
         captured = not eager and self.program.captured
         self.ahead: Ahead | None = None
         if model.ahead is not None:
-            self.ahead = Ahead(model, programs, slots, guesses=guesses, captured=captured)
+            self.ahead = Ahead(model, programs, slots, sizes=sizes, guesses=guesses, captured=captured)
         follow = None if self.ahead is None else self.ahead.follow
         self.verifications = {
             tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
-            for tokens in most_tokens(guesses, device)
+            for tokens in sizes
         }
         self.evicted = Evicted(spec.groups, self.layers, most) if goes_on else None
         self.lagging = Lagging(spec, programs, self.layers, state, most) if goes_on and spec.has_states else None
@@ -148,7 +155,27 @@ class Decode:
             max_logprobs=config.max_logprobs,
             eager=setup.eager,
             goes_on=config.goes_on,
+            planned_for=setup.device,
         )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the caches and states of all slots, and of what is kept besides for saved sequences."""
+        kept = [each.nbytes for each in (self.evicted, self.lagging) if each is not None]
+        return sum(tensor.nbytes for cache in self.layers for tensor in cache.tensors) + sum(kept)
+
+    def workspace(self, device: torch.device) -> int:
+        """Bytes of temporaries of a step on a device, at most; the model is on the meta device."""
+        position = self.position + 1
+        nothing_forced = self.forced[:, 0]
+        drawing = peak_of(lambda: sample(self.logits, self.sampling, position, self.active, nothing_forced))
+        steps = [self.program, *(each.program for each in self.verifications.values())]
+        running = (
+            most_workspace(each.operations, each.machine, device)
+            for each in steps
+            if not isinstance(each, CpuProgram)  # it keeps what it needs
+        )
+        return max(drawing, *running, 0)
 
     def warm_up(self, pool: Any = None) -> None:
         """Run and capture the graphs; all slots are free before and after."""
@@ -231,13 +258,15 @@ class Decode:
             logits: See :class:`CompressedSequence`.
             budget: See :class:`CompressedSequence`.
         """
-        layers, known, layouts = dict[int, LayerCache](), dict[int, Tensor](), list[Layout]()
-        for number, group in enumerate(self.model.spec.groups):
+        groups, known, layouts = self.model.spec.groups, dict[int, Tensor](), list[Layout]()
+        counts = [min(len(tokens), group.window) if group.window else len(indices) for group in groups]
+        layers = make_caches(groups, counts, dtype=self.layers[0].dtype, device=self.token.device)
+        for number, group in enumerate(groups):
             if group.has_budget:
                 taken = self._entries(indices, placement.layout)
                 layouts.append(placement.layout.turned_to(len(indices)))
                 for layer in group.layers:
-                    layers[layer] = self.layers[layer].take(slot, taken.places)
+                    layers[layer].put(self.layers[layer].take(slot, taken.places))
                     known[layer] = taken.positions(placement.positions[layer], position)
                 continue
             assert self.evicted is not None
@@ -245,20 +274,19 @@ class Decode:
             layouts.append(lay_out_window(len(tokens), group.window))
             if group.has_state:
                 assert self.lagging is not None
-                states = self.lagging.states(slot, len(tokens), group.window)
-                layers |= states
-                known |= {layer: no_positions(self.token.device) for layer in states}
+                self.lagging.states(slot, len(tokens), layers)
+                known |= {layer: no_positions(self.token.device) for layer in group.layers}
                 continue
             last = range(layouts[-1].dropped, len(tokens))
             # A launch may have stored more tokens.
             stored, count = int(self.position[slot]), int(self.count[number, slot])
             true = torch.arange(last.start, last.stop, dtype=torch.int32, device=self.token.device)
             for layer in group.layers:
-                layers[layer] = self.evicted.window(layer, slot, group.window, last, stored, count)
+                layers[layer].put(self.evicted.window(layer, slot, group.window, last, stored, count))
                 known[layer] = true.expand(group.entry.heads, -1)
         return CompressedSequence(
-            groups=self.model.spec.groups,
-            layers=[layers[layer] for layer in range(len(self.layers))],
+            groups=groups,
+            layers=layers,
             positions=[known[layer] for layer in range(len(self.layers))],
             layouts=tuple(layouts),
             tokens=tuple(tokens),
@@ -416,23 +444,6 @@ class Decode:
     def _force(self, forced: dict[int, Sequence[int]] | None) -> None:
         for slot, tokens in (forced or {}).items():
             self.forced[slot, : len(tokens)] = to_device(tokens, self.token.device)
-
-    def _caches(self, capacity: int, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-        """The slots' memory, all zero."""
-        spec = self.model.spec
-        groups = [spec.layer_group(layer) for layer in range(spec.cached_layers)]
-        if device.type != "cpu":
-            return [
-                group.entry.empty(self.slots, group.entries(capacity), dtype=dtype, device=device) for group in groups
-            ]
-        shapes = [
-            tensor for group in groups for tensor in group.entry.tensors(self.slots, group.entries(capacity), dtype)
-        ]
-        memory = iter(tensors_of_zeros(shapes))
-        caches = [group.entry.kind(list(itertools.islice(memory, group.entry.kind.stored))) for group in groups]
-        for tensor in (tensor for cache in caches for tensor in cache.tensors):
-            tensor.zero_()  # touches every page, so planned memory is committed from the start
-        return list(caches)
 
     def _read_tokens(self) -> None:
         """Store each slot's token in its cache and attend to all valid entries, the token included; leaves logits."""

@@ -38,6 +38,11 @@ class Evicted:
             for layer in group.layers
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(tensor.nbytes for cache in self._held.values() for tensor in cache.tensors)
+
     @torch.inference_mode()
     def before_launch(self, position: Tensor, count: Tensor) -> None:
         """Copy the entries that the next launch may overwrite.

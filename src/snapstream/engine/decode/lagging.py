@@ -47,6 +47,11 @@ class Lagging:
         self._coming = torch.zeros_like(slots.position)
         self._advance = self._program(self._states, self._taken_in, self._coming, most)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lagging states; the recorded inputs are those of the slots."""
+        return sum(one.matrices.nbytes for one in self._states)
+
     def _program(self, states: Sequence[StateCache], position: torch.Tensor, accepted: torch.Tensor, most: int) -> Run:
         """What feeds ``accepted`` of at most ``most`` inputs from ``position`` on to states."""
         slots = Slots.that_settle(position, accepted, most)
@@ -76,16 +81,13 @@ class Lagging:
         self._taken_in.add_(self._coming)
 
     @torch.inference_mode()
-    def states(self, slot: int, tokens: int, inputs: int) -> dict[int, LayerCache]:
+    def states(self, slot: int, tokens: int, into: Sequence[LayerCache]) -> None:
         """Copy the states of a slot out of it, as they were after its first ``tokens`` tokens.
 
         Args:
             slot: Index of the slot.
             tokens: How many; at most :data:`FURTHEST` fewer than at the last launch.
-            inputs: How many inputs to copy.
-
-        Returns:
-            Caches of one row, by layer.
+            into: A cache of one row for each layer of the model.
         """
         first = int(self._taken_in[slot])
         assert first <= tokens, (first, tokens)
@@ -94,12 +96,8 @@ class Lagging:
         if tokens > first:
             position, count = (torch.full((1,), each, device=device) for each in (first, tokens - first))
             self._program(copies, position, count, FURTHEST + self._most)()
-        saved = dict[int, LayerCache]()
         for layer, copied in zip(self._number, copies, strict=True):
-            kept = copied.tensors[1].new_zeros(1, 1, min(inputs, tokens), copied.tensors[1].shape[-1])
-            saved[layer] = StateCache([torch.empty_like(copied.matrices), kept])
-            saved[layer].put(copied, tokens)
-        return saved
+            into[layer].put(copied, tokens)
 
 
 def inputs_to_keep(config: EngineConfig) -> int:

@@ -9,6 +9,7 @@ exactly the module's inputs, so no entry is ever missing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.engine.decode.programs import Programs
-from snapstream.engine.decode.verification import Run, most_tokens
+from snapstream.engine.decode.verification import Run
 from snapstream.kernels.parts import Machine, Part
 from snapstream.kernels.products import linear
 from snapstream.kernels.taking import Commit
@@ -30,19 +31,29 @@ class Ahead:
         device: The device it runs on.
     """
 
-    def __init__(self, model: DecoderModel, programs: Programs, slots: int, *, guesses: int, captured: bool) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        programs: Programs,
+        slots: int,
+        *,
+        sizes: Sequence[int],
+        guesses: int,
+        captured: bool,
+    ) -> None:
         """Allocate the buffers.
 
         Args:
             model: A model with a next-token module.
             programs: The engine's programs.
             slots: Slots (``B``).
+            sizes: Tokens per slot of each verification step that is built.
             guesses: Maximum number of draft tokens per slot.
             captured: Whether to capture CUDA graphs; ignored on other devices.
         """
         self.device = device = model.device
         self._model = model
-        self._steps = {tokens: _Step(model, programs, tokens) for tokens in most_tokens(guesses, device)}
+        self._steps = {tokens: _Step(model, programs, tokens) for tokens in sizes}
         # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
         self._states = torch.zeros(slots, guesses, model.spec.hidden_size, dtype=programs.dtype, device=device)

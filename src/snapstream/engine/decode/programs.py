@@ -120,7 +120,7 @@ class Programs:
         if follow is not None:
             settle = _one_after_the_other(follow(machine), settle)
             greedy = _one_after_the_other(look, settle)
-        return Parts(read, settle, look, greedy), machine
+        return Parts(program, read, settle, look, greedy), machine
 
 
 def _one_after_the_other(*runs: Run) -> Run:

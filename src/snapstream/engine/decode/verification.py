@@ -19,6 +19,7 @@ from torch import Tensor
 from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.kernels.parts import Machine
 from snapstream.kernels.sampling import Sampled, SamplingState, sample
+from snapstream.kernels.stock import Program
 from snapstream.kernels.taking import accept
 
 Run = Callable[[], None]
@@ -29,12 +30,14 @@ class Parts:
     """The parts of a step.
 
     Attributes:
+        program: Runs all of it, except drawing.
         read: Processes all tokens and leaves logits.
         settle: Stores the accepted tokens and advances past them.
         look: Processes all tokens and takes the most likely ones, without storing anything.
         greedy: The whole greedy step: ``look``, then ``settle``.
     """
 
+    program: Program
     read: Run
     settle: Run
     look: Run
@@ -54,6 +57,7 @@ class Verification:
             captured: Whether to capture steps as CUDA graphs.
         """
         device = machine.slots.token.device
+        self.program = parts.program
         self._parts, self._machine, self._sampling = parts, machine, sampling
         self._stops_early = device.type == "cpu"
         self._greedy_step = StaticGraph(parts.greedy, device, captured=captured)

@@ -54,7 +54,7 @@ SCORED_ROWS = 32
 """Number of prompt tokens whose logits are computed together for ``prompt_logprobs``."""
 
 
-class _Layer:
+class Layer:
     """The operations of one layer, split after what every token must go through even in the last layer.
 
     Attributes:
@@ -77,6 +77,9 @@ class Prefill:
 
     Attributes:
         lanes: Memory of the prompts that are being prefilled: of one of any length, then of a short one.
+        layers: The operations of each layer.
+        entering: Those before the first layer, and before a next-token module.
+        leaving: Those after the last layer.
         widened_from: Tokens of a prompt from which on weights are widened; 0 if they never are.
         takes_rows_alone: Whether a token's entries are the same, to the bit, however its prompt is divided into chunks.
     """
@@ -90,6 +93,7 @@ class Prefill:
         queries: int,
         lanes: Sequence[int],
         chunk: int,
+        planned_for: torch.device | None = None,
     ) -> None:
         """Allocate the buffers.
 
@@ -100,6 +104,7 @@ class Prefill:
             queries: Number of last queries of a prompt to keep, or ALL.
             lanes: Tokens that each lane has room for, the longest first; see :func:`~.staging.lanes`.
             chunk: Prompt tokens per launch.
+            planned_for: The device to plan for, if the model is on the meta device.
         """
         spec, device, dtype = model.spec, model.device, types.activations
         self.model, self.backend, self.chunk = model, backend, chunk
@@ -114,24 +119,24 @@ class Prefill:
             Staging(spec, backend, types=types, queries=queries, entries=entries, device=device) for entries in lanes
         ]
         self._last_input = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
-        self._layers = [_Layer(self._operations_of(layer)) for layer in range(spec.cached_layers)]
-        self._layers[-1].others = [each for layer in sorted(spec.shared_from) for each in self._operations_of(layer)]
+        self.layers = [Layer(self._operations_of(layer)) for layer in range(spec.cached_layers)]
+        self.layers[-1].others = [each for layer in sorted(spec.shared_from) for each in self._operations_of(layer)]
         self._widened: WidenedLayer | None = None
-        numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self._layers)
+        numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self.layers)
         self.widened_from = 0
-        long = least_tokens(device, dtype) if numbers else None
+        long = least_tokens(planned_for or device, dtype) if numbers else None
         if long is not None and lanes[0] >= long:
             self.widened_from = long
             logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
-        self._wide: tuple[int, _Layer] | None = None  # the layer whose weights are widened now
+        self._wide: tuple[int, Layer] | None = None  # the layer whose weights are widened now
         # Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
         self.takes_rows_alone = backend.takes_rows_alone and not self.widened_from and not model.multiplies_numbers
         self._embed = [*model.embed()]
         self._enter = [] if model.ahead is None else [*model.enter_ahead()]
-        self._output = [*model.output()]
-        every = [*self._embed, *self._enter, *self._output]
-        for layer in self._layers:
+        self.entering, self.leaving = [*self._embed, *self._enter], [*model.output()]
+        every = [*self.entering, *self.leaving]
+        for layer in self.layers:
             every += [*layer.before, *layer.after, *layer.others]
         parts = [part for each in every for part in each.parts() if part.buffer not in ELSEWHERE]
         self._copies = {part.buffer: part.copies for part in parts}
@@ -143,7 +148,21 @@ class Prefill:
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> Prefill:
         """Build the prefill of an engine; ``lanes`` as in the constructor."""
-        return cls(model, setup.backend, types=setup.types, queries=setup.queries, lanes=lanes, chunk=setup.chunk)
+        return cls(
+            model,
+            setup.backend,
+            types=setup.types,
+            queries=setup.queries,
+            lanes=lanes,
+            chunk=setup.chunk,
+            planned_for=setup.device,
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of what prompts occupy while they are prefilled."""
+        widened = 0 if self._widened is None else self._widened.nbytes
+        return sum(lane.nbytes for lane in self.lanes) + widened + self._last_input.nbytes
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
@@ -194,10 +213,10 @@ class Prefill:
             job.layer += 1
             job.done = job.skipped
 
-    def _finish_chunk(self, job: PrefillJob, start: int, x: Tensor, layer: _Layer) -> None:
-        """What comes after :attr:`_Layer.before` in the last layer: often, only the last token's result is needed."""
+    def _finish_chunk(self, job: PrefillJob, start: int, x: Tensor, layer: Layer) -> None:
+        """What comes after :attr:`Layer.before` in the last layer: often, only the last token's result is needed."""
         if start + len(x) == len(job.tokens):
-            job.logits = self._last_logits(job, self._layers[job.layer], len(x) - 1)
+            job.logits = self._last_logits(job, self.layers[job.layer], len(x) - 1)
         if job.scored is None and self.model.ahead is None:
             return
         chunk = self._chunk_of(job, start, x)
@@ -217,14 +236,14 @@ class Prefill:
         if job.skipped:
             job.prefix.put_into(staging, job.layer, has_state=isinstance(staging, StateCache))
 
-    def _layer_of(self, job: PrefillJob) -> _Layer:
+    def _layer_of(self, job: PrefillJob) -> Layer:
         """The current layer; for a long prompt with widened weights, if that pays."""
-        layer = self._layers[job.layer]
+        layer = self.layers[job.layer]
         if self._widened is None or not self.widens(len(job.tokens)):
             return layer
         if self._wide is None or self._wide[0] != job.layer:  # prompts in both lanes take turns
             self._wide = None
-            self._wide = job.layer, _Layer(self._widened.widen([*layer.before, *layer.after]), layer.others)
+            self._wide = job.layer, Layer(self._widened.widen([*layer.before, *layer.after]), layer.others)
         return self._wide[1]
 
     def _following(self, job: PrefillJob, start: int, used: int) -> Tensor:
@@ -288,11 +307,11 @@ class Prefill:
             packed_until=memory.packed_until,
         )
 
-    def _last_logits(self, job: PrefillJob, layer: _Layer, row: int) -> Tensor:
+    def _last_logits(self, job: PrefillJob, layer: Layer, row: int) -> Tensor:
         """Logits of the prompt's last token, the only one that goes through the rest of the last layer.
 
         Args:
-            job: The prompt, whose last chunk has been through :attr:`_Layer.before`.
+            job: The prompt, whose last chunk has been through :attr:`Layer.before`.
             layer: The last layer.
             row: Row of the last token in that chunk: buffers still hold what the rest of the layer reads. Rows of other
                 tokens stay as they are. This row does not if other layers follow, but nothing reads it any more: no
@@ -310,7 +329,7 @@ class Prefill:
         chunk = self.chunk_at([0] * len(self.model.spec.groups), len(x), x)
         logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
         chunk.buffers["logits"] = logits
-        program_for_rows(self._output, chunk).run()
+        program_for_rows(self.leaving, chunk).run()
         return logits
 
     def _score(self, job: PrefillJob, x: Tensor, start: int) -> None:
@@ -342,11 +361,12 @@ class Prefill:
             if target.error is not None:
                 continue
             try:
-                self._compress_into(target, job)
+                self.compress_into(target, job)
             except Exception as error:  # for example, in a third-party policy; the other targets continue
                 target.error = error
 
-    def _compress_into(self, target: Target, job: PrefillJob) -> None:
+    def compress_into(self, target: Target, job: PrefillJob) -> None:
+        """Compress the finished layer for one target."""
         layout, budget, into = target.layouts[job.group], target.budget, target.layers[job.layer]
         has_budget = self.model.spec.groups[job.group].has_budget
         staging = self.lanes[job.lane].caches[job.group]

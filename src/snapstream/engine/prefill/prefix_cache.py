@@ -14,11 +14,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from snapstream.cache import CacheSizes, CompressedSequence, LayerCache, SequenceStore, Stored, StoreFullError
+import torch
+
+from snapstream.cache import (
+    CacheSizes,
+    CompressedSequence,
+    LayerCache,
+    SequenceStore,
+    Stored,
+    StoreFullError,
+    make_caches,
+)
 from snapstream.compression import lay_out_window
 from snapstream.errors import CacheFileError
 
@@ -38,13 +48,15 @@ class Piece:
         key: Its key.
         start: Place of its first token in the prompt.
         tokens: Its tokens.
-        layers: Per finished layer, a copy of its entries, or of the state after its last token.
+        layers: A copy of the entries of each layer, or of the state after its last token; made with the first layer.
+        finished: How many layers are complete.
     """
 
     key: str
     start: int
     tokens: Sequence[int]
     layers: list[LayerCache] = field(default_factory=list)
+    finished: int = 0
 
     @property
     def end(self) -> int:
@@ -82,17 +94,21 @@ class Keeping:
         pieces: The pieces, in order.
         nbytes: Bytes that they take.
         found: Pieces before them that are known.
+        make: Makes the caches of a piece of so many tokens.
     """
 
     pieces: list[Piece]
     nbytes: int
     found: list[Stored]
+    make: Callable[[int, torch.device], list[LayerCache]]
 
     def capture(self, staging: LayerCache, layer: int, done: int) -> None:
         """Copy what is complete of a layer, of which ``done`` tokens have been prefilled."""
         for piece in self.pieces:
-            if piece.end <= done and len(piece.layers) == layer:
-                piece.layers.append(staging.copied(piece.start, piece.end))
+            if piece.end <= done and piece.finished == layer:
+                piece.layers = piece.layers or self.make(len(piece.tokens), staging.keys.device)
+                staging.copy_to(piece.layers[layer], piece.start, piece.end)
+                piece.finished += 1
 
 
 class PrefixCache:
@@ -153,11 +169,11 @@ class PrefixCache:
         new = self._pieces_after(key, prompt, start, len(known))
         if new and new[0].key == last:
             new = []
-        keeping = Keeping(new, sum(self._nbytes(len(piece.tokens)) for piece in new), known)
+        keeping = Keeping(new, sum(self._nbytes(len(piece.tokens)) for piece in new), known, self._make)
         try:
             self.store.make_room(keeping.nbytes)
         except StoreFullError:  # all of it will be taken by prompts that came before
-            keeping = Keeping([], 0, known)
+            keeping = Keeping([], 0, known, self._make)
         self._coming.add(keeping)
         return Prefix(pieces), keeping
 
@@ -213,6 +229,9 @@ class PrefixCache:
     def _entries(self, tokens: int) -> list[int]:
         """Entries of a piece per group of layers; with a state, the inputs that go with it."""
         return [group.window or 0 if group.has_state else tokens for group in self._groups]
+
+    def _make(self, tokens: int, device: torch.device) -> list[LayerCache]:
+        return make_caches(self._groups, self._entries(tokens), dtype=self._sizes.dtype, device=device)
 
     def _nbytes(self, tokens: int) -> int:
         return self._sizes.of(self._entries(tokens))

@@ -78,6 +78,13 @@ class Staging:
         rows = rows_of_queries(queries, entries)
         self.queries = torch.zeros(spec.heads, rows, spec.entries[0].size, dtype=dtype, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; groups may share it."""
+        tensors = [self.hidden, self.queries, *self.packed, *(each for cache in self.caches for each in cache.tensors)]
+        memories = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+        return sum(memories.values())
+
     def keep_queries(self, query: Tensor, start: int, length: int) -> None:
         """Keep the rows of ``query`` ``[T, H, D]``, the first of entry ``start``, that are among the prompt's last."""
         first = length - self.queries.shape[1]  # the entry of row 0; negative for a short prompt

@@ -74,7 +74,8 @@ class CpuProgram:
 
         Args:
             operations: The list.
-            machine: The buffers, slots and caches that it works on.
+            machine: The buffers, slots and caches that it works on. On the meta device, the program only says how much
+                memory it needs.
             instructions: Index of the instructions that multiply bfloat16; ``None`` for the fastest.
 
         Raises:
@@ -118,8 +119,15 @@ class CpuProgram:
             accepted=_address(slots.accepted),
             certain=isinstance(machine, PromptChunk),
         )
-        self._threads = 0
-        self._scratch = torch.empty(0)
+        self._reserve(torch.get_num_threads())
+
+    def _reserve(self, threads: int) -> None:
+        """Allocate the temporaries of so many threads."""
+        size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
+        if size < 0:
+            raise MemoryError("not enough memory to plan the temporaries of decoding")
+        device = self.machine.slots.token.device
+        self._scratch, self._threads = torch.empty(size, dtype=torch.uint8, device=device), threads
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times in one launch.
@@ -128,12 +136,10 @@ class CpuProgram:
             MemoryError: There is not enough memory for temporaries.
         """
         assert 0 < steps <= self._steps
+        assert not self._scratch.is_meta, "a plan cannot be run"
         threads = torch.get_num_threads()
         if threads != self._threads:
-            size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
-            if size < 0:
-                raise MemoryError("not enough memory to plan the temporaries of decoding")
-            self._scratch, self._threads = torch.empty(size, dtype=torch.uint8), threads
+            self._reserve(threads)
         begin, end, _ = slice(first, last).indices(len(self.operations))
         assert begin < end
         scratch = self._scratch.data_ptr()
@@ -288,7 +294,7 @@ def run_rows(name: str, source: Tensor, target: Tensor, **fields: Tensor | float
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
+    if tensor is None or tensor.is_meta:
         return None
     require(tensor.device.type == "cpu", f"a tensor is on {tensor.device}; it must be on the CPU")
     return tensor.data_ptr()

@@ -40,7 +40,7 @@ class TritonProgram:
             machine: The buffers, slots and caches that they work on, all on one device.
             splits: Into how many parts attention splits the entries of each slot.
         """
-        self.machine = machine
+        self.operations, self.machine = operations, machine
         # All layers share the scratch memory of attention.
         needed = [
             decode_scratch(machine.slots.token.numel(), each.target.heads, each.target.size, splits)

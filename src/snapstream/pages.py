@@ -1,7 +1,9 @@
-"""Memory for what a decode step reads, on huge pages where the system has them.
+"""Large blocks of memory on a CPU, on huge pages where the system has them.
 
-A step reads all weights and caches once. With 4 KiB pages, every few cache lines need another TLB entry. Linux provides
-2 MiB pages on request (``madvise``), unless they are disabled.
+A decode step reads all weights and caches once. With 4 KiB pages, every few cache lines need another TLB entry. Linux
+provides 2 MiB pages on request (``madvise``), unless they are disabled.
+
+A block goes back to the system as soon as it is free. The C library keeps much of what is freed in small parts.
 """
 
 from __future__ import annotations

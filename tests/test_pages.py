@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from snapstream.kernels.cpu import pages
+from snapstream import pages
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, save_checkpoint
 

@@ -1,0 +1,153 @@
+"""What operations allocate while they run, besides the buffers that they work on.
+
+Where torch runs an operation, it does so here too, on tensors without contents, and what it makes is counted
+(:mod:`snapstream.kernels.counting`). What kernels and libraries allocate is declared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from snapstream.kernels import cpu
+from snapstream.kernels import operations as ops
+from snapstream.kernels.counting import peak_of
+from snapstream.kernels.cpu.program import CpuProgram, unsupported
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.parts import Machine, Part, PromptChunk
+from snapstream.kernels.products import keeps_blocks, scratch_bytes
+from snapstream.kernels.recurrence import Recur
+from snapstream.kernels.weight import BlockWeight, Weight
+
+MANY = 64
+"""Rows from which on the library brings a weight into an order of its own."""
+
+
+def most_workspace(operations: Iterable[Operation], m: Machine, device: torch.device) -> int:
+    """Bytes that operations allocate at most, one after another.
+
+    Args:
+        operations: The operations.
+        m: What they work on, on the meta device.
+        device: Where they will run.
+    """
+    different = {_kind(each): each for each in operations}
+    return max((workspace(each, m, device) for each in different.values()), default=0)
+
+
+def _kind(o: Operation) -> tuple[object, ...]:
+    """What the memory of an operation depends on: not its layer, and of tensors only shapes and types."""
+
+    def of(value: object) -> object:
+        if isinstance(value, Weight):
+            return tuple((part.shape, part.dtype, type(part)) for part in value.parts)
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+    return (type(o), *(of(value) for name, value in vars(o).items() if name != "layer"))
+
+
+@functools.singledispatch
+def workspace(o: Operation, m: Machine, device: torch.device) -> int:
+    """Bytes that one operation allocates at most; see :func:`most_workspace`."""
+    return peak_of(functools.partial(o.run, m))
+
+
+@workspace.register
+def _(o: ops.Norm, m: Machine, device: torch.device) -> int:
+    return _of_rows(o, m, device)
+
+
+@workspace.register
+def _(o: ops.Rotate, m: Machine, device: torch.device) -> int:
+    return _of_rows(o, m, device)
+
+
+@workspace.register
+def _(o: ops.Gate, m: Machine, device: torch.device) -> int:
+    return _of_rows(o, m, device)
+
+
+@workspace.register
+def _(o: ops.GateBy, m: Machine, device: torch.device) -> int:
+    return _of_rows(o, m, device) if device.type == "cuda" else peak_of(functools.partial(o.run, m))
+
+
+def _of_rows(o: Operation, m: Machine, device: torch.device) -> int:
+    """Of an operation whose kernels need nothing."""
+    if keeps_blocks(device, m.dtype) and (device.type != "cpu" or unsupported([o], m.dtype) is None):
+        return 0
+    return peak_of(functools.partial(o.run, m))
+
+
+@workspace.register
+def _(o: ops.Embed, m: Machine, device: torch.device) -> int:
+    if device.type == "cuda" and isinstance(o.table, BlockWeight):
+        return 0
+    return _of_loop(o, m, device)
+
+
+@workspace.register
+def _(o: Recur, m: Machine, device: torch.device) -> int:
+    return _of_loop(o, m, device)
+
+
+def _of_loop(o: Operation, m: Machine, device: torch.device) -> int:
+    """Of an operation that the native loop runs on a CPU, and torch elsewhere."""
+    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
+    if device.type == "cpu" and cpu.available() and unsupported([o], *dtypes) is None:
+        return peak_of(functools.partial(CpuProgram, [o], m))
+    return peak_of(functools.partial(o.run, m))
+
+
+@workspace.register
+def _(o: ops.Product, m: Machine, device: torch.device) -> int:
+    rows = len(m.buffers[o.source.buffer])
+    own = _of_product(o.weight, o.source, rows, m, device)
+    if own is None:
+        return peak_of(functools.partial(o.run, m))
+    in_place = not o.add and (o.bias is None or o.weight.has_blocks)
+    if device.type == "cuda":
+        in_place = in_place or o.weight.has_blocks or o.bias is None
+    return own + (0 if in_place else _made(o.weight, rows, m))
+
+
+@workspace.register
+def _(o: ops.GatedProduct, m: Machine, device: torch.device) -> int:
+    rows = len(m.buffers[o.source.buffer])
+    own = _of_product(o.weight, o.source, rows, m, device)
+    return peak_of(functools.partial(o.run, m)) if own is None else own + _made(o.weight, rows, m)
+
+
+@workspace.register
+def _(o: ops.ExpertProduct, m: Machine, device: torch.device) -> int:
+    rows = len(m.buffers[o.source.buffer])
+    made = rows * o.weight.shape[1] * m.dtype.itemsize
+    biases = 0 if o.bias is None else made
+    if device.type == "cpu" and isinstance(m, PromptChunk) and unsupported([o], m.dtype) is None:
+        return made + biases + peak_of(functools.partial(CpuProgram, [o], m))
+    copies = 1 if o.weight.has_blocks else 2  # torch's product is not contiguous
+    return made * copies + biases + (0 if o.gated else made)
+
+
+def _of_product(weight: Weight, source: Part, rows: int, m: Machine, device: torch.device) -> int | None:
+    """What a product needs besides its result; ``None`` where the weight is not multiplied as it is stored."""
+    if weight.has_blocks and not keeps_blocks(device, m.dtype):
+        return None
+    if not weight.has_blocks and weight.dtype != m.dtype:
+        return None
+    return rows * scratch_bytes(weight, device) + _packed(weight, rows, m, device)
+
+
+def _packed(weight: Weight, rows: int, m: Machine, device: torch.device) -> int:
+    """With tile registers, the library brings a weight into an order of its own before a product of many rows."""
+    if device.type != "cpu" or rows < MANY or not cpu.available() or cpu.prefill_instructions(m.dtype) != "tiles":
+        return 0
+    return sum(part.nbytes for part in weight.parts if not isinstance(part, BlockWeight))
+
+
+def _made(weight: Weight, rows: int, m: Machine) -> int:
+    """Bytes of the result of a product."""
+    return rows * weight.shape[0] * m.dtype.itemsize
