@@ -76,7 +76,15 @@ def run(model: Path, part: Part, data: Path, output: Path, samples: int, half: s
     if half != "all":
         asked += ["--half", half] if files else ["--seed", str(FIRST_SEED[half])]
     command = [sys.executable, "-m", "snapstream.cli", "eval", str(model), *asked, "--samples", str(samples)]
-    command += ["--budgets", SIZES, "--policies", ",".join(POLICIES), "--no-telemetry", "--output", str(output)]
+    command += [
+        "--budgets",
+        SIZES,
+        "--policies",
+        ",".join(POLICIES),
+        "--no-return-kept-tokens",
+        "--output",
+        str(output),
+    ]
     return subprocess.run([*command, *part.options, *rest], check=False, stdout=subprocess.DEVNULL).returncode
 
 

@@ -82,14 +82,14 @@ def way(name: str, model: Path, logs: Path) -> Iterator[str]:
         with server("one", model, logs, "0" if name == WAYS[0] else "0-1"):
             yield f"http://127.0.0.1:{PORTS['one']}"
         return
-    parcels = logs / "parcels"
+    payloads = logs / "payloads"
     router = [sys.executable, "-m", "snapstream", "route", "--port", str(PORTS["router"])]
     for kind in ("prefill", "decode"):
         router += [f"--{kind}", f"http://127.0.0.1:{PORTS[kind]}"]
     address = f"http://127.0.0.1:{PORTS['router']}"
     with (
-        server("prefill", model, logs, "1", transfer_of("kv_producer", parcels)),
-        server("decode", model, logs, "0", transfer_of("kv_consumer", parcels)),
+        server("prefill", model, logs, "1", transfer_of("kv_producer", payloads)),
+        server("decode", model, logs, "0", transfer_of("kv_consumer", payloads)),
         process(router, logs / "router.log", f"{address}/health", {}),
     ):
         yield address
@@ -156,17 +156,17 @@ async def measure(address: str, seed: int) -> dict[str, Any]:
     return gaps | {"first": first, "seconds": end - begin}
 
 
-def parcel_bytes(model: Path, logs: Path) -> dict[str, int]:
+def payload_bytes(model: Path, logs: Path) -> dict[str, int]:
     """Bytes transferred for one prompt of 16k tokens, and sizes of its compressed and full cache."""
-    parcels = logs / "parcels"
-    with server("prefill", model, logs, "0-1", transfer_of("kv_producer", parcels)):
+    payloads = logs / "payloads"
+    with server("prefill", model, logs, "0-1", transfer_of("kv_producer", payloads)):
         body = {"model": "m", "prompt": prompt(CONTEXT, 5), "max_tokens": 1, "temperature": 0}
         body["kv_transfer_params"] = {"do_remote_decode": True}
         httpx.post(f"http://127.0.0.1:{PORTS['prefill']}/v1/completions", json=body, timeout=None).raise_for_status()
         time.sleep(1)
-        (parcel,) = parcels.iterdir()
-        sent = parcel.stat().st_size
-        parcel.unlink()
+        (payload,) = payloads.iterdir()
+        sent = payload.stat().st_size
+        payload.unlink()
     head = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     size = head * CONFIG["num_key_value_heads"] * 2 * 2 * CONFIG["num_hidden_layers"]
     return {"sent": sent, "compressed": BUDGET * size, "full": CONTEXT * size}
@@ -200,7 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model, logs = Path(directory) / "model", Path(directory)
         save_model(model)
-        sizes = parcel_bytes(model, logs)
+        sizes = payload_bytes(model, logs)
         print(
             f"A prompt of {CONTEXT} tokens transfers {sizes['sent'] / 2**20:.1f} MiB; its compressed cache has "
             f"{sizes['compressed'] / 2**20:.1f} MiB, its full cache {sizes['full'] / 2**20:.1f} MiB."

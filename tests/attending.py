@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
+from snapstream.kernels.buffers import PromptChunk, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.operations import Attend, Operation, PlainProgram, Store
-from snapstream.kernels.parts import Machine, PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 
 
@@ -96,5 +96,5 @@ def logits_with(model, tokens, positions, attend, recur=None):
     slots = replace(Slots.that_see(torch.ones_like(tokens), 1), token=tokens[:, None], position=positions)
     dtype = model.dtype
     buffers = allocate_buffers((part for each in given for part in each.parts()), len(tokens), dtype)
-    PlainProgram(made, Machine(buffers, slots, [], [], dtype)).run()
+    PlainProgram(made, StepBuffers(buffers, slots, [], [], dtype)).run()
     return buffers["logits"]

@@ -46,7 +46,7 @@ def check_integrity(engine: Engine) -> None:
             assert len(target.layers) == engine.spec.cached_layers
             done = range(min(job.layer, engine.spec.layers))  # nothing is told of the next-token module
             told = len(set(done) & set(reported_layers(engine.spec.groups)))
-            assert target.error is not None or len(target.mass) == told * target.telemetry
+            assert target.error is not None or len(target.mass) == told * target.return_kept_tokens
 
 
 def _check_slot(engine: Engine, slot: int, request: Request) -> None:

@@ -77,7 +77,7 @@ def test_a_turn_goes_on_from_a_file(model, tmp_path, steps):
     loaded = make(model, budget=BUDGET, sessions=1).engine.files.load(path)
     assert loaded.note == "hello"
     same(loaded, first)
-    params = greedy(40, logprobs=1, telemetry=True)
+    params = greedy(40, logprobs=1, return_kept_tokens=True)
     want, got = (run(llm, prompt(33, seed=2), params, past=past) for past in (first, loaded))
     assert (got.token_ids, got.logprobs, got.cache) == (want.token_ids, want.logprobs, want.cache)
 
@@ -89,7 +89,7 @@ def test_what_is_decoded_after_an_answer_needs_a_token(checkpoint):
     with pytest.raises(RequestError, match="give at least one token"):
         llm.engine.add_request([], greedy(3), past=turn)
     read = run(llm, prompt(100), SamplingParams(max_tokens=0), keep=True).saved
-    for params in (greedy(3, kv_budget=32), greedy(3, telemetry=True)):
+    for params in (greedy(3, kv_budget=32), greedy(3, return_kept_tokens=True)):
         with pytest.raises(RequestError, match="keeps its budget"):
             llm.engine.add_request([], params, past=read)
     with pytest.raises(RequestError, match="up to 48 entries, but this engine's slots hold 32"):

@@ -14,7 +14,7 @@ from snapstream.compression import (
     choose_entries,
     lay_out,
     layout_tensors,
-    next_slot,
+    next_entry,
     observation_votes,
     pool_votes,
     ranks,
@@ -177,7 +177,7 @@ def test_attention_over_the_ring_equals_naive_concatenation(budget, length, deco
     count = tensors.count
     for step in range(decoded):
         query, key, value = torch.randn(3, D, generator=generator)
-        slot = int(next_slot(count, tensors.base, tensors.limit))
+        slot = int(next_entry(count, tensors.base, tensors.limit))
         cache_k[slot], cache_v[slot] = key, value
         count = count + 1
         all_keys.append(key)

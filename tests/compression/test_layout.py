@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstream.compression import lay_out, layout_tensors, next_slot
+from snapstream.compression import lay_out, layout_tensors, next_entry
 from snapstream.config import CacheBudget
 from tests.reference import naive_compress
 
@@ -38,7 +38,7 @@ def test_ring_holds_what_the_naive_cache_holds(budget, length, decoded):
     base, count, limit = layout.base, layout.count, layout.limit
     pinned_before = {i: entries[i] for i in range(min(base, count))}
     for position in range(length, length + decoded):
-        slot = int(next_slot(torch.tensor([count]), torch.tensor([base]), torch.tensor([limit])))
+        slot = int(next_entry(torch.tensor([count]), torch.tensor([base]), torch.tensor([limit])))
         assert 0 <= slot < budget.capacity
         entries[slot] = position
         count += 1

@@ -301,7 +301,7 @@ def test_votes_that_are_none_are_refused_and_negative_zeros_are_zeros(checkpoint
     answer = llm.generate(prompt(140), greedy(3, kv_budget=CacheBudget(4, 24, 20, policy=WrongScores())))[0]
     assert "returned scores (1, 2, 140) of torch.float64" in answer.error
     budget = CacheBudget(4, 24, 20, policy=NegativeZeros())
-    kept = llm.generate(prompt(140), greedy(3, kv_budget=budget, telemetry=True))[0].cache.kept
+    kept = llm.generate(prompt(140), greedy(3, kv_budget=budget, return_kept_tokens=True))[0].cache.kept
     assert kept.positions[0][0] == (*range(24), *range(116, 140))  # all alike: the first ones, each once
 
 

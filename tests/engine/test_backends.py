@@ -48,14 +48,14 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
     """And the caches are as before, also where a ring is shorter than a step, and after an error."""
     llm = make(model, BUDGET, speculative="lookup", speculative_tokens=3, attention="sdpa", slots=3)
     decode = llm.engine.model_runner.decoder
-    machine = decode.verifications[4]._machine
+    work = decode.verifications[4]._machine
     torch.manual_seed(0)
-    for tensor in (*machine.caches[0].tensors, *machine.pending[0].tensors):
+    for tensor in (*work.caches[0].tensors, *work.pending[0].tensors):
         tensor.normal_()
-    for name, buffer in machine.buffers.items():
+    for name, buffer in work.buffers.items():
         if buffer.is_floating_point() and name != "logits":
             buffer.normal_()
-    slots = machine.slots
+    slots = work.slots
     slots.base.fill_(0)
     slots.limit.fill_(limit)
     slots.count.copy_(torch.tensor([0, limit - 1, 7 * limit]))
@@ -63,15 +63,15 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
     slots.drafted.copy_(torch.tensor([3, 1, 0]))
     (plain, *_) = [each for each in decode.model.operations() if isinstance(each, Attend)]
     (ours,) = with_backend([plain], Counting())
-    before = [tensor.clone() for tensor in machine.caches[0].tensors]
-    target = plain.target.of(machine.buffers)
+    before = [tensor.clone() for tensor in work.caches[0].tensors]
+    target = plain.target.of(work.buffers)
     target.zero_()
-    PlainProgram([plain], machine).run()
+    PlainProgram([plain], work).run()
     want = target.clone()
     target.zero_()
-    PlainProgram([ours], machine).run()
+    PlainProgram([ours], work).run()
     torch.testing.assert_close(target, want)
-    for kept, tensor in zip(before, machine.caches[0].tensors, strict=True):
+    for kept, tensor in zip(before, work.caches[0].tensors, strict=True):
         assert torch.equal(kept, tensor)
 
     class Failing(Counting):
@@ -81,6 +81,6 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
             return super().decode(query, keys, values, valid, scale)
 
     with pytest.raises(KeyboardInterrupt):
-        PlainProgram(with_backend([plain], Failing()), machine).run()
-    for kept, tensor in zip(before, machine.caches[0].tensors, strict=True):
+        PlainProgram(with_backend([plain], Failing()), work).run()
+    for kept, tensor in zip(before, work.caches[0].tensors, strict=True):
         assert torch.equal(kept, tensor)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapstream import CacheBudget, RequestError, SamplingParams
-from snapstream.compression import entry_of, lay_out, next_slot, surviving_tokens
+from snapstream.compression import entry_of, lay_out, next_entry, surviving_tokens
 from snapstream.engine.requests.output import KEPT_PARTS
 from tests.checkpoints import prompt, prompt_before_words
 from tests.conversation import NaiveConversation
@@ -46,7 +46,7 @@ def check_turns(checkpoint, seed):
         tokens = pending + prompt(rng.choice([1, 5, 31, 32, 33, 60]), seed=seed * 10 + turn)
         steps = rng.choice([1, 2, 10, 25])
         expected = naive.turn(tokens, steps)
-        output = run(llm, tokens, greedy(steps, telemetry=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
+        output = run(llm, tokens, greedy(steps, return_kept_tokens=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
         assert list(output.token_ids) == expected
         saved, pending = output.saved, expected[-1:]
         assert len(saved.tokens) == naive.length
@@ -100,9 +100,9 @@ def test_a_saved_cache_can_be_used_again(checkpoint):
     llm = make(checkpoint, sessions=1)
     first = run(llm, prompt(90), greedy(20), keep=True)
     question = [first.token_ids[-1], *prompt(12, seed=1)]
-    once = run(llm, question, greedy(20, telemetry=True), past=first.saved, keep=True)
+    once = run(llm, question, greedy(20, return_kept_tokens=True), past=first.saved, keep=True)
     llm.generate([prompt(100, seed=9)] * 3, greedy(30))
-    again = run(llm, question, greedy(20, telemetry=True), past=first.saved)
+    again = run(llm, question, greedy(20, return_kept_tokens=True), past=first.saved)
     assert again.token_ids == once.token_ids
     assert again.cache.kept.positions == once.cache.kept.positions
     assert again.cache.kept.mass == pytest.approx(once.cache.kept.mass)
@@ -147,7 +147,7 @@ def test_the_saved_answer_is_whole_tokens(checkpoint, stop):
 def test_what_a_slot_holds(checkpoint):
     llm = make(checkpoint, sessions=1, slots=2)
     assert llm.engine.slots() == [None, None]
-    name = llm.engine.add_request(prompt(100), greedy(60, telemetry=True), keep=True)
+    name = llm.engine.add_request(prompt(100), greedy(60, return_kept_tokens=True), keep=True)
     output = None
     while not (output and output.finished):
         output = next((o for o in llm.engine.step() if o.request_id == name), output)
@@ -202,7 +202,7 @@ def test_surviving_tokens_equal_a_ring_that_is_written(seed):
         until = rng.randrange(layout.count, count + 1)
         cache = {entry: entry for entry in range(layout.count)}
         for index in range(layout.count, count):
-            slot = int(next_slot(torch.tensor(index), torch.tensor(layout.base), torch.tensor(layout.limit)))
+            slot = int(next_entry(torch.tensor(index), torch.tensor(layout.base), torch.tensor(layout.limit)))
             assert slot == entry_of(layout, index)
             cache[slot] = index
         assert surviving_tokens(layout, until, count) == sorted(i for i in cache.values() if i < until)

@@ -139,14 +139,16 @@ def test_request_budget_equals_an_engine_with_that_budget(checkpoint):
     assert got[1].cache.limit == 48
 
 
-@pytest.mark.parametrize("host", [None, 256, 192, CacheBudget.preset("streaming", 192), CacheBudget(4, 180, 8, window=1)])
+@pytest.mark.parametrize(
+    "host", [None, 256, 192, CacheBudget.preset("streaming", 192), CacheBudget(4, 180, 8, window=1)]
+)
 def test_a_number_is_the_same_cache_on_every_engine(checkpoint, host):
     """Whatever the engine's own policy and window are: ``kv_budget=64`` is ``CacheBudget.of(64)``."""
     llm = make(checkpoint, host, slots=1)
     for entries in (16, 36, 64, 150, 192):
-        want = make(checkpoint, CacheBudget.of(entries)).generate(prompt(220), greedy(12, telemetry=True))[0]
+        want = make(checkpoint, CacheBudget.of(entries)).generate(prompt(220), greedy(12, return_kept_tokens=True))[0]
         for asked in (entries, CacheBudget.of(entries)):
-            got = llm.generate(prompt(220), greedy(12, kv_budget=asked, telemetry=True))[0]
+            got = llm.generate(prompt(220), greedy(12, kv_budget=asked, return_kept_tokens=True))[0]
             assert got.token_ids == want.token_ids
             assert got.cache == want.cache
 
@@ -436,10 +438,10 @@ def test_half_precision_runs(checkpoint):
 
 def test_a_smaller_budget_of_a_full_cache_is_snapstream(checkpoint):
     """Not StreamingLLM, which a full cache with fewer entries would be."""
-    params = greedy(30, kv_budget=64, telemetry=True)
+    params = greedy(30, kv_budget=64, return_kept_tokens=True)
     full = make(checkpoint, budget=None).generate([prompt(150)], params)[0]
     streaming = make(checkpoint, budget=CacheBudget.preset("streaming", 64)).generate(
-        [prompt(150)], greedy(30, telemetry=True)
+        [prompt(150)], greedy(30, return_kept_tokens=True)
     )[0]
     assert full.cache.pinned > 0
     assert full.cache.kept.positions != streaming.cache.kept.positions

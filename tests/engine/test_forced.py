@@ -109,7 +109,7 @@ def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
 @pytest.mark.parametrize("length", [30, 140])
 def test_telemetry_tells_what_was_kept(checkpoint, budget, length):
     llm = make(checkpoint)
-    out = llm.generate(prompt(length), greedy(4, kv_budget=budget, telemetry=True))[0]
+    out = llm.generate(prompt(length), greedy(4, kv_budget=budget, return_kept_tokens=True))[0]
     assert llm.generate(prompt(length), greedy(4, kv_budget=budget))[0].cache.kept is None
     kept = out.cache.kept
     if budget.policy.name == "random":

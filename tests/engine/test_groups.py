@@ -85,7 +85,7 @@ def check_turns(checkpoint, sizes, *, ring="elastic", seed=0, **settings):
     for turn, (length, steps) in enumerate(sizes):
         tokens = pending + prompt(length, seed=seed * 10 + turn)
         expected = naive.turn(tokens, steps)
-        output = run(llm, tokens, greedy(steps, telemetry=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
+        output = run(llm, tokens, greedy(steps, return_kept_tokens=True, logit_bias=NO_SPECIAL), past=saved, keep=True)
         check_integrity(llm.engine)
         assert list(output.token_ids) == expected
         output.saved.check_integrity()
@@ -256,7 +256,7 @@ def test_reports_and_plan(windowed):
     lost = [0 if window is None else 16 + 3 for window in windows]  # kept for the sake of sessions
     held = [window or 48 for window in windows]
     assert llm.engine.plan.slots == 3 * (nbytes(held) + nbytes(lost))
-    output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
+    output = run(llm, prompt(100), greedy(30, return_kept_tokens=True), keep=True)
     assert output.cache.bytes_held == nbytes(held)
     assert output.cache.bytes_full == nbytes([min(130, window or 130) for window in windows])
     full, first = None in windows, spec.groups[0].window
@@ -288,7 +288,7 @@ def test_reports_and_plan_of_states(family, tmp_path, monkeypatch):
     entry = full.entry.nbytes(torch.float32) * len(full.layers)
     assert plan.slots == plan.slot_count * (48 * entry + many * (2 * matrices + (window + 16 + 3) * item))
     assert plan.bytes_per_token == entry
-    output = run(llm, prompt(100), greedy(30, telemetry=True), keep=True)
+    output = run(llm, prompt(100), greedy(30, return_kept_tokens=True), keep=True)
     assert output.cache.bytes_held == 48 * entry + of_states
     assert output.cache.bytes_full == 130 * entry + of_states
     assert [len(layer[0]) for layer in output.cache.kept.positions] == [48] * len(full.layers)

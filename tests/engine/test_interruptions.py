@@ -22,7 +22,7 @@ END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("w7", "w31"))
 JOBS = [
     (prompt(10, 1), greedy(30)),
     (prompt(150, 2), greedy(25)),
-    (prompt(150, 2), greedy(12, kv_budget=32, telemetry=True)),
+    (prompt(150, 2), greedy(12, kv_budget=32, return_kept_tokens=True)),
     (prompt(97, 3), greedy(20, forced=tuple(prompt(9, seed=8)))),
     (prompt(130, 4), SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)),
     (prompt(33, 5), greedy(20, logprobs=2, prompt_logprobs=1)),

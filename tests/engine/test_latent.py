@@ -63,7 +63,7 @@ def test_one_latent_is_stored_per_token(deepseek):
     llm = make(deepseek, sessions=1)
     held = sum(layer.nbytes for layer in llm.engine.model_runner.decoder.layers)
     assert held == llm.engine.plan.slots == 3 * BUDGET.capacity * llm.engine.plan.bytes_per_token
-    output = run(llm, prompt(130), greedy(10, telemetry=True), keep=True)
+    output = run(llm, prompt(130), greedy(10, return_kept_tokens=True), keep=True)
     assert all(len(layer.tensors) == 1 for layer in output.saved.layers)
     assert output.saved.nbytes <= llm.engine.plan.sessions
     assert [len(layer) for layer in output.cache.kept.positions] == [1, 1]  # one choice for all heads

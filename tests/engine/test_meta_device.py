@@ -28,8 +28,17 @@ from tests.engine.test_engine import make
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
+from snapstream.kernels.triton.program import TritonProgram
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: test_cuda.py")
 META = torch.device("meta")
+
+
+class Launched(TritonAttention):
+    """Launches, where a plan of memory would do without."""
+
+    def program(self, operations, work):
+        return TritonProgram(operations, work)
 
 
 @pytest.fixture(params=["triton", "sdpa"])
@@ -46,7 +55,7 @@ def copies(request, monkeypatch):
         assert all(each.device == META for each in arguments if isinstance(each, torch.Tensor))
 
     def set_up_there(*arguments, **settings):
-        backend = TritonAttention(META) if request.param == "triton" else SdpaAttention()
+        backend = Launched(META) if request.param == "triton" else SdpaAttention()
         return dataclasses.replace(set_up(*arguments, **settings), device=META, backend=backend)
 
     def load(checkpoint, spec, dtype, device):
@@ -108,7 +117,7 @@ def test_nothing_waits_for_the_device_in_a_step(llm, copies):
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True),
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1, logprobs=2, logit_bias={5: 1.0}, min_tokens=3),
-        SamplingParams(max_tokens=8, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max"), telemetry=True),
+        SamplingParams(max_tokens=8, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max"), return_kept_tokens=True),
         SamplingParams(max_tokens=30, forced=tuple(prompt(7)), presence_penalty=1.0, ignore_eos=True),
     ]
     for length, one in zip((1, 60, 130, 47), params, strict=True):

@@ -126,7 +126,7 @@ def latent(tmp_path_factory):
 def test_equals_the_engine_without(latent):
     """Sampling, penalties, stop strings, forced tokens; what is told of prompts is of the model alone."""
     prompts = [prompt(40 + n, seed=n) for n in range(len(PARAMS) + 1)]
-    params = [*PARAMS, greedy(10, telemetry=True, prompt_logprobs=2)]
+    params = [*PARAMS, greedy(10, return_kept_tokens=True, prompt_logprobs=2)]
     plain = make(latent).generate(prompts, params)
     answers = {tuple(tokens): out.token_ids for tokens, out in zip(prompts, plain, strict=True)}
     for llm in (watched(latent, answers), make(latent, speculative="mtp")):
@@ -165,8 +165,8 @@ def test_interrupts_leave_nothing_behind(latent, monkeypatch):
     want = make(latent).generate(prompt(70), greedy(30))[0].token_ids
     llm = make(latent, speculative="mtp")
     engine = llm.engine
-    ahead = engine.model_runner.decoder.ahead
-    for owner, place in ((ahead._steps[8], "read"), (ahead, "guess")):
+    mtp = engine.model_runner.decoder.mtp
+    for owner, place in ((mtp._steps[8], "read"), (mtp, "guess")):
         engine.add_request(prompt(70), greedy(30))
         with monkeypatch.context() as patch:
 
@@ -189,7 +189,7 @@ def test_steps_go_on_without_it(latent, caplog, monkeypatch):
     def fails(most):
         raise RuntimeError("no guess today")
 
-    monkeypatch.setattr(llm.engine.model_runner.decoder.ahead, "guess", fails)
+    monkeypatch.setattr(llm.engine.model_runner.decoder.mtp, "guess", fails)
     assert llm.generate(prompt(60), greedy(20))[0].token_ids == want.token_ids
     assert caplog.text.count("no guess today") in (1, 2)
 

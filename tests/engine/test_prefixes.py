@@ -40,7 +40,7 @@ def check_equal(checkpoint, seed, budget, **settings):
             temperature=rng.choice([0.0, 1.0]),
             seed=number,
             logprobs=3,
-            telemetry=rng.random() < 0.5,
+            return_kept_tokens=rng.random() < 0.5,
             kv_budget=None if budget is None or rng.random() < 0.7 else 25,
         )
         ours, theirs = (run(llm, tokens, params, keep=True) for llm in (sharing, plain))

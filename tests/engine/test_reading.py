@@ -78,7 +78,7 @@ def test_all_that_wait_share_a_reading(checkpoint, monkeypatch):
     """More than there are slots, between others, in other sizes; each gets what it gets alone, in its turn."""
     jobs = [(prompt(140), greedy(15))]
     for index, budget in enumerate(OTHERS):
-        jobs.append((prompt(140), greedy(20, kv_budget=budget, logprobs=index % 2, telemetry=index == 2)))
+        jobs.append((prompt(140), greedy(20, kv_budget=budget, logprobs=index % 2, return_kept_tokens=index == 2)))
         jobs.append((prompt(20, seed=index), greedy(10)))
     jobs.append((prompt(140), SamplingParams(max_tokens=0, prompt_logprobs=3)))
     jobs.append((prompt(140), greedy(5, prompt_logprobs=1)))

@@ -31,7 +31,7 @@ def test_the_same_from_everything_that_runs_here(tmp_path, family):
         SamplingParams(max_tokens=100, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
         SamplingParams(max_tokens=30, forced=tuple(prompt(17, seed=3)), ignore_eos=True),
         SamplingParams(
-            max_tokens=8, logprobs=1, forced=(5, 6), kv_budget=CacheBudget(2, 20, 9, window=4), telemetry=True
+            max_tokens=8, logprobs=1, forced=(5, 6), kv_budget=CacheBudget(2, 20, 9, window=4), return_kept_tokens=True
         ),
     ]
     prompts = [prompt(n, seed=i) for i, n in enumerate(lengths)]

@@ -43,7 +43,9 @@ def test_tokens_of_the_cpu(tmp_path, family):
     params = [
         greedy(7),
         greedy(5, temperature=0.8, top_p=0.9, seed=4, logprobs=2),
-        greedy(4, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max", normalize="candidates"), telemetry=True),
+        greedy(
+            4, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max", normalize="candidates"), return_kept_tokens=True
+        ),
         greedy(8, forced=tuple(prompt(5, seed=3)), prompt_logprobs=1),
     ]
     cpu = make(tmp_path, device="cpu", attention="auto", sessions=1, **settings)

@@ -44,7 +44,9 @@ def run(tmp_path, **changes):
     }
     grid = Grid(**(settings | changes))
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True)
-    host = EngineHost(MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, telemetry=True)
+    host = EngineHost(
+        MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, return_kept_tokens=True
+    )
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         assert run_grid(host, grid, file) == []
     return host, read_records(tmp_path / "r.jsonl")[1]
@@ -350,7 +352,9 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     variants = make_variants(["full", "streaming"], ["1/4"], [()], ENGINE_POLICIES)
     grid = Grid(find_tasks(["multikey"]), [LENGTH], variants, 3, [], 80, 0)
     config = EngineConfig(slots=5, enforce_eager=True)
-    host = EngineHost(MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, telemetry=False)
+    host = EngineHost(
+        MODEL, max_length=grid.longest, budgets=grid.budgets(), config=config, chat=None, return_kept_tokens=False
+    )
 
     def interrupt(*_):
         raise KeyboardInterrupt

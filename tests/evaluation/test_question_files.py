@@ -51,7 +51,9 @@ def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path, question
     variants = make_variants(POLICIES, ["1/4"], [()], ENGINE_POLICIES)
     plan = QuestionPlan([read_questions(str(questions))], variants, prompts, places=("with", "after"))
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True, sessions=1, prefix_contexts=1)
-    host = EngineHost(MODEL, max_length=plan.longest, budgets=plan.budgets(), config=config, chat=None, telemetry=False)
+    host = EngineHost(
+        MODEL, max_length=plan.longest, budgets=plan.budgets(), config=config, chat=None, return_kept_tokens=False
+    )
     with RecordFile(tmp_path / "r.jsonl", host.describe()) as file:
         assert run_questions(host, plan, file) == []
         assert len(file.records) == 4 * 5 + 4 * 4
@@ -92,7 +94,9 @@ def test_texts_are_read_once(tmp_path, questions, monkeypatch):
         Prompts(LLM(MODEL, max_model_len=300, slots=1, enforce_eager=True).tokenizer, chat=None),
     )
     config = EngineConfig(slots=5, prefill_chunk=128, enforce_eager=True, prefix_contexts=int(plan.shares_texts))
-    host = EngineHost(MODEL, max_length=plan.longest, budgets=plan.budgets(), config=config, chat=None, telemetry=False)
+    host = EngineHost(
+        MODEL, max_length=plan.longest, budgets=plan.budgets(), config=config, chat=None, return_kept_tokens=False
+    )
     begun = []
     runner = host.llm.engine.runner
     begin = runner.begin

@@ -6,11 +6,11 @@ import torch
 from snapstream.config.engine import QUANTIZED
 from snapstream.kernels import cpu, products
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.cpu import blocks
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.quantizing import quantize
 from snapstream.kernels.stock import StockProgram
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
@@ -102,7 +102,7 @@ def test_numbers_that_are_not_finite_stay_so():
 
 def _machine(parts, rows, dtype):
     valid = torch.ones(rows, dtype=torch.int64)
-    return Machine(allocate_buffers(parts, rows, dtype), Slots.that_see(valid, 1), [], [], dtype)
+    return StepBuffers(allocate_buffers(parts, rows, dtype), Slots.that_see(valid, 1), [], [], dtype)
 
 
 @has_kernels
@@ -133,23 +133,23 @@ def test_steps_with_rows_in_several_formats(seed, dtype):
             parts.append(BlockWeight(torch.stack(tiles), kind, count))
         return joined(parts)
 
-    B, x = [1, 3, 9, 40][pick(4)], Part("x", 256)
-    inner, made = Part("inner", 96), Part("made", 96)
-    ends = Part("ends", 4, dtype=torch.int64)
+    B, x = [1, 3, 9, 40][pick(4)], BufferView("x", 256)
+    inner, made = BufferView("inner", 96), BufferView("made", 96)
+    ends = BufferView("ends", 4, dtype=torch.int64)
     operations = [
         ops.Embed(mixture([50]), x),
-        ops.Product(x, Part("y", 80), mixture([32, 16, 32]), torch.randn(80, generator=generator)),
+        ops.Product(x, BufferView("y", 80), mixture([32, 16, 32]), torch.randn(80, generator=generator)),
         ops.GatedProduct(x, inner, mixture([96, 96]), torch.randn(192, generator=generator)),
         ops.ExpertProduct(x, made, ends, experts([96, 96]), gated=True),
-        ops.ExpertProduct(x, Part("z", 40), ends, experts([40]), gated=False),
+        ops.ExpertProduct(x, BufferView("z", 40), ends, experts([40]), gated=False),
     ]
     results = []
     for program in (PlainProgram, CpuProgram):
-        machine = _machine([part for each in operations for part in each.parts()], B, dtype)
-        machine.slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
-        machine.buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
-        program(operations, machine).run()
-        results.append(machine.buffers)
+        work = _machine([part for each in operations for part in each.parts()], B, dtype)
+        work.slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
+        work.buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
+        program(operations, work).run()
+        results.append(work.buffers)
     plain, fast = results
     assert torch.equal(plain["x"], fast["x"])
     for name in ("y", "inner", "made", "z"):
@@ -177,14 +177,14 @@ def test_experts_with_many_rows(kind, dtype):
 def test_float32_logits_of_bfloat16_activations(kind, rounded):
     """In a step and in a prompt."""
     weight, x = random_weight(kind, 48, 256, random_generator()), torch.randn(5, 256).bfloat16()
-    logits = Part("y", 48, dtype=torch.float32)
-    operation = ops.Product(Part("x", 256), logits, weight, rounded=rounded)
+    logits = BufferView("y", 48, dtype=torch.float32)
+    operation = ops.Product(BufferView("x", 256), logits, weight, rounded=rounded)
     results = []
     for program in (CpuProgram, StockProgram, PlainProgram):
-        machine = _machine(operation.parts(), 5, torch.bfloat16)
-        machine.buffers["x"].copy_(x)
-        program([operation], machine).run()
-        results.append(machine.buffers["y"])
+        work = _machine(operation.parts(), 5, torch.bfloat16)
+        work.buffers["x"].copy_(x)
+        program([operation], work).run()
+        results.append(work.buffers["y"])
     step, prompt, plain = results
     assert torch.equal(step, prompt)
     assert torch.equal(step, step.bfloat16().float()) == rounded
@@ -195,32 +195,32 @@ def test_float32_logits_of_bfloat16_activations(kind, rounded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_one_format_that_are_gates_and_ups(dtype):
     weight, x = random_weight(FORMATS["q4_k"], 96, 256, random_generator()), torch.randn(70, 256).to(dtype)
-    source, target = Part("x", 256), Part("y", 48)
+    source, target = BufferView("x", 256), BufferView("y", 48)
     operation = ops.GatedProduct(source, target, weight)
-    machine = _machine(operation.parts(), 70, dtype)
-    machine.buffers["x"].copy_(x)
-    machine.slots.active[5:40] = False
-    CpuProgram([operation], machine).run()
+    work = _machine(operation.parts(), 70, dtype)
+    work.buffers["x"].copy_(x)
+    work.slots.active[5:40] = False
+    CpuProgram([operation], work).run()
     gates, ups = products.linear(x.float(), weight).chunk(2, -1)
     want = (torch.nn.functional.silu(gates) * ups).to(dtype)
     want[5:40] = 0
-    torch.testing.assert_close(machine.buffers["y"], want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-4)
+    torch.testing.assert_close(work.buffers["y"], want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-4)
 
 
 @has_kernels
 def test_what_kernels_cannot_take_apart_is_refused():
     generator, kind = random_generator(), FORMATS["q8_0"]
     first, second = (random_weight(kind, rows, 256, generator) for rows in (24, 40))
-    x, y, z = Part("x", 256), Part("y", 64), Part("z", 40)
+    x, y, z = BufferView("x", 256), BufferView("y", 64), BufferView("z", 40)
     several = joined([DenseWeight(torch.zeros(32, 256)), DenseWeight(torch.zeros(32, 256).bfloat16())])
     for operation, said in (
         (ops.Product(x, y, joined([first, second])), "changes its format between multiples of 16"),
         (ops.Product(x, y, several), "numbers of several types"),
         (ops.GatedProduct(x, z, random_weight(kind, 80, 256, generator)), "gates of GatedProduct end within a tile"),
     ):
-        machine = _machine(operation.parts(), 1, torch.float32)
+        work = _machine(operation.parts(), 1, torch.float32)
         with pytest.raises(ValueError, match=said):
-            CpuProgram([operation], machine)
+            CpuProgram([operation], work)
 
 
 @has_kernels

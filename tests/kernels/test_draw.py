@@ -8,9 +8,9 @@ import torch
 
 from snapstream.config import SamplingParams
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Machine, Part, Slots
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.taking import Draw
 
@@ -63,7 +63,7 @@ def drawing(vocab, slots, seed, spread, coarse):
         taken=torch.zeros(STEPS, slots, dtype=torch.int64),
     )
     where.forced[0, 1] = 11
-    return Draw(Part("logits", vocab, dtype=torch.float32), state), Machine(
+    return Draw(BufferView("logits", vocab, dtype=torch.float32), state), StepBuffers(
         {"logits": logits}, where, [], [], torch.float32
     )
 

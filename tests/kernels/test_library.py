@@ -18,7 +18,7 @@ from snapstream.kernels.weight import BlockWeight
 from snapstream.models.weights import load_model, load_spec
 from tests.blocks import random_rows
 from tests.checkpoints import save_checkpoint
-from tests.kernels.test_program import EXACT, agree, machine
+from tests.kernels.test_program import EXACT, agree, work
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no kernels, and no C++ compiler")
 LEVELS = {level.name: level for level in build.LEVELS}
@@ -57,8 +57,8 @@ def test_a_level_gives_right_results(built, level, monkeypatch, tmp_path):
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
             model = load_model(tmp_path, load_spec(tmp_path), dtype, torch.device("cpu"))
-            operations, mine = machine(model)
-            _, plain = machine(model)
+            operations, mine = work(model)
+            _, plain = work(model)
             CpuProgram(operations, mine).run(1, last=-1)
             PlainProgram(operations, plain).run(1, last=-1)
             agree(mine, plain, 10 * EXACT[dtype])

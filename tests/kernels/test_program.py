@@ -14,9 +14,9 @@ from snapstream.cache import StateCache
 from snapstream.config import CacheBudget
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.taking import Advance, Commit, Draw, Verify
@@ -46,7 +46,7 @@ def load(checkpoint, dtype):
     return load_model(checkpoint, load_spec(checkpoint), dtype, CPU)
 
 
-def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, stored=None):
+def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, stored=None):
     """Slots in the middle of sequences of different lengths, one of them free; caches are random.
 
     ``dtype`` is that of activations, by default the weights', and ``stored`` that of caches, by default the same.
@@ -87,7 +87,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
         drafted=None if drafted is None else column(drafted),
         accepted=None if drafted is None else torch.zeros(slots, dtype=torch.int64),
     )
-    operations, logits = [*model.operations()], Part("logits", spec.vocab_size, dtype=torch.float32)
+    operations, logits = [*model.operations()], BufferView("logits", spec.vocab_size, dtype=torch.float32)
     if drafted is not None:
         settling = [replace(each, settles=True) for each in operations if isinstance(each, Recur)]
         operations += [Verify(logits), *settling, Commit(), Advance()]
@@ -96,7 +96,7 @@ def machine(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None,
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending, held = caches(tokens) if tokens > 1 else [], caches()
     pending = [own if isinstance(own, StateCache) else each for each, own in zip(pending, held, strict=False)]
-    return operations, Machine(buffers, state, held, pending, dtype, groups)
+    return operations, StepBuffers(buffers, state, held, pending, dtype, groups)
 
 
 def settled(m):
@@ -139,7 +139,7 @@ def agree(got, want, tolerance):
 def check_each_operation(model, **kinds):
     """One after the other, each from what plain torch has made of those before."""
     for instructions in INSTRUCTIONS:
-        operations, plain = machine(model, **kinds)
+        operations, plain = work(model, **kinds)
         mine = copy.deepcopy(plain)
         loop, twin = CpuProgram(operations, mine, instructions=instructions), PlainProgram(operations, plain)
         tolerance = max(EXACT[each] for each in (plain.dtype, plain.caches[0].dtype))
@@ -176,9 +176,9 @@ def test_every_tensor_has_a_type_of_its_own(family, types, tmp_path):
     wide_model.rotation_of(0).frequencies = model.rotation_of(0).frequencies.double()
     kinds = {"tokens": 3, "drafted": DRAFTED, "stored": stored}
     check_each_operation(model, **kinds, dtype=activations)
-    operations, mine = machine(model, **kinds, dtype=activations)
-    _, plain = machine(model, **kinds, dtype=activations)
-    wide_operations, wide = machine(wide_model, **kinds, dtype=torch.float64)
+    operations, mine = work(model, **kinds, dtype=activations)
+    _, plain = work(model, **kinds, dtype=activations)
+    wide_operations, wide = work(wide_model, **kinds, dtype=torch.float64)
     CpuProgram(operations, mine).run()
     PlainProgram(operations, plain).run()
     PlainProgram(wide_operations, wide).run()
@@ -192,8 +192,8 @@ def test_every_tensor_has_a_type_of_its_own(family, types, tmp_path):
 @torch.inference_mode()
 def test_a_step_equals_float64(checkpoint):
     """All of it at once, beside the same operations in float64."""
-    operations, mine = machine(load(checkpoint, torch.float32))
-    wide_operations, wide = machine(load(checkpoint, torch.float64), dtype=torch.float64)
+    operations, mine = work(load(checkpoint, torch.float32))
+    wide_operations, wide = work(load(checkpoint, torch.float64), dtype=torch.float64)
     for ours, theirs in zip(mine.caches, wide.caches, strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             b.copy_(a)
@@ -220,7 +220,7 @@ def test_threads_and_steps_change_no_bit(checkpoint, dtype):
     try:
         for threads, launches in ((1, (5,)), (2, (5,)), (5, (2, 3)), (2, (1, 1, 1, 1, 1)), (3, (4, 1))):
             torch.set_num_threads(threads)
-            operations, m = machine(model)
+            operations, m = work(model)
             loop, taken = CpuProgram(operations, m), []
             for steps in launches:
                 loop.run(steps)
@@ -238,7 +238,7 @@ def test_threads_and_steps_change_no_bit(checkpoint, dtype):
 def test_a_slot_depends_on_itself_alone(checkpoint, dtype):
     """To the bit: with eight neighbours, with others, and alone."""
     model = load(checkpoint, dtype)
-    operations, m = machine(model, slots=8)
+    operations, m = work(model, slots=8)
     start = copy.deepcopy(m)
     CpuProgram(operations, m).run(5)
     alone = copy.deepcopy(start)
@@ -261,8 +261,8 @@ def test_a_slot_depends_on_itself_alone(checkpoint, dtype):
 def test_several_tokens_equal_one_after_the_other(checkpoint, dtype):
     """To the bit, and the caches are not written before the tokens are certain."""
     model, T = load(checkpoint, dtype), 4
-    operations, many = machine(model, tokens=T, seed=3)
-    single_operations, single = machine(model, seed=3)
+    operations, many = work(model, tokens=T, seed=3)
+    single_operations, single = work(model, seed=3)
     for ours, theirs in zip(many.caches, single.caches, strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             b.copy_(a)
@@ -288,8 +288,8 @@ def look_ahead(operations, single, steps):
 def test_verified_tokens_equal_one_after_the_other(checkpoint, dtype):
     """To the bit, in every round, however many of the guesses are right; in rings that turn in a step, too."""
     model, T = load(checkpoint, dtype), 4
-    operations, many = machine(model, tokens=T, seed=5, drafted=(0, 0, 0, 0))
-    single_operations, single = machine(model, seed=5)
+    operations, many = work(model, tokens=T, seed=5, drafted=(0, 0, 0, 0))
+    single_operations, single = work(model, seed=5)
     single.caches = copy.deepcopy(many.caches)
     for slots in (many.slots, single.slots):
         slots.limit[0, 2] = slots.base[0, 2] + 2  # shorter than what a step may take
@@ -325,7 +325,7 @@ def test_verified_tokens_equal_one_after_the_other(checkpoint, dtype):
 @torch.inference_mode()
 def test_forced_tokens_and_ties(checkpoint):
     model = load(checkpoint, torch.float32)
-    operations, m = machine(model)
+    operations, m = work(model)
     m.slots.forced[0, :2] = torch.tensor([7, 9])
     m.slots.forced[1, :5] = torch.arange(20, 25)
     CpuProgram(operations, m).run(3)
@@ -352,7 +352,7 @@ def test_threads_of_a_program_may_call_at_once(tmp_path):
     def decode(name):
         with torch.inference_mode():
             for _ in range(20):
-                operations, m = machine(model)
+                operations, m = work(model)
                 CpuProgram(operations, m).run(5)
                 results.setdefault(name, []).append(state_of(m))
 
@@ -368,7 +368,7 @@ def test_threads_of_a_program_may_call_at_once(tmp_path):
 
 @torch.inference_mode()
 def test_a_launch_without_active_slots_does_nothing(checkpoint):
-    operations, m = machine(load(checkpoint, torch.float32))
+    operations, m = work(load(checkpoint, torch.float32))
     m.slots.active.zero_()
     before = state_of(m)
     CpuProgram(operations, m).run(3)
@@ -376,21 +376,21 @@ def test_a_launch_without_active_slots_does_nothing(checkpoint):
 
 
 def test_what_the_loop_cannot_run():
-    product = ops.Product(Part("x", 40), Part("y", 64), DenseWeight(torch.zeros(64, 40)))
+    product = ops.Product(BufferView("x", 40), BufferView("y", 64), DenseWeight(torch.zeros(64, 40)))
     assert "multiples of 32" in unsupported([product], torch.float32)
     assert "float16" in unsupported([], torch.float16)
     buffers = {"x": torch.zeros(1, 40), "y": torch.zeros(1, 64)}
     zero = torch.zeros(1, dtype=torch.int64)
     slots = Slots(zero[None], zero, *[zero[None]] * 3, zero > 0, zero[None], zero[None])
     with pytest.raises(ValueError, match="multiples of 32"):
-        CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
+        CpuProgram([product], StepBuffers(buffers, slots, [], [], torch.float32))
 
 
 def test_weights_are_checked():
     buffers = {"x": torch.zeros(1, 64), "y": torch.zeros(1, 64)}
     zero = torch.zeros(1, dtype=torch.int64)
     slots = Slots(zero[None], zero, *[zero[None]] * 3, zero > 0, zero[None], zero[None])
-    x, y = Part("x", 64), Part("y", 64)
+    x, y = BufferView("x", 64), BufferView("y", 64)
     weight, gaps = DenseWeight(torch.zeros(64, 64)), torch.zeros(64, 128)[:, :64]
     for product, said in (
         (ops.Product(x, y, DenseWeight(torch.zeros(64, 64).half())), "the dtype is torch.float16"),
@@ -398,11 +398,14 @@ def test_weights_are_checked():
         (ops.Product(x, y, weight, torch.zeros(128)[::2]), "bias of Product is not contiguous"),
         (ops.Norm(x, y, torch.zeros(64, dtype=torch.float64), 1e-5), "the dtype is torch.float64"),
         (ops.Angles(torch.zeros(32).bfloat16(), 1.0, y), "frequencies of Angles must be torch.float32"),
-        (ops.Norm(x, Part("y", 64, dtype=torch.bfloat16), torch.zeros(64), 1e-5), "target of Norm is torch.bfloat16"),
+        (
+            ops.Norm(x, BufferView("y", 64, dtype=torch.bfloat16), torch.zeros(64), 1e-5),
+            "target of Norm is torch.bfloat16",
+        ),
         (AnotherOperation(), "does not support AnotherOperation"),
     ):
         with pytest.raises(ValueError, match=said):
-            CpuProgram([product], Machine(buffers, slots, [], [], torch.float32))
+            CpuProgram([product], StepBuffers(buffers, slots, [], [], torch.float32))
     for few in (
         kernels.skinny_linear,
         lambda x, w: kernels.grouped_linear(x, DenseWeight(w.stored[None]), torch.tensor([2])),

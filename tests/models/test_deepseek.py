@@ -8,8 +8,8 @@ from transformers import DeepseekV3Config
 
 from snapstream.errors import CheckpointError
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Part
 from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.stock import StockProgram
 from snapstream.kernels.weight import DenseWeight
@@ -122,7 +122,7 @@ def test_experts_equal_naive_experts(one, program):
         for parameter in mixture.parameters():
             parameter.normal_(std=0.5)
         x = torch.randn(40, 32)
-        got = run_on(mixture.operations(Part("x", 32), Result(Part("y", 32), add=True)), x, program)
+        got = run_on(mixture.operations(BufferView("x", 32), Result(BufferView("y", 32), add=True)), x, program)
         for token, result in zip(x, got, strict=True):
             want = torch.zeros(32, dtype=torch.float64)
             route = naive_route(mixture.router.weight @ token, mixture.router.correction, one)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from snapstream import CacheBudget, CheckpointError, ConfigurationError
-from snapstream.kernels.parts import Part
+from snapstream.kernels.buffers import BufferView
 from snapstream.models import attention, families
 from snapstream.models.families import llama
 from snapstream.models.families.family import Family
@@ -29,7 +29,7 @@ class ParallelBlock(nn.Module):
         self.feed_forward = FeedForward(spec.hidden_size, spec.intermediate_size)
 
     def operations(self, layer, x, angles):
-        normed = Part("normed", x.size)
+        normed = BufferView("normed", x.size)
         yield self.norm.operation(x, normed)
         result = Result(x, add=True)
         yield from self.attention.operations(layer, normed, result, angles)

@@ -31,7 +31,7 @@ async def router(prefill="p", decode="d", attempts=3, keep_alive_seconds=5.0, **
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            client.relay = app.state.relay
+            client.proxy = app.state.proxy
             yield client
 
 
@@ -73,7 +73,7 @@ def text_of(answer):
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])
 @pytest.mark.parametrize("wanted", [1, 2, 7])
-def test_two_legs_are_one_answer(streams, kind, wanted):
+def test_two_requests_are_one_answer(streams, kind, wanted):
     async def work():
         instances = both()
         async with router(**instances) as client:
@@ -216,11 +216,11 @@ def test_nobody_left():
             instances["d"].fails, instances["p"].fails = 0, 100  # then decode instances read
             assert text_of(await post(client, BODY))[0] == "defgh"
             instances["p"].fails, instances["p"].is_well = 0, False
-            await client.relay.check()
+            await client.proxy.check()
             assert (await client.get("/health")).json() == {"prefill": 0, "decode": 1}
             assert text_of(await post(client, BODY))[0] == "defgh"
             assert len(instances["p"].asked) == 2
-            del client.relay.client._transport.instances["d"]
+            del client.proxy.client._transport.instances["d"]
             answer = await client.post("/v1/completions", json=BODY)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
             assert (await client.get("/health")).status_code == 503
@@ -285,7 +285,7 @@ def test_who_has_least_to_do_is_next():
         instances = {"p": Instance(reads=True), "d": Slow(decodes=True), "e": Slow(decodes=True)}
         async with router("p", "de", **instances) as client:
             await asyncio.gather(*(post(client, BODY) for _ in range(10)))
-            assert not any(one.busy for pool in client.relay.metrics.pools.values() for one in pool.instances)
+            assert not any(one.busy for pool in client.proxy.metrics.pools.values() for one in pool.instances)
         counts = [len(instances[name].asked) for name in "de"]
         assert counts == [5, 5]
 
@@ -314,7 +314,7 @@ def test_a_client_that_leaves_is_left_by_the_instances():
             await asyncio.wait_for(app(scope | {"asgi": {"version": "3.0"}, "http_version": "1.1"}, receive, send), 5)
             await asyncio.sleep(0.1)
             assert instances["d"].closed == 1
-            assert not any(one.busy for one in client.relay.decode.instances)
+            assert not any(one.busy for one in client.proxy.decode.instances)
 
     run(work())
 

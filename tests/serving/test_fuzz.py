@@ -149,9 +149,9 @@ values = st.recursive(
 FIELDS = [
     "prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n",
     "stop", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "kv_budget", "telemetry", "session_id", "echo", "user", "tools",
-    "response_format", "vllm_xargs", "stop_token_ids", "ignore_eos", "tokens", "return_token_strs", "suffix",
-    "context_id", "text", "chat", "system", "name",
+    "frequency_penalty", "repetition_penalty", "kv_budget", "return_kept_tokens", "telemetry", "session_id", "echo",
+    "user", "tools", "response_format", "vllm_xargs", "stop_token_ids", "ignore_eos", "tokens", "return_token_strs",
+    "suffix", "context_id", "text", "chat", "system", "name",
 ]  # fmt: skip
 good = {
     "/v1/completions": {"prompt": "w5 w6", "max_tokens": 3},

@@ -346,9 +346,9 @@ def test_variables_of_the_chat_template(create, server, alone, monkeypatch):
 
 @pytest.mark.parametrize("field", [{"kv_budget": 36}, {"vllm_xargs": {"kv_budget": 36}}])
 def test_budget_and_telemetry(create, alone, field):
-    expected = alone(WORDS, max_tokens=30, ignore_eos=True, kv_budget=36, telemetry=True)
+    expected = alone(WORDS, max_tokens=30, ignore_eos=True, kv_budget=36, return_kept_tokens=True)
     assert expected.text != alone(WORDS, max_tokens=30, ignore_eos=True).text
-    extra = FOREVER | field | {"telemetry": True}
+    extra = FOREVER | field | {"return_kept_tokens": True}
     reply = create("text", prompt=WORDS, max_tokens=30, temperature=0, extra_body=extra)
     events = create("text", prompt=WORDS, max_tokens=30, temperature=0, stream=True, extra_body=extra)
     assert reply.choices[0].text == "".join(event.choices[0].text for event in events) == expected.text

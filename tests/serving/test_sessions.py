@@ -54,7 +54,7 @@ def test_a_next_turn_reads_only_what_is_new(server):
         "reason": "there is no such session: it is new, has expired, or was evicted",
     }
     turns = [say(LONG), answer(first), say("The guard visited the flag.")]
-    second = chat(server, turns, session_id="a", telemetry=True)
+    second = chat(server, turns, session_id="a", return_kept_tokens=True)
     known = first["usage"]["prompt_tokens"] + 19  # the last token of the answer had not been read
     assert second["session"]["reused_tokens"] == known
     assert second["session"]["reason"] is None
@@ -181,7 +181,7 @@ def test_a_slow_reader_leaves_its_session_when_it_is_decoded(server):
 
 def test_a_session_is_one_prompt_and_one_answer(server, llm):
     for body in ({"n": 2, "prompt": "w5"}, {"prompt": ["w5", "w6"]}):
-        for field in ({"session_id": "a"}, {"telemetry": True}):
+        for field in ({"session_id": "a"}, {"telemetry": True}, {"return_kept_tokens": True}):
             reply = post(server, **field, **body)
             assert reply.status_code == 400
             assert "needs a single prompt and a single answer" in reply.json()["error"]["message"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from snapstream.attention.operation import with_backend
+from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.counting import peak_of
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.stock import Program, program_for_rows
 
 
@@ -49,16 +49,16 @@ class AttentionBackend(ABC):
         """The fastest variant for a device, a dtype, and the sizes of keys and values."""
         return cls()
 
-    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
+    def program(self, operations: Sequence[Operation], work: StepBuffers) -> Program:
         """What runs decode steps, of one or several tokens per slot, with this attention.
 
         By default, torch and the kernels for rows run all operations but attention, for which they call :meth:`decode`.
 
         Args:
             operations: The operations of a step.
-            machine: The buffers, slots and caches that they work on.
+            work: The buffers, slots and caches that they work on.
         """
-        return program_for_rows(with_backend(operations, self), machine)
+        return program_for_rows(with_backend(operations, self), work)
 
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of prefill's copy of values ``[N, L, V]`` in multiplication order; ``(0,)`` if it keeps none."""
@@ -73,7 +73,7 @@ class AttentionBackend(ABC):
         """
         return 0
 
-    def decode_bytes(self, o: Attend, m: Machine) -> int:
+    def decode_bytes(self, o: Attend, m: StepBuffers) -> int:
         """Bytes of temporaries that the attention of a step needs.
 
         Args:

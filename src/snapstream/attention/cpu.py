@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.stock import Program
 
 
@@ -42,10 +42,10 @@ class CpuAttention(AttentionBackend):
         return None if kernels.available() else "its kernels are not available; see the warning above"
 
     @override
-    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
-        if unsupported(operations, machine.dtype, *(cache.dtype for cache in machine.caches)):
-            return super().program(operations, machine)
-        return CpuProgram(operations, machine)
+    def program(self, operations: Sequence[Operation], work: StepBuffers) -> Program:
+        if unsupported(operations, work.dtype, *(cache.dtype for cache in work.caches)):
+            return super().program(operations, work)
+        return CpuProgram(operations, work)
 
     @override
     def packed_shape(self, values: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class CpuAttention(AttentionBackend):
         return 2 * chunk.slots.tokens * o.query.heads * o.query.size * 4
 
     @override
-    def decode_bytes(self, o: Attend, m: Machine) -> int:
+    def decode_bytes(self, o: Attend, m: StepBuffers) -> int:
         # The state of each head after each part of a cache.
         parts = -(-m.caches[o.layer].entries // kernels.SPLIT)
         return len(m.slots.token) * o.query.heads * parts * (o.target.size + kernels.STATE) * 4

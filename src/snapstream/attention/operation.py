@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.workspace import workspace
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class AttendWith(Attend):
         return {} if self.cap == 0.0 and self.sinks is None else {"cap": self.cap, "sinks": self.sinks}
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
@@ -65,7 +65,7 @@ class AttendWith(Attend):
 
 
 @workspace.register
-def _(o: AttendWith, m: Machine, device: torch.device) -> int:
+def _(o: AttendWith, m: StepBuffers, device: torch.device) -> int:
     if not isinstance(m, PromptChunk):
         return o.backend.decode_bytes(o, m)
     (_, T, H, D), target = o.views(m)[0].shape, o.views(m)[1]

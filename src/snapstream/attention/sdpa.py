@@ -9,8 +9,8 @@ from typing_extensions import Self, override
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 from snapstream.kernels import plain
+from snapstream.kernels.buffers import PromptChunk
 from snapstream.kernels.operations import Attend
-from snapstream.kernels.parts import PromptChunk
 
 WRITTEN_OUT = 2**22
 """Maximum numbers of keys that attention with caps or sinks takes at once in decoding."""

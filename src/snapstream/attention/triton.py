@@ -12,8 +12,8 @@ from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
 from snapstream.cache import EntryShape
 from snapstream.kernels import triton as kernels
+from snapstream.kernels.buffers import Slots, StepBuffers
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import Machine, Slots
 from snapstream.kernels.stock import PlannedProgram, Program
 
 
@@ -60,19 +60,19 @@ class TritonAttention(AttentionBackend):
         return kernels.missing(device)
 
     @override
-    def program(self, operations: Sequence[Operation], machine: Machine) -> Program:
-        if machine.slots.token.is_meta:  # a plan, for which Triton need not be installed
-            sizes = (self.decode_bytes(each, machine) for each in operations if isinstance(each, Attend))
+    def program(self, operations: Sequence[Operation], work: StepBuffers) -> Program:
+        if work.slots.token.is_meta:  # a plan, for which Triton need not be installed
+            sizes = (self.decode_bytes(each, work) for each in operations if isinstance(each, Attend))
             scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device="meta")
-            return PlannedProgram(operations, machine, scratch)
+            return PlannedProgram(operations, work, scratch)
         from snapstream.kernels.triton.program import TritonProgram
 
         splits = 1
         for each in operations:
             if isinstance(each, Attend):  # those with the most entries need most
-                keys, query = machine.caches[each.layer].keys, torch.Size((1, each.query.heads, each.query.size))
-                splits = max(splits, self.splits(len(machine.slots.token), query, keys.shape[1:], keys.dtype))
-        return TritonProgram(operations, machine, splits=splits)
+                keys, query = work.caches[each.layer].keys, torch.Size((1, each.query.heads, each.query.size))
+                splits = max(splits, self.splits(len(work.slots.token), query, keys.shape[1:], keys.dtype))
+        return TritonProgram(operations, work, splits=splits)
 
     def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
         """Into how many parts decoding splits the entries of each slot.
@@ -90,7 +90,7 @@ class TritonAttention(AttentionBackend):
         return splits_of(slots, N * blocks, C, kernels.processors(self.device))
 
     @override
-    def decode_bytes(self, o: Attend, m: Machine) -> int:
+    def decode_bytes(self, o: Attend, m: StepBuffers) -> int:
         slots, entries = m.slots.token.numel(), m.caches[o.layer].entries
         # Results of the parts that each slot's entries are split into: many parts for few slots, few parts for many.
         # This is an upper bound, as grouped heads have fewer programs.

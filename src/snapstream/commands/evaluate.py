@@ -159,8 +159,14 @@ def evaluate(
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: yes, if there is one.")
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded concurrently.", rich_help_panel=ENGINE)] = 16,
-    telemetry: Annotated[
-        bool, typer.Option("--telemetry/--no-telemetry", help="Record which tokens were kept.", rich_help_panel=ENGINE)
+    return_kept_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--return-kept-tokens/--no-return-kept-tokens",
+            "--telemetry/--no-telemetry",
+            help="Record which tokens were kept.",
+            rich_help_panel=ENGINE,
+        ),
     ] = True,
     endpoint: Annotated[
         str | None,
@@ -238,7 +244,9 @@ def evaluate(
                 possible = [task for task in grid.tasks if host.refuses(task) is None]
                 notes = replace(grid, tasks=possible or grid.tasks).check(host.max_length)
         else:
-            host, plan, notes = _engine(model or TASK_MODEL.name, grid, asked, variants, config, chat, telemetry)
+            host, plan, notes = _engine(
+                model or TASK_MODEL.name, grid, asked, variants, config, chat, return_kept_tokens
+            )
     _run(host, grid, plan, output, notes, decode)
 
 
@@ -275,7 +283,7 @@ def _engine(
     variants: Sequence[Variant],
     config: EngineConfig,
     chat: bool | None,
-    telemetry: bool,
+    return_kept_tokens: bool,
 ) -> tuple[Host, QuestionPlan | None, list[str]]:
     """Load the model, once everything else is known to fit."""
     from snapstream.engine.settings import load_tokenizer
@@ -301,7 +309,7 @@ def _engine(
         budgets=[budget for part in parts for budget in part.budgets()],
         config=config,
         chat=chat,
-        telemetry=telemetry,
+        return_kept_tokens=return_kept_tokens,
     )
     return host, plan, notes
 

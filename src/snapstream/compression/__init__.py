@@ -13,7 +13,7 @@ from snapstream.compression.layout import (
     lay_out,
     lay_out_window,
     layout_tensors,
-    next_slot,
+    next_entry,
     surviving_tokens,
 )
 from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
@@ -27,7 +27,7 @@ __all__ = [
     "lay_out",
     "lay_out_window",
     "layout_tensors",
-    "next_slot",
+    "next_entry",
     "observation_votes",
     "pool_votes",
     "random_votes",

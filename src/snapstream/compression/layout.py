@@ -93,7 +93,7 @@ def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu"
     return LayoutTensors(*to_device(columns, device).unbind())
 
 
-def next_slot(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
+def next_entry(count: Tensor, base: Tensor, limit: Tensor) -> Tensor:
     """Entry that the next token of each sequence is written to; all arguments and the result are int64 ``[B]``.
 
     The cache fills up to ``limit``; from then on the ring ``[base, limit)`` wraps around. (Equation 4 of the paper,
@@ -118,5 +118,5 @@ def surviving_tokens(layout: Layout, until: int, count: int) -> list[int]:
 
 
 def entry_of(layout: Layout, index: int) -> int:
-    """Entry of the token with storage index ``index``; :func:`next_slot` for plain integers."""
+    """Entry of the token with storage index ``index``; :func:`next_entry` for plain integers."""
     return index if index < layout.limit else layout.base + (index - layout.base) % max(layout.limit - layout.base, 1)

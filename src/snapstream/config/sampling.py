@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from snapstream.config.budget import CacheBudget
 from snapstream.config.checks import is_count_or_none, is_integer, is_number
@@ -47,7 +47,8 @@ class SamplingParams:
             :meth:`CacheBudget.of` that number; ``None`` means the engine's budget.
         forced: Tokens that the output begins with, whatever the model predicts. They are decoded like generated tokens,
             after the prompt was compressed. They count as output, and none of them ends it.
-        telemetry: Report which prompt tokens were kept and how much attention they had. Costs a second scoring pass.
+        return_kept_tokens: Report which prompt tokens were kept and how much attention they had. Costs a second scoring
+            pass.
     """
 
     max_tokens: int = 128
@@ -69,14 +70,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
     kv_budget: int | CacheBudget | None = None
     forced: tuple[int, ...] = ()
-    telemetry: bool = False
+    return_kept_tokens: bool = False
+    telemetry: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
-        """Check every field.
+    def __post_init__(self, telemetry: bool | None) -> None:
+        """Check every field; ``telemetry`` is the older name of ``return_kept_tokens``.
 
         Raises:
             RequestError: A value is not allowed.
         """
+        if telemetry is not None:
+            object.__setattr__(self, "return_kept_tokens", telemetry)
         for name in ("stop", "stop_token_ids", "forced"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | list | tuple | set | frozenset):

@@ -142,7 +142,7 @@ class Devices:
         the attention output back, because every device projects its own heads of all tokens.
         """
         spec, others = self.spec, self.count - 1
-        numbers = (spec.layers + spec.reads_ahead) * 2 * 2 * sequences * spec.hidden_size
+        numbers = (spec.layers + spec.has_mtp) * 2 * 2 * sequences * spec.hidden_size
         if self.attention == SEQUENCES:
             here = -(-sequences // self.count)
             for group in spec.groups:

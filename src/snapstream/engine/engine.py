@@ -95,8 +95,8 @@ class Engine(EngineCore):
         self._prefixes = _prefix_store(setup, checkpoint, self.plan.prefixes)
         self.model_runner = inner = ModelRunner(setup, loaded, self.plan.lanes, self._prefixes)
         inner.warm_up()
-        if inner.decoder.ahead is not None:
-            drafter = NextToken(inner.decoder.ahead)
+        if inner.decoder.mtp is not None:
+            drafter = NextToken(inner.decoder.mtp)
         runner: Runner = inner
         if drafter is not None:
             runner = SpeculativeRunner(inner, drafter, guesses=config.guesses, eager=setup.eager)

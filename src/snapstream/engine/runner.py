@@ -161,7 +161,7 @@ class ModelRunner:
             length = min(wanted, longest)
             job = PrefillJob(self.spec, [0] * length, lane=lane)
             for each in smaller_budgets(budget, length // 2, queries):
-                job.add(each, self._caches(job.layouts(each)), telemetry=True, scored=scored)
+                job.add(each, self._caches(job.layouts(each)), return_kept_tokens=True, scored=scored)
             while not job.finished:
                 self.prefiller.advance(job)
             for target in job.targets:
@@ -199,7 +199,7 @@ class ModelRunner:
                 request.budget,
                 self._caches(layouts) if request.slot is None else self.decoder.slot(request.slot, layouts),
                 slot=request.slot,
-                telemetry=request.params.telemetry,
+                return_kept_tokens=request.params.return_kept_tokens,
                 keep=request.keep,
                 scored=request.params.prompt_logprobs,
             )

@@ -31,7 +31,7 @@ class EngineHost:
         budgets: Sequence[CacheBudget | None],
         config: EngineConfig,
         chat: bool | None,
-        telemetry: bool,
+        return_kept_tokens: bool,
     ) -> None:
         """Load the model.
 
@@ -41,7 +41,7 @@ class EngineHost:
             budgets: All caches that jobs will have; ``None`` for a full one.
             config: Engine settings; its ``max_model_len`` is set here.
             chat: See :class:`Prompts`.
-            telemetry: Record which tokens were kept.
+            return_kept_tokens: Record which tokens were kept.
         """
         self.max_length: int | None = max_length
         sized = [budget for budget in budgets if budget is not None]
@@ -49,7 +49,7 @@ class EngineHost:
         # As many queries are kept as any of the policies uses.
         queries = most_queries(*(budget.policy.queries for budget in sized))
         self.full = CacheBudget.preset("full", capacity)
-        self.model, self.telemetry = model, telemetry
+        self.model, self.return_kept_tokens = model, return_kept_tokens
         self.llm = LLM(
             model,
             budget=self.full,
@@ -103,7 +103,7 @@ class EngineHost:
                     forced=tuple(forced),
                     stop=question.stop if question else (),
                     kv_budget=job.variant.budget(job.length),
-                    telemetry=self.telemetry,
+                    return_kept_tokens=self.return_kept_tokens,
                 )
                 waiting[self.llm.engine.add_request(tokens, params, past=past)] = job, len(forced)
             while waiting:

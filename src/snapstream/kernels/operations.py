@@ -11,7 +11,7 @@ token. Four programs run it:
 - This module: operation by operation in plain torch. It defines what each operation means, and is the reference for
   tests of the others.
 
-An operation reads and writes parts of buffers (:mod:`snapstream.kernels.parts`).
+An operation reads and writes parts of buffers (:mod:`snapstream.kernels.buffers`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from snapstream.kernels import plain
-from snapstream.kernels.parts import Machine, Part, PromptChunk
+from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import Weight
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. Fields of type :class:`Part` are read or written; weights and tensors are parameters."""
+    """One operation. Fields of type :class:`BufferView` are read or written; weights and tensors are parameters."""
 
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         """Run the operation in plain torch."""
         raise NotImplementedError
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BufferView]:
         """All parts that the operation reads or writes."""
         values = (getattr(self, each.name) for each in fields(self))
-        return [value for value in values if isinstance(value, Part)]
+        return [value for value in values if isinstance(value, BufferView)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Embed(Operation):
     """Embeddings of the tokens, from a table ``[vocab, hidden]``, times a factor."""
 
     table: Weight
-    target: Part
+    target: BufferView
     factor: float = 1.0
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         target = self.target.of(m.buffers)[:, 0]
         rows = self.table.rows(m.slots.token.flatten(), target.dtype)
         target.copy_(rows if self.factor == 1.0 else rows * self.factor)
@@ -65,10 +65,10 @@ class Angles(Operation):
 
     frequencies: Tensor
     scaling: float
-    target: Part
+    target: BufferView
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         angles = m.slots.positions()[:, None].to(self.frequencies.dtype) * self.frequencies
         both = torch.cat((angles.cos(), angles.sin()), -1) * self.scaling
         self.target.of(m.buffers)[:, 0] = both.to(m.dtype)
@@ -81,8 +81,8 @@ class Norm(Operation):
     What is written to the target is multiplied by ``factor``, a tensor ``[1]``, if there is one.
     """
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     weight: Tensor
     epsilon: float
     add: bool = False
@@ -90,7 +90,7 @@ class Norm(Operation):
     factor: Tensor | None = None
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         target = self.target.of(m.buffers)
         y = plain.norm(self.source.of(m.buffers), self.weight, self.epsilon, wide=self.wide)
         y = target + y if self.add else y
@@ -105,8 +105,8 @@ class Product(Operation):
     sums rounded to the type of activations.
     """
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     weight: Weight
     bias: Tensor | None = None
     add: bool = False
@@ -114,7 +114,7 @@ class Product(Operation):
     factor: float = 1.0
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         x, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         y = self.weight.multiply(x if self.rounded else x.to(target.dtype), self.bias)
         if self.factor != 1.0:
@@ -126,11 +126,11 @@ class Product(Operation):
 class Cap(Operation):
     """Soft cap of float32 logits, in place: ``cap * tanh(logits / cap)``."""
 
-    target: Part
+    target: BufferView
     cap: float
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         self.target.of(m.buffers).div_(self.cap).tanh_().mul_(self.cap)
 
 
@@ -138,14 +138,14 @@ class Cap(Operation):
 class GatedProduct(Operation):
     """``activation(x @ gate.T) * (x @ up.T)``; gate and up are the halves of a weight ``[2 * inner, in]``."""
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     weight: Weight
     bias: Tensor | None = None
     activation: Activation = Activation.SILU
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         both = self.weight.multiply(self.source.of(m.buffers)[:, 0], self.bias)
         self.target.of(m.buffers)[:, 0] = plain.gate(both, self.activation)
 
@@ -157,13 +157,13 @@ class Gate(Operation):
     If ``up`` is given, it is the second half, and the source the first one.
     """
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     activation: Activation = Activation.SILU
-    up: Part | None = None
+    up: BufferView | None = None
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         both = self.source.of(m.buffers)
         if self.up is not None:
             both = torch.cat((both, self.up.of(m.buffers)), -1)
@@ -174,12 +174,12 @@ class Gate(Operation):
 class GateBy(Operation):
     """Multiply heads by the SiLU of others, or with ``sigmoid`` by their sigmoid; those may have a single element."""
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     sigmoid: bool
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         gate, target = self.source.of(m.buffers), self.target.of(m.buffers)
         wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
         target.copy_(target * (wide.sigmoid() if self.sigmoid else F.silu(wide)))
@@ -189,13 +189,13 @@ class GateBy(Operation):
 class HeadProduct(Operation):
     """Multiply each head by its own matrix: ``weight[h]`` is ``[out, in]``, or ``[in, out]`` if ``transposed``."""
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     weight: Weight
     transposed: bool
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         x = self.source.of(m.buffers).transpose(0, 1)
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.dense(wide)
@@ -207,13 +207,13 @@ class HeadProduct(Operation):
 class Rotate(Operation):
     """Rotary embedding of the two halves of a head, or with ``pairs`` of neighboring elements, which become halves."""
 
-    source: Part
-    target: Part
-    angles: Part
+    source: BufferView
+    target: BufferView
+    angles: BufferView
     pairs: bool = False
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         x, target = self.source.of(m.buffers), self.target.of(m.buffers)
         cosine, sine = (half.repeat(1, 1, 2) for half in self.angles.of(m.buffers).to(x.dtype).chunk(2, -1))
         target.copy_(plain.rotate(x, cosine, sine, pairs=self.pairs))
@@ -223,12 +223,12 @@ class Rotate(Operation):
 class ScaleByPosition(Operation):
     """Multiply a token's heads by ``1 + beta * log(1 + floor(position / length))``, in place."""
 
-    target: Part
+    target: BufferView
     beta: float
     length: int
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         target = self.target.of(m.buffers)
         periods = torch.floor(m.slots.positions() / self.length)
         wide = torch.promote_types(target.dtype, torch.float32)
@@ -239,12 +239,12 @@ class ScaleByPosition(Operation):
 class Store(Operation):
     """Write keys and values to a layer's cache, or, with several tokens that are not certain, to pending entries."""
 
-    key: Part
-    value: Part | None
+    key: BufferView
+    value: BufferView | None
     layer: int
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         B, T = slots.token.shape
         key = self.key.of(m.buffers).view(B, T, -1, self.key.size).to(cache.dtype)
@@ -268,22 +268,22 @@ class Attend(Operation):
     ``[H]``: :func:`snapstream.kernels.plain.attend`.
     """
 
-    query: Part
-    target: Part
+    query: BufferView
+    target: BufferView
     layer: int
     scale: float
     window: int = field(default=0, kw_only=True)
     cap: float = field(default=0.0, kw_only=True)
     sinks: Tensor | None = field(default=None, kw_only=True)
 
-    def views(self, m: Machine) -> tuple[Tensor, Tensor]:
+    def views(self, m: StepBuffers) -> tuple[Tensor, Tensor]:
         """Queries ``[B, T, H, D]`` and the buffer of results, ``[B, T, H, V]``."""
         B, T = m.slots.token.shape
         query = self.query.of(m.buffers)
         return query.view(B, T, *query.shape[1:]), self.target.of(m.buffers).view(B, T, self.target.heads, -1)
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
@@ -322,9 +322,9 @@ class Choose(Operation):
     The weight of an expert is multiplied by its own of ``factors`` ``[E]``, if there are any.
     """
 
-    logits: Part
-    weights: Part
-    experts: Part
+    logits: BufferView
+    weights: BufferView
+    experts: BufferView
     correction: Tensor | None
     groups: int
     chosen_groups: int
@@ -334,7 +334,7 @@ class Choose(Operation):
     factors: Tensor | None = None
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         weights, experts = plain.choose_experts(
             self.logits.of(m.buffers)[:, 0],
             self.correction,
@@ -353,14 +353,14 @@ class Choose(Operation):
 class Sort(Operation):
     """Copy each row next to the others with the same expert; ``ends`` holds where each expert's rows end."""
 
-    source: Part
-    target: Part
-    experts: Part
-    ends: Part
+    source: BufferView
+    target: BufferView
+    experts: BufferView
+    ends: BufferView
     count: int
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         idle = ~m.slots.used().reshape(-1, 1)
         chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, self.count)  # after all others
         order = chosen.flatten().argsort(stable=True)
@@ -375,16 +375,16 @@ class ExpertProduct(Operation):
     For ``gated``, see :class:`GatedProduct`.
     """
 
-    source: Part
-    target: Part
-    ends: Part
+    source: BufferView
+    target: BufferView
+    ends: BufferView
     weight: Weight
     gated: bool
     activation: Activation = Activation.SILU
     bias: Tensor | None = None
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         source, target = self.source.of(m.buffers)[:, 0], self.target.of(m.buffers)[:, 0]
         start = 0
         for expert, end in enumerate(self.ends.of(m.buffers)[0, 0].tolist()):
@@ -401,14 +401,14 @@ class ExpertProduct(Operation):
 class Combine(Operation):
     """Add up the weighted expert outputs of each token, and with ``add`` what is in the target."""
 
-    source: Part
-    weights: Part
-    experts: Part
-    target: Part
+    source: BufferView
+    weights: BufferView
+    experts: BufferView
+    target: BufferView
     add: bool = True
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         idle = ~m.slots.used().reshape(-1, 1)
         chosen = self.experts.of(m.buffers)[:, 0].masked_fill(idle, torch.iinfo(torch.int64).max)
         place = chosen.flatten().argsort(stable=True).argsort().view_as(chosen)
@@ -423,15 +423,15 @@ class PlainProgram:
 
     Attributes:
         operations: The list.
-        machine: The buffers, slots and caches that it works on.
+        work: The buffers, slots and caches that it works on.
     """
 
     operations: Sequence[Operation]
-    machine: Machine = field(repr=False)
+    work: StepBuffers = field(repr=False)
 
     @torch.inference_mode()
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, ``steps`` times."""
-        for self.machine.step in range(steps):
+        for self.work.step in range(steps):
             for operation in self.operations[first:last]:
-                operation.run(self.machine)
+                operation.run(self.work)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from snapstream.cache import StateCache, StateShape
+from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, PromptChunk
 
 CHUNK = 64
 """Tokens of a prompt that matrix products take together."""
@@ -53,8 +53,8 @@ class Recur(Operation):
         settles: Whether states are brought past the tokens accepted; no outputs are computed.
     """
 
-    source: Part
-    target: Part
+    source: BufferView
+    target: BufferView
     layer: int
     taps: Tensor
     rates: Tensor
@@ -66,7 +66,7 @@ class Recur(Operation):
     settles: bool = False
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         assert isinstance(cache, StateCache)
         (B, T), before = slots.token.shape, self.before
@@ -100,7 +100,7 @@ class Recur(Operation):
         if self.settles or T == 1 or isinstance(m, PromptChunk):
             cache.matrices.copy_(torch.where(slots.active[:, None, None, None], state, cache.matrices))
 
-    def record(self, m: Machine) -> None:
+    def record(self, m: StepBuffers) -> None:
         """Record the inputs of a step or of a chunk; of a long chunk, the last ones, as no more are needed."""
         slots, cache = m.slots, m.caches[self.layer]
         assert isinstance(cache, StateCache)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, PromptChunk
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.products import (
     add_biases,
@@ -32,7 +32,7 @@ class Program(Protocol):
     """Runs a list of operations on a machine.
 
     Attributes:
-        machine: What the operations work on.
+        work: What the operations work on.
         draws: Whether it also chooses tokens, so that several steps need nothing from the host in between.
         captured: Whether a step can be captured as a CUDA graph.
     """
@@ -41,7 +41,7 @@ class Program(Protocol):
     def operations(self) -> Sequence[Operation]:
         """The list."""
 
-    machine: Machine
+    work: StepBuffers
     draws: bool
     captured: bool
 
@@ -54,8 +54,8 @@ class PlannedProgram:
 
     draws, captured = False, True
 
-    def __init__(self, operations: Sequence[Operation], machine: Machine, scratch: Tensor) -> None:
-        self.operations, self.machine, self._scratch = operations, machine, scratch
+    def __init__(self, operations: Sequence[Operation], work: StepBuffers, scratch: Tensor) -> None:
+        self.operations, self.work, self._scratch = operations, work, scratch
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Refuse to run."""
@@ -67,33 +67,33 @@ class StockProgram:
 
     draws = captured = False
 
-    def __init__(self, operations: Sequence[Operation], machine: Machine) -> None:
-        self.operations, self.machine = operations, machine
+    def __init__(self, operations: Sequence[Operation], work: StepBuffers) -> None:
+        self.operations, self.work = operations, work
 
     @torch.inference_mode()
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
-        for self.machine.step in range(steps):
+        for self.work.step in range(steps):
             for operation in self.operations[first:last]:
-                _run(operation, self.machine)
+                _run(operation, self.work)
 
 
-def program_for_rows(operations: Sequence[Operation], machine: Machine) -> Program:
+def program_for_rows(operations: Sequence[Operation], work: StepBuffers) -> Program:
     """The program for chunks of prompts, and for steps that attend by another backend than the device's own."""
-    if triton.takes(machine.slots.token.new_empty(0, dtype=machine.dtype)):
+    if triton.takes(work.slots.token.new_empty(0, dtype=work.dtype)):
         from snapstream.kernels.triton.program import TritonProgram
 
-        return TritonProgram(operations, machine)
-    return StockProgram(operations, machine)
+        return TritonProgram(operations, work)
+    return StockProgram(operations, work)
 
 
 @functools.singledispatch
-def _run(o: Operation, m: Machine) -> None:
+def _run(o: Operation, m: StepBuffers) -> None:
     o.run(m)
 
 
 @_run.register
-def _(o: ops.Embed, m: Machine) -> None:
+def _(o: ops.Embed, m: StepBuffers) -> None:
     if _is_native(o, m):
         cpu.CpuProgram([o], m).run()
     else:
@@ -101,7 +101,7 @@ def _(o: ops.Embed, m: Machine) -> None:
 
 
 @_run.register
-def _(o: ops.Norm, m: Machine) -> None:
+def _(o: ops.Norm, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:
         cpu.norm(x, target, o.weight, o.epsilon, add=o.add, wide=o.wide, factor=o.factor)
@@ -110,7 +110,7 @@ def _(o: ops.Norm, m: Machine) -> None:
 
 
 @_run.register
-def _(o: ops.Rotate, m: Machine) -> None:
+def _(o: ops.Rotate, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x) and o.source.size <= cpu.MOST_ROTATED:
         cpu.rotate(x, target, o.angles.of(m.buffers), pairs=o.pairs)
@@ -119,7 +119,7 @@ def _(o: ops.Rotate, m: Machine) -> None:
 
 
 @_run.register
-def _(o: ops.Product, m: Machine) -> None:
+def _(o: ops.Product, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     if target.dtype != x.dtype and not o.rounded and not reads_blocks(x, o.weight):
         o.run(m)
@@ -135,12 +135,12 @@ def _(o: ops.Product, m: Machine) -> None:
 
 
 @_run.register
-def _(o: ops.GatedProduct, m: Machine) -> None:
+def _(o: ops.GatedProduct, m: StepBuffers) -> None:
     _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers), o.activation)
 
 
 @_run.register
-def _(o: ops.Gate, m: Machine) -> None:
+def _(o: ops.Gate, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers), o.target.of(m.buffers)
     if cpu.takes_rows(x):
         cpu.gate(x, target, o.activation, None if o.up is None else o.up.of(m.buffers))
@@ -149,7 +149,7 @@ def _(o: ops.Gate, m: Machine) -> None:
 
 
 @_run.register
-def _(o: ops.ExpertProduct, m: Machine) -> None:
+def _(o: ops.ExpertProduct, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)
     ends = o.ends.of(m.buffers)[0, 0]
     if isinstance(m, PromptChunk):  # every row belongs to an expert
@@ -167,7 +167,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> None:
 
 
 @_run.register
-def _(o: Recur, m: Machine) -> None:
+def _(o: Recur, m: StepBuffers) -> None:
     if isinstance(m, PromptChunk) and _is_native(o, m):  # as decoding does it, token by token
         cpu.CpuProgram([o], m).run()
         o.record(m)
@@ -175,7 +175,7 @@ def _(o: Recur, m: Machine) -> None:
         o.run(m)
 
 
-def _is_native(o: Operation, m: Machine) -> bool:
+def _is_native(o: Operation, m: StepBuffers) -> bool:
     """Whether the native loop can run an operation here."""
     dtypes = m.dtype, *(cache.dtype for cache in m.caches)
     return cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None

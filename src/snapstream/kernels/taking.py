@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from snapstream.cache import StateCache
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, Slots
 from snapstream.kernels.sampling import SamplingState, sample
 
 
@@ -18,11 +18,11 @@ from snapstream.kernels.sampling import SamplingState, sample
 class Draw(Operation):
     """Choose each slot's next token as its request wants it, or take the forced one; for one token per slot."""
 
-    logits: Part
+    logits: BufferView
     state: SamplingState
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, active, logits = m.slots, m.slots.active, self.logits.of(m.buffers)[:, 0]
         tokens = sample(logits, self.state, slots.position + 1, active, slots.forced[:, 0]).tokens
         left = torch.cat((slots.forced[:, 1:], torch.full_like(slots.forced[:, :1], -1)), 1)
@@ -51,10 +51,10 @@ def accept(slots: Slots, tokens: Tensor) -> None:
 class Verify(Operation):
     """Take the most likely token after each token, or the forced one; see :func:`accept`."""
 
-    logits: Part
+    logits: BufferView
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots = m.slots
         likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1).view_as(slots.token)
         forced = slots.forced[:, : slots.tokens]
@@ -66,7 +66,7 @@ class Commit(Operation):
     """Write the pending entries of accepted tokens to the caches of all layers; states are settled separately."""
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots, places = m.slots, [m.slots.entries(group) for group in range(len(m.slots.base))]
         assert slots.accepted is not None
         for layer, (cache, pending) in enumerate(zip(m.caches, m.pending, strict=True)):
@@ -84,7 +84,7 @@ class Advance(Operation):
     """Advance each slot past its accepted tokens; the last token taken is processed next."""
 
     @override
-    def run(self, m: Machine) -> None:
+    def run(self, m: StepBuffers) -> None:
         slots = m.slots
         assert slots.accepted is not None
         accepted = torch.where(slots.active, slots.accepted, 0)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.counting import peak_of
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import keeps_blocks, scratch_bytes
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.weight import BlockWeight, Weight
@@ -26,7 +26,7 @@ MANY = 64
 """Rows from which on the library brings a weight into an order of its own."""
 
 
-def most_workspace(operations: Iterable[Operation], m: Machine, device: torch.device) -> int:
+def most_workspace(operations: Iterable[Operation], m: StepBuffers, device: torch.device) -> int:
     """Bytes that operations allocate at most, one after another.
 
     Args:
@@ -50,32 +50,32 @@ def _kind(o: Operation) -> tuple[object, ...]:
 
 
 @functools.singledispatch
-def workspace(o: Operation, m: Machine, device: torch.device) -> int:
+def workspace(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Bytes that one operation allocates at most; see :func:`most_workspace`."""
     return peak_of(functools.partial(o.run, m))
 
 
 @workspace.register
-def _(o: ops.Norm, m: Machine, device: torch.device) -> int:
+def _(o: ops.Norm, m: StepBuffers, device: torch.device) -> int:
     return _of_rows(o, m, device)
 
 
 @workspace.register
-def _(o: ops.Rotate, m: Machine, device: torch.device) -> int:
+def _(o: ops.Rotate, m: StepBuffers, device: torch.device) -> int:
     return _of_rows(o, m, device)
 
 
 @workspace.register
-def _(o: ops.Gate, m: Machine, device: torch.device) -> int:
+def _(o: ops.Gate, m: StepBuffers, device: torch.device) -> int:
     return _of_rows(o, m, device)
 
 
 @workspace.register
-def _(o: ops.GateBy, m: Machine, device: torch.device) -> int:
+def _(o: ops.GateBy, m: StepBuffers, device: torch.device) -> int:
     return _of_rows(o, m, device) if device.type == "cuda" else peak_of(functools.partial(o.run, m))
 
 
-def _of_rows(o: Operation, m: Machine, device: torch.device) -> int:
+def _of_rows(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation whose kernels need nothing."""
     if keeps_blocks(device, m.dtype) and (device.type != "cpu" or unsupported([o], m.dtype) is None):
         return 0
@@ -83,18 +83,18 @@ def _of_rows(o: Operation, m: Machine, device: torch.device) -> int:
 
 
 @workspace.register
-def _(o: ops.Embed, m: Machine, device: torch.device) -> int:
+def _(o: ops.Embed, m: StepBuffers, device: torch.device) -> int:
     if device.type == "cuda" and isinstance(o.table, BlockWeight):
         return 0
     return _of_loop(o, m, device)
 
 
 @workspace.register
-def _(o: Recur, m: Machine, device: torch.device) -> int:
+def _(o: Recur, m: StepBuffers, device: torch.device) -> int:
     return _of_loop(o, m, device)
 
 
-def _of_loop(o: Operation, m: Machine, device: torch.device) -> int:
+def _of_loop(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation that the native loop runs on a CPU, and torch elsewhere."""
     dtypes = m.dtype, *(cache.dtype for cache in m.caches)
     if device.type == "cpu" and cpu.available() and unsupported([o], *dtypes) is None:
@@ -103,7 +103,7 @@ def _of_loop(o: Operation, m: Machine, device: torch.device) -> int:
 
 
 @workspace.register
-def _(o: ops.Product, m: Machine, device: torch.device) -> int:
+def _(o: ops.Product, m: StepBuffers, device: torch.device) -> int:
     rows = len(m.buffers[o.source.buffer])
     own = _of_product(o.weight, o.source, rows, m, device)
     if own is None:
@@ -115,14 +115,14 @@ def _(o: ops.Product, m: Machine, device: torch.device) -> int:
 
 
 @workspace.register
-def _(o: ops.GatedProduct, m: Machine, device: torch.device) -> int:
+def _(o: ops.GatedProduct, m: StepBuffers, device: torch.device) -> int:
     rows = len(m.buffers[o.source.buffer])
     own = _of_product(o.weight, o.source, rows, m, device)
     return peak_of(functools.partial(o.run, m)) if own is None else own + _made(o.weight, rows, m)
 
 
 @workspace.register
-def _(o: ops.ExpertProduct, m: Machine, device: torch.device) -> int:
+def _(o: ops.ExpertProduct, m: StepBuffers, device: torch.device) -> int:
     rows = len(m.buffers[o.source.buffer])
     made = rows * o.weight.shape[1] * m.dtype.itemsize
     biases = 0 if o.bias is None else made
@@ -132,7 +132,7 @@ def _(o: ops.ExpertProduct, m: Machine, device: torch.device) -> int:
     return made * copies + biases + (0 if o.gated else made)
 
 
-def _of_product(weight: Weight, source: Part, rows: int, m: Machine, device: torch.device) -> int | None:
+def _of_product(weight: Weight, source: BufferView, rows: int, m: StepBuffers, device: torch.device) -> int | None:
     """What a product needs besides its result; ``None`` where the weight is not multiplied as it is stored."""
     if weight.has_blocks and not keeps_blocks(device, m.dtype):
         return None
@@ -141,13 +141,13 @@ def _of_product(weight: Weight, source: Part, rows: int, m: Machine, device: tor
     return rows * scratch_bytes(weight, device) + _packed(weight, rows, m, device)
 
 
-def _packed(weight: Weight, rows: int, m: Machine, device: torch.device) -> int:
+def _packed(weight: Weight, rows: int, m: StepBuffers, device: torch.device) -> int:
     """With tile registers, the library brings a weight into an order of its own before a product of many rows."""
     if device.type != "cpu" or rows < MANY or not cpu.available() or cpu.prefill_instructions(m.dtype) != "tiles":
         return 0
     return sum(part.nbytes for part in weight.parts if not isinstance(part, BlockWeight))
 
 
-def _made(weight: Weight, rows: int, m: Machine) -> int:
+def _made(weight: Weight, rows: int, m: StepBuffers) -> int:
     """Bytes of the result of a product."""
     return rows * weight.shape[0] * m.dtype.itemsize

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Attend, GateBy, Operation, Rotate, ScaleByPosition, Store
-from snapstream.kernels.parts import Part
 from snapstream.models.layers import FixedNorm, Linear, Result, RMSNorm
 from snapstream.models.names import Interleaved, Place, linear_places, norm_place
 from snapstream.models.spec import ModelSpec
@@ -45,33 +45,33 @@ class GroupedAttention(nn.Module):
         if not self.has_cache:
             self.key_norm = None
 
-    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, source: BufferView, result: Result, angles: BufferView) -> Iterator[Operation]:
         """Attention as operations."""
         H, N, D = self.heads, self.kv_heads, self.head_dim
         start = self.gates * D
-        query, key = Part("qkv", D, H, start), Part("qkv", D, N, start + H * D)
-        value = Part("qkv", D, N, start + (H + N) * D)
-        yield self.qkv.operation(source, Part("qkv", self.qkv.out_features))
+        query, key = BufferView("qkv", D, H, start), BufferView("qkv", D, N, start + H * D)
+        value = BufferView("qkv", D, N, start + (H + N) * D)
+        yield self.qkv.operation(source, BufferView("qkv", self.qkv.out_features))
         if self.value_norm is not None:
             yield self.value_norm.operation(value if self.projects_values else key, value)
         for norm, part in ((self.query_norm, query), (self.key_norm, key)):
             if norm is not None:
                 size = len(norm.weight)
-                normed = Part("qkv", size, part.heads * D // size, part.offset)
+                normed = BufferView("qkv", size, part.heads * D // size, part.offset)
                 yield norm.operation(normed, normed)
         if self.rotated:
             stride = 0 if self.rotated == D else D
-            rotated = Part("qkv", self.rotated, H + N if self.has_cache else H, start, stride)
+            rotated = BufferView("qkv", self.rotated, H + N if self.has_cache else H, start, stride)
             yield Rotate(rotated, rotated, angles, self.pairs)
         if self.has_cache:
             yield Store(key, value, layer)
         if self.growth is not None:
             yield ScaleByPosition(query, *self.growth)
-        attended = Part("attended", D, H)
+        attended = BufferView("attended", D, H)
         yield Attend(query, attended, layer, self.scale, window=self.window, cap=self.cap, sinks=self.sinks)
         if self.gates:
-            yield GateBy(Part("qkv", D, H), attended, sigmoid=True)
-        yield self.output.operation(Part("attended", H * D), result)
+            yield GateBy(BufferView("qkv", D, H), attended, sigmoid=True)
+        yield self.output.operation(BufferView("attended", H * D), result)
 
 
 def _normed_sizes(spec: ModelSpec, layer: int) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from typing import Protocol, cast
 
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Part
 from snapstream.models.experts import ExpertNames, MixtureOfExperts, expert_places
 from snapstream.models.layers import FeedForward, Result, RMSNorm
 from snapstream.models.names import Place, gated_places, norm_places
@@ -19,7 +19,7 @@ from snapstream.models.spec import ModelSpec
 class Attention(Protocol):
     """Attention with its projections: a module that describes what it computes."""
 
-    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, source: BufferView, result: Result, angles: BufferView) -> Iterator[Operation]:
         """Attention as operations."""
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
                 spec.hidden_size, spec.inner_size(layer), bias=spec.mlp_bias, activation=spec.activation
             )
 
-    def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, x: BufferView, angles: BufferView) -> Iterator[Operation]:
         """The layer as operations; its results are added to ``x``."""
         attention = cast(Attention, self.attention)
         feed_forward = cast(FeedForward | MixtureOfExperts, self.feed_forward)
@@ -64,17 +64,17 @@ class Block(nn.Module):
 
     def _branch(
         self,
-        x: Part,
-        inner: Callable[[Part, Result], Iterator[Operation]],
+        x: BufferView,
+        inner: Callable[[BufferView, Result], Iterator[Operation]],
         before: RMSNorm | None,
         after: RMSNorm | None,
     ) -> Iterator[Operation]:
         source, result = x, Result(x, add=True, factor=self.factor)
         if before is not None:
-            source = Part("normed", x.size)
+            source = BufferView("normed", x.size)
             yield before.operation(x, source)
         if after is not None:
-            result = Result(Part("branch", x.size))
+            result = Result(BufferView("branch", x.size))
         yield from inner(source, result)
         if after is not None:
             yield after.operation(result.target, x, add=True)

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Cap, Embed, Operation
-from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.families import make_block
 from snapstream.models.families.family import Layer
@@ -37,7 +37,7 @@ class DecoderModel(nn.Module):
         self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied_embeddings:
             self.head.weight = self.embedding
-        self.ahead = NextTokenModule(spec) if spec.reads_ahead else None
+        self.mtp = NextTokenModule(spec) if spec.has_mtp else None
         self.layer_inputs = PerLayerInputs(spec) if spec.layer_inputs else None
         self.embedding_norm = FixedNorm(spec.hidden_size, spec.norm_epsilon) if spec.norms_embeddings else None
         names = dict.fromkeys(group.rotation for group in spec.groups)
@@ -76,7 +76,7 @@ class DecoderModel(nn.Module):
             yield from self._block(layer, self.spec.cache_of(layer))
         yield from self.output()
 
-    def embed(self, target: Part | None = None) -> Iterator[Operation]:
+    def embed(self, target: BufferView | None = None) -> Iterator[Operation]:
         """Maps tokens to hidden states, by default in the buffer ``x``."""
         target = target or self._x
         table, factor = self.embedding.value, self.spec.embedding_factor
@@ -98,21 +98,21 @@ class DecoderModel(nn.Module):
             cache: Index of the cache that it reads, if that is another one.
         """
         if self.layer_inputs is not None:
-            embedded = Part("embedded", self.spec.hidden_size)
+            embedded = BufferView("embedded", self.spec.hidden_size)
             yield from self.embed(embedded)
             yield from self.layer_inputs.operations(embedded, layer)
         yield from self._block(layer, self.spec.cache_of(layer) if cache is None else cache)
 
     def _block(self, layer: int, cache: int) -> Iterator[Operation]:
-        block = self.layers[layer] if self.ahead is None or layer < self.spec.layers else self.ahead.layer
+        block = self.layers[layer] if self.mtp is None or layer < self.spec.layers else self.mtp.layer
         angles = self.rotation_of(layer).operation().target
         return block.operations(cache, self._x, angles)
 
     def output(self) -> Iterator[Operation]:
         """Maps hidden states of the last layer, in ``x``, to logits; leaves the normalized states in ``normed``."""
         normed, logits = (
-            Part("normed", self.spec.hidden_size),
-            Part("logits", self.spec.vocab_size, dtype=torch.float32),
+            BufferView("normed", self.spec.hidden_size),
+            BufferView("logits", self.spec.vocab_size, dtype=torch.float32),
         )
         yield self.norm.operation(self._x, normed)
         # As transformers rounds them; with weights in blocks there is no such peer, and rounding would make ties.
@@ -121,29 +121,29 @@ class DecoderModel(nn.Module):
         if self.spec.logit_cap:
             yield Cap(logits, self.spec.logit_cap)
 
-    def operations_ahead(self) -> Iterator[Operation]:
+    def mtp_operations(self) -> Iterator[Operation]:
         """A step of the next-token module, which has one cache.
 
         Inputs are tokens and, in the buffer ``hidden``, the hidden state of the token before each. Outputs are hidden
         states in the buffer ``normed``, which :attr:`head` maps to the logits of the next tokens.
         """
-        assert self.ahead is not None
+        assert self.mtp is not None
         angles = self.rotation_of(self.spec.layers).operation()
         yield from self.embed()
         yield angles
-        yield from self.ahead.operations(self._x, angles.target)
+        yield from self.mtp.operations(self._x, angles.target)
 
-    def enter_ahead(self) -> Iterator[Operation]:
+    def enter_mtp(self) -> Iterator[Operation]:
         """Replaces each token's hidden state in ``x`` by the input of the next-token module's layer."""
-        assert self.ahead is not None
-        yield self.norm.operation(self._x, Part("hidden", self.spec.hidden_size))
+        assert self.mtp is not None
+        yield self.norm.operation(self._x, BufferView("hidden", self.spec.hidden_size))
         yield from self.embed()
-        yield from self.ahead.enter(self._x)
+        yield from self.mtp.enter(self._x)
 
     @property
     def _rotations(self) -> Sequence[Rotation]:
         return cast(Sequence[Rotation], self.rotations)
 
     @property
-    def _x(self) -> Part:
-        return Part("x", self.spec.hidden_size)
+    def _x(self) -> BufferView:
+        return BufferView("x", self.spec.hidden_size)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from snapstream.errors import CheckpointError
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Choose, Combine, ExpertProduct, Operation, Product, Sort
-from snapstream.kernels.parts import Part
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.joined import Joined
@@ -57,7 +57,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = FeedForward(hidden_size, shape.shared_inner, activation=activation, gated=shape.gates_shared)
 
     def operations(
-        self, source: Part, result: Result, routed: Part | None = None, factor: float = 1.0
+        self, source: BufferView, result: Result, routed: BufferView | None = None, factor: float = 1.0
     ) -> Iterator[Operation]:
         """The mixture as operations.
 
@@ -69,12 +69,12 @@ class MixtureOfExperts(nn.Module):
         """
         assert result.factor == 1.0, result
         shape, wide, target = self.router.shape, torch.float32, result.target
-        logits, ends = Part("router", shape.count, dtype=wide), Part("ends", shape.count, dtype=torch.int64)
-        weights = Part("expert_weights", self.chosen, dtype=wide)
-        experts = Part("experts", self.chosen, dtype=torch.int64)
-        rows = Part("sorted", source.size, copies=self.chosen)
-        inner = Part("expert_inner", shape.inner, copies=self.chosen)
-        made = Part("made", target.size, copies=self.chosen)
+        logits, ends = BufferView("router", shape.count, dtype=wide), BufferView("ends", shape.count, dtype=torch.int64)
+        weights = BufferView("expert_weights", self.chosen, dtype=wide)
+        experts = BufferView("experts", self.chosen, dtype=torch.int64)
+        rows = BufferView("sorted", source.size, copies=self.chosen)
+        inner = BufferView("expert_inner", shape.inner, copies=self.chosen)
+        made = BufferView("made", target.size, copies=self.chosen)
         yield Product(routed or source, logits, DenseWeight(self.router.weight), self.router.bias, factor=factor)
         yield Choose(
             logits,

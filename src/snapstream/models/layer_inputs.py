@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Embed, Operation, Product
-from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight, Weight
 from snapstream.models.layers import FixedNorm, Linear, Matrix, RMSNorm
 from snapstream.models.names import Place, linear_places, norm_place
@@ -35,21 +35,21 @@ class PerLayerInputs(nn.Module):
         self.norm = RMSNorm(self.size, spec.norm_epsilon, wide=spec.wide_norms)
         self.balance = FixedNorm(1, 0.0, 2.0**-0.5)  # a factor on the sum
 
-    def operations(self, embedded: Part, layer: int | None = None) -> Iterator[Operation]:
+    def operations(self, embedded: BufferView, layer: int | None = None) -> Iterator[Operation]:
         """The inputs of one layer, or of all, given the tokens' embeddings."""
         table, size = self.table.value, self.size
         first, count = (0, self.layers) if layer is None else (layer, 1)
-        yield Embed(table, Part("layer_inputs", self.layers * size), rounded_factor(size**0.5, table))
+        yield Embed(table, BufferView("layer_inputs", self.layers * size), rounded_factor(size**0.5, table))
         weight = self.projection.weight.value.cut(slice(first * size, (first + count) * size))
-        projected = Part("projected", count * size)
+        projected = BufferView("projected", count * size)
         yield Product(embedded, projected, weight, factor=self.hidden_size**-0.5)
         target = replace(part_of_layer(first, size), heads=count)
-        yield self.norm.operation(Part("projected", size, count), target, add=True, factor=self.balance.weight)
+        yield self.norm.operation(BufferView("projected", size, count), target, add=True, factor=self.balance.weight)
 
 
-def part_of_layer(layer: int, size: int) -> Part:
+def part_of_layer(layer: int, size: int) -> BufferView:
     """What a layer reads."""
-    return Part("layer_inputs", size, offset=layer * size)
+    return BufferView("layer_inputs", size, offset=layer * size)
 
 
 def rounded_factor(factor: float, table: Weight) -> float:

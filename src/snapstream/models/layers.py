@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import GateBy, GatedProduct, Norm, Operation, Product
-from snapstream.kernels.parts import Part
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight, joined
 from snapstream.models.spec import StoredRows
@@ -19,7 +19,7 @@ from snapstream.models.spec import StoredRows
 class Result:
     """Where the result of a part of a layer goes: to ``target``, or, times a factor, in addition to what is there."""
 
-    target: Part
+    target: BufferView
     add: bool = False
     factor: float = 1.0
 
@@ -75,9 +75,9 @@ class Linear(nn.Module):
         self.weight = Matrix(out_features, in_features)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
-    def operation(self, source: Part, result: Result | Part, *, rounded: bool = False) -> Operation:
+    def operation(self, source: BufferView, result: Result | BufferView, *, rounded: bool = False) -> Operation:
         """The layer as an operation."""
-        to = Result(result) if isinstance(result, Part) else result
+        to = Result(result) if isinstance(result, BufferView) else result
         return Product(source, to.target, self.weight.value, self.bias, add=to.add, rounded=rounded, factor=to.factor)
 
 
@@ -91,7 +91,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.epsilon, self.wide = epsilon, wide
 
-    def operation(self, source: Part, target: Part, *, add: bool = False, factor: Tensor | None = None) -> Operation:
+    def operation(
+        self, source: BufferView, target: BufferView, *, add: bool = False, factor: Tensor | None = None
+    ) -> Operation:
         """The norm as an operation."""
         return Norm(source, target, self.weight, self.epsilon, add=add, wide=self.wide, factor=factor)
 
@@ -131,12 +133,12 @@ class FeedForward(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
         self.gate = Linear(hidden_size, 1) if gated else None
 
-    def operations(self, source: Part, result: Result) -> Iterator[Operation]:
+    def operations(self, source: BufferView, result: Result) -> Iterator[Operation]:
         """The layer as operations."""
-        inner = Part("inner", self.down.in_features)
+        inner = BufferView("inner", self.down.in_features)
         yield GatedProduct(source, inner, self.gate_up.weight.value, self.gate_up.bias, self.activation)
         if self.gate is not None:  # before the last product, which adds its result to others
-            gate = Part("gate", 1)
+            gate = BufferView("gate", 1)
             yield self.gate.operation(source, gate)
             yield GateBy(gate, inner, sigmoid=True)
         yield self.down.operation(inner, result)

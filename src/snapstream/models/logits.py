@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from snapstream.kernels.buffers import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
 from snapstream.models.decoder import DecoderModel
 
 

@@ -12,8 +12,8 @@ from typing import cast
 
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Part
 from snapstream.models.families import make_block
 from snapstream.models.families.family import Layer
 from snapstream.models.layers import Linear, RMSNorm
@@ -36,15 +36,15 @@ class NextTokenModule(nn.Module):
         """Its decoder layer."""
         return cast(Layer, self.block)
 
-    def enter(self, x: Part) -> Iterator[Operation]:
+    def enter(self, x: BufferView) -> Iterator[Operation]:
         """The layer's input in ``x``, from embedded tokens in ``x`` and the states before them in ``hidden``."""
         size = x.size
-        yield self.embedding_norm.operation(x, Part("joined", size))
-        yield self.hidden_norm.operation(Part("hidden", size), Part("joined", size, offset=size))
-        yield self.join.operation(Part("joined", 2 * size), x)
+        yield self.embedding_norm.operation(x, BufferView("joined", size))
+        yield self.hidden_norm.operation(BufferView("hidden", size), BufferView("joined", size, offset=size))
+        yield self.join.operation(BufferView("joined", 2 * size), x)
 
-    def operations(self, x: Part, angles: Part) -> Iterator[Operation]:
+    def operations(self, x: BufferView, angles: BufferView) -> Iterator[Operation]:
         """A step: maps embedded tokens in ``x`` and states in the buffer ``hidden`` to states in ``normed``."""
         yield from self.enter(x)
         yield from self.layer.operations(0, x, angles)
-        yield self.norm.operation(x, Part("normed", x.size))
+        yield self.norm.operation(x, BufferView("normed", x.size))

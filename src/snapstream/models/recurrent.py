@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from snapstream.cache import StateShape
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import GateBy, Operation
-from snapstream.kernels.parts import Part
 from snapstream.kernels.recurrence import Recur
 from snapstream.models.layers import Linear, Result, RMSNorm
 from snapstream.models.names import Form, Interleaved, Place, linear_places
@@ -34,13 +34,16 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(shape.value, spec.norm_epsilon)
         self.output = Linear(shape.heads * shape.value, spec.hidden_size)
 
-    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, source: BufferView, result: Result, angles: BufferView) -> Iterator[Operation]:
         """The layer as operations."""
         shape = self.shape
         width = shape.heads * shape.value
-        gates, inputs = Part("mixed", shape.value, shape.heads), Part("mixed", shape.size, offset=width)
-        made, normed = Part("recurred", shape.value, shape.heads), Part("attended", shape.value, shape.heads)
-        yield self.mixed.operation(source, Part("mixed", width + shape.size))
+        gates, inputs = BufferView("mixed", shape.value, shape.heads), BufferView("mixed", shape.size, offset=width)
+        made, normed = (
+            BufferView("recurred", shape.value, shape.heads),
+            BufferView("attended", shape.value, shape.heads),
+        )
+        yield self.mixed.operation(source, BufferView("mixed", width + shape.size))
         yield Recur(
             inputs,
             made,
@@ -55,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         )
         yield self.norm.operation(made, normed)
         yield GateBy(gates, normed, sigmoid=False)
-        yield self.output.operation(Part("attended", width), result)
+        yield self.output.operation(BufferView("attended", width), result)
 
 
 def recurrent_places(source: str, target: str, spec: ModelSpec, layer: int) -> dict[str, Place]:

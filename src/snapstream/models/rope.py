@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from snapstream.errors import CheckpointError
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Angles
-from snapstream.kernels.parts import Part
 
 _SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
@@ -46,7 +46,7 @@ class Rotation(nn.Module):
     def operation(self) -> Angles:
         """The rotary angles of the tokens' positions."""
         buffer = "angles" if self.name is None else f"angles of {self.name}"
-        target = Part(buffer, 2 * len(self.frequencies), dtype=torch.float32)
+        target = BufferView(buffer, 2 * len(self.frequencies), dtype=torch.float32)
         return Angles(self.frequencies, self.scaling, target)
 
 

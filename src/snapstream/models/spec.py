@@ -163,7 +163,7 @@ class ModelSpec:
         extra_layers: Number of extra layers for multi-token prediction that the checkpoint may contain.
         ignored_layers: Number of such layers, after these, that are not used. If there are any, tensors named ``mtp.*``
             are ignored, too.
-        reads_ahead: Whether the first of them is used as a next-token module, which drafts tokens.
+        has_mtp: Whether the first of them is used as a next-token module, which drafts tokens.
         stored_as: Formats of the rows of weights, by the name of the module that holds them; of others, all rows are
             tensors of numbers.
         weight_block: Rows and columns of a block of a float8 weight; each block has one scale. ``None``: one scale per
@@ -221,7 +221,7 @@ class ModelSpec:
     wide_layers: frozenset[int] = frozenset()
     extra_layers: int = 0
     ignored_layers: int = 0
-    reads_ahead: bool = False
+    has_mtp: bool = False
     weight_block: tuple[int, int] | None = (128, 128)
     groups: tuple[LayerGroup, ...] = ()
     wrapped: bool = False
@@ -239,7 +239,7 @@ class ModelSpec:
         """The same model with its next-token module, whose cache has the layout of the first group."""
         first, *others = self.groups
         longer = replace(first, layers=(*first.layers, self.layers))
-        return replace(self, reads_ahead=True, groups=(longer, *others))
+        return replace(self, has_mtp=True, groups=(longer, *others))
 
     def for_sequences_of(self, longest: int) -> ModelSpec:
         """The same model for sequences of at most ``longest`` tokens: no window needs to be longer."""
@@ -300,7 +300,7 @@ class ModelSpec:
     @property
     def cached_layers(self) -> int:
         """Number of layers that have a cache: the first ones, and the next-token module's."""
-        return self.own_caches + self.reads_ahead
+        return self.own_caches + self.has_mtp
 
     @property
     def own_caches(self) -> int:

@@ -13,9 +13,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from snapstream import __version__
-from snapstream.routing.relay import Refused, Relay, Reply, UpstreamError
+from snapstream.routing.answers import event
+from snapstream.routing.proxy import Proxy, Refused, Reply, UpstreamError
 from snapstream.routing.settings import RouterSettings
-from snapstream.routing.stitch import event
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.middleware import HeadMiddleware
 
@@ -34,12 +34,12 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
     # An instance may take as long as it needs to answer; only connecting has a time limit.
     timeout = httpx.Timeout(None, connect=settings.connect_seconds)
     client = httpx.AsyncClient(limits=limits, timeout=timeout, transport=transport, trust_env=False)
-    relay = Relay(settings, client)
+    proxy = Proxy(settings, client)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await relay.check()
-        checking = asyncio.create_task(_check_on(relay, settings.check_seconds))
+        await proxy.check()
+        checking = asyncio.create_task(_check_on(proxy, settings.check_seconds))
         try:
             yield
         finally:
@@ -54,27 +54,27 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        return await _generate(relay, "completions", request)
+        return await _generate(proxy, "completions", request)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await _generate(relay, "chat/completions", request)
+        return await _generate(proxy, "chat/completions", request)
 
     @app.get("/health")
     async def health() -> Response:
         """Whether requests can be served; without prefill instances, decode instances prefill prompts more slowly."""
-        state = {"prefill": relay.prefill.well, "decode": relay.decode.well}
-        return JSONResponse(state, 200 if relay.decode.well else 503)
+        state = {"prefill": proxy.prefill.well, "decode": proxy.decode.well}
+        return JSONResponse(state, 200 if proxy.decode.well else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(relay.metrics.page(), media_type="text/plain; version=0.0.4")
+        return Response(proxy.metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def elsewhere(request: Request) -> Response:
         """Forward to any decode instance."""
-        instance = relay.decode.choose()
+        instance = proxy.decode.choose()
         if instance is None:
             return _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
         kept = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
@@ -88,11 +88,11 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
 
     for path in _ELSEWHERE:
         app.add_api_route(f"/{path}", elsewhere, methods=["GET", "POST"])
-    app.state.relay = relay
+    app.state.proxy = proxy
     return app
 
 
-async def _generate(relay: Relay, kind: str, request: Request) -> Response:
+async def _generate(proxy: Proxy, kind: str, request: Request) -> Response:
     """Answer a request for completions."""
     try:
         body = await request.json()
@@ -100,9 +100,9 @@ async def _generate(relay: Relay, kind: str, request: Request) -> Response:
         return _error(400, "the body is not JSON")
     if not isinstance(body, dict):
         return _error(400, "the body is not a JSON object")
-    answer = asyncio.ensure_future(relay.answer(kind, body, request.headers))
+    answer = asyncio.ensure_future(proxy.answer(kind, body, request.headers))
     # A stream that takes its time begins before its first token; an error before that has a status of its own.
-    seconds = relay.settings.keep_alive_seconds if body.get("stream") is True else 0
+    seconds = proxy.settings.keep_alive_seconds if body.get("stream") is True else 0
     try:
         await until_disconnect(request.receive, lambda: asyncio.wait({answer}, timeout=seconds or None))
         reply = answer.result() if answer.done() else None
@@ -115,10 +115,10 @@ async def _generate(relay: Relay, kind: str, request: Request) -> Response:
     return StreamingResponse(_lasting(answer, seconds), headers=headers, media_type=_EVENTS)
 
 
-async def _check_on(relay: Relay, seconds: float) -> None:
+async def _check_on(proxy: Proxy, seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
-        await relay.check()
+        await proxy.check()
 
 
 async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:

@@ -207,7 +207,7 @@ class Call:
             skip_special_tokens=body.skip_special_tokens is not False,
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
-            telemetry=body.telemetry is True,
+            return_kept_tokens=body.kept_tokens is True,
             # top_p = 0 means the likeliest token alone, whose probability exceeds any tiny number.
             **(given | {"top_k": max(given["top_k"], 0), "top_p": given["top_p"] or 1e-9}),
         )
@@ -256,7 +256,7 @@ class Call:
 
     def _rest_of_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         rest: dict[str, Any] = {"logprobs": self._logprobs(index, output), "finish_reason": output.finish_reason}
-        return rest | ({"cache": cache_of(output)} if self.body.telemetry else {})
+        return rest | ({"cache": cache_of(output)} if self.body.kept_tokens else {})
 
     def _check(self, output: RequestOutput) -> None:
         if output.finish_reason == "error":

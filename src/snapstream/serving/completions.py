@@ -85,7 +85,7 @@ class Completions:
         most = self._parts.settings.max_choices
         if number > most:
             raise ApiError(400, f"{number} answers were requested (prompts times n); at most {most}", param="n")
-        for name in ("session_id", "telemetry"):
+        for name in ("session_id", "return_kept_tokens", "telemetry"):
             if number > 1 and getattr(body, name):
                 raise ApiError(400, f"{name} needs a single prompt and a single answer; leave out n", param=name)
 

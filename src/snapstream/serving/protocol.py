@@ -115,11 +115,12 @@ class Generate(Request):
         "every server, whatever the server's policy; an object selects another policy.",
     )
     vllm_xargs: Extra | None = Field(None, description="kv_budget in the form of the vLLM plugin.")
-    telemetry: Literal["counts"] | bool | None = Field(
+    return_kept_tokens: Literal["counts"] | bool | None = Field(
         False,
         description="Report which prompt tokens were kept and how much attention they had, which takes a little time. "
         '"counts" reports only how many.',
     )
+    telemetry: Literal["counts"] | bool | None = Field(None, description="The older name of return_kept_tokens.")
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = Field(
         None,
         description="Keep the compressed cache for the next turn, which sends the same id and the whole history.",
@@ -128,6 +129,11 @@ class Generate(Request):
         None,
         description="Id of a context from /v1/contexts, whose text precedes the prompt or begins the first message.",
     )
+
+    @property
+    def kept_tokens(self) -> Literal["counts"] | bool | None:
+        """What to report of kept tokens, by either name."""
+        return self.return_kept_tokens or self.telemetry
 
 
 def _no_limit(number: Any) -> Any:

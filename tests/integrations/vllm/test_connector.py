@@ -17,7 +17,7 @@ from tests.integrations.vllm.engines import (
     scheduler,
     vllm_engine,
 )
-from tests.integrations.vllm.travel import LEAVES, decode, parcels, read, transfer, travelling
+from tests.integrations.vllm.travel import LEAVES, decode, payloads, read, transfer, travelling
 from tests.peers import peer_generate
 
 pytest.importorskip("vllm")
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_one_instance(llama, prompts, tmp_path, chunk):
         before = free_blocks(llm)
         departures = read(llm, prompts)
         assert free_blocks(llm) == before
-        assert len(parcels(tmp_path)) == len(prompts)
+        assert len(payloads(tmp_path)) == len(prompts)
         got = decode(llm, prompts, departures, 100, lambda _: seen.append(held_blocks(llm)))
         assert free_blocks(llm) == before
         assert not list(tmp_path.iterdir())
@@ -67,13 +67,13 @@ def test_other_budgets_block_sizes_and_prefix_hits(llama, prompts, tmp_path):
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "numbers", "other", "text"])
-def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
+def test_a_payload_that_does_not_come(llama, prompts, tmp_path, policy, damage):
     """That request fails, or its prompt is read here; the others do not notice, and no block is lost."""
     some = prompts[:3]
     with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, policy=policy)) as llm:
         before = free_blocks(llm)
         departures = read(llm, some)
-        victim = next(path for path in parcels(tmp_path) if path.name.startswith(departures[1][1]["key"]))
+        victim = next(path for path in payloads(tmp_path) if path.name.startswith(departures[1][1]["key"]))
         if damage == "missing":
             victim.unlink()
         elif damage == "cut":
@@ -81,11 +81,11 @@ def test_a_parcel_that_does_not_come(llama, prompts, tmp_path, policy, damage):
         elif damage == "changed":
             victim.write_bytes(victim.read_bytes().replace(b"first_head", b"worst_head"))
         elif damage == "numbers":
-            parcel = bytearray(victim.read_bytes())
-            parcel[-5000] ^= 1
-            victim.write_bytes(parcel)
+            payload = bytearray(victim.read_bytes())
+            payload[-5000] ^= 1
+            victim.write_bytes(payload)
         elif damage == "other":
-            other = next(path for path in parcels(tmp_path) if path.name.startswith(departures[0][1]["key"]))
+            other = next(path for path in payloads(tmp_path) if path.name.startswith(departures[0][1]["key"]))
             victim.write_bytes(other.read_bytes())
         else:
             victim.write_text("nothing of the kind")
@@ -117,7 +117,7 @@ def test_aborts_on_either_side(llama, prompts, tmp_path):
 
         got = run_by_hand(llm, some, travelling(1, LEAVES), abort(2, 0))  # while its prompt is read
         assert got[0] is None
-        assert len(parcels(tmp_path)) == 1  # of the other
+        assert len(payloads(tmp_path)) == 1  # of the other
         departures = read(llm, some)
         for at in (0, 1, 5):  # while its cache is fetched, when it has come, in mid-decode
             made = decode(llm, some, read(llm, some), 60, abort(at, 0))
@@ -152,7 +152,7 @@ def test_a_preempted_request_reads_its_prompt_here(llama, prompts, tmp_path):
 def test_what_nobody_fetches_is_forgotten(llama, prompts, tmp_path):
     with vllm_engine(llama, BUDGET, kv_transfer_config=transfer(tmp_path, keep=1)) as llm:
         read(llm, prompts[:2])
-        assert len(parcels(tmp_path)) == 2
+        assert len(payloads(tmp_path)) == 2
         time.sleep(1.5)
         generate(llm, prompts[2:3], 5)
         assert not list(tmp_path.iterdir())

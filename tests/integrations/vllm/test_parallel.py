@@ -48,7 +48,7 @@ def test_tensor_parallel_latent_attention(deepseek, prompts):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latents", "a head on both", "a head per rank"])
 def test_caches_travel_rank_by_rank(request, tmp_path, prompts, kind):
-    settings = {"tensor_parallel_size": 2, "travels": str(tmp_path / "parcels")}
+    settings = {"tensor_parallel_size": 2, "travels": str(tmp_path / "payloads")}
     if kind == "latents":
         model, settings = request.getfixturevalue("deepseek"), settings | MLA
     elif kind == "a head on both":
@@ -59,7 +59,7 @@ def test_caches_travel_rank_by_rank(request, tmp_path, prompts, kind):
         model = request.getfixturevalue("llama")
     got = run_offline(model, prompts, 60, BUDGET, **settings)
     assert got == [peer_generate(model, tokens, BUDGET, 60, latent=kind == "latents") for tokens in prompts]
-    assert not list((tmp_path / "parcels").iterdir())
+    assert not list((tmp_path / "payloads").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_caches_travel_between_other_numbers_of_ranks(request, tmp_path, prompts
         model = tmp_path
         save_checkpoint(tmp_path, "qwen3", num_key_value_heads=1)
         save_tokenizer(tmp_path)
-    settings = settings | {"travels": str(tmp_path / "parcels")}
+    settings = settings | {"travels": str(tmp_path / "payloads")}
     departures = run_offline(
         model,
         prompts,
@@ -85,10 +85,10 @@ def test_caches_travel_between_other_numbers_of_ranks(request, tmp_path, prompts
         **settings,
     )
     # One rank sends all that another one needs, but for heads that are on two.
-    assert len(list((tmp_path / "parcels").iterdir())) == len(prompts) * (2 if kind == "heads" else 1)
+    assert len(list((tmp_path / "payloads").iterdir())) == len(prompts) * (2 if kind == "heads" else 1)
     got = run_offline(model, prompts, 60, BUDGET, tensor_parallel_size=decoding, departures=departures, **settings)
     assert got == [peer_generate(model, tokens, BUDGET, 60, latent=kind == "latents") for tokens in prompts]
-    assert not list((tmp_path / "parcels").iterdir())
+    assert not list((tmp_path / "payloads").iterdir())
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_attention_that_depends_on_where_entries_lie_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "is_supported"),
-    [("0.28.1", False), ("0.29.0", True), ("0.33.2", True), ("0.34.0", False), ("dev", False)],
+    [("0.31.1", False), ("0.32.0", True), ("0.33.2", True), ("0.34.0", False), ("dev", False)],
 )
 def test_versions(monkeypatch, version, is_supported):
     monkeypatch.setattr(vllm, "__version__", version)
@@ -89,7 +89,7 @@ def test_versions(monkeypatch, version, is_supported):
     assert (obstacle is None) == is_supported
     if obstacle:
         assert version in obstacle
-        assert "install vLLM 0.29 to 0.33" in obstacle
+        assert "install vLLM 0.32 or 0.33" in obstacle
 
 
 def test_another_version_stops_whoever_asked_and_warns_the_others(monkeypatch, caplog):

@@ -59,7 +59,7 @@ def instances(request, tmp_path_factory):
     """Processes and addresses of a prefill and a decode instance."""
     directory = tmp_path_factory.mktemp("instances")
     if request.param == "directory":
-        reads = decodes = {"directory": str(directory / "parcels")}
+        reads = decodes = {"directory": str(directory / "payloads")}
     else:
         place = f"127.0.0.1:{free_port()}"
         reads, decodes = {"address": place}, {"peers": [place]}
@@ -196,12 +196,12 @@ def test_what_is_not_split_is_served_all_the_same(routed, document):
 
 def test_either_side_may_die(tmp_path_factory, tmp_path, document, stock):
     """In mid-stream: that answer says so; afterwards the ones that are left go on, and whoever comes back helps."""
-    parcels = {"directory": str(tmp_path / "parcels")}
+    payloads = {"directory": str(tmp_path / "payloads")}
     with contextlib.ExitStack() as stack:
         made = []
         for number, role in enumerate(("kv_producer", "kv_consumer", "kv_consumer")):
             (tmp_path / str(number)).mkdir()
-            made.append(start(tmp_path / str(number), MODEL, *transfer(role, **parcels), environment=SECRET))
+            made.append(start(tmp_path / str(number), MODEL, *transfer(role, **payloads), environment=SECRET))
             stack.callback(lambda process=made[-1][0]: (process.kill(), process.wait(60)))
         for process, address, log in made:
             wait_for(process, f"{address}/health", log)
@@ -238,7 +238,7 @@ def test_either_side_may_die(tmp_path_factory, tmp_path, document, stock):
         kill_all(other)
         with pytest.raises(openai.InternalServerError, match="no instance could serve this"):
             ask(client, "a", 5)
-        assert not list((tmp_path / "parcels").glob("[0-9a-f]*"))
+        assert not list((tmp_path / "payloads").glob("[0-9a-f]*"))
 
 
 def kill_all(process):

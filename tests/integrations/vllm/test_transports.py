@@ -1,4 +1,4 @@
-"""Parcels and how they travel; no vLLM needed."""
+"""Payloads and how they travel; no vLLM needed."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from snapstream.compression.layout import lay_out
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import Label, ParcelError, heads_of, pack, shares_for, unpack
+from snapstream.integrations.vllm.payload import Label, PayloadError, heads_of, pack, shares_for, unpack
 from snapstream.integrations.vllm.tcp import SECRET, TcpTransport, parse_address
-from snapstream.integrations.vllm.transports import DirectoryTransport, Shelf
+from snapstream.integrations.vllm.transports import DirectoryTransport, PayloadStore
 
 NAME, OTHER = "0" * 32 + "-0-0", "1" * 32 + "-0-0"
 
@@ -42,9 +42,9 @@ def layers_of(one):
 def test_what_is_packed_comes_out(dtype, value):
     one = label(dtype=dtype, value=value)
     layers = layers_of(one)
-    parcel = pack(one, layers)
-    assert one.nbytes() < len(parcel) <= one.most_bytes()
-    for (keys, values), (got_keys, got_values) in zip(layers, unpack(parcel, one), strict=True):
+    payload = pack(one, layers)
+    assert one.nbytes() < len(payload) <= one.most_bytes()
+    for (keys, values), (got_keys, got_values) in zip(layers, unpack(payload, one), strict=True):
         assert torch.equal(keys, got_keys)
         assert values is got_values is None or torch.equal(values, got_values)
 
@@ -64,7 +64,7 @@ def test_many_layers_fit_what_is_expected():
 )
 def test_what_is_for_another_instance_is_refused(other, message):
     one = label()
-    with pytest.raises(ParcelError, match=message):
+    with pytest.raises(PayloadError, match=message):
         unpack(pack(one, layers_of(one)), other)
 
 
@@ -72,18 +72,18 @@ def test_what_is_for_another_instance_is_refused(other, message):
 def test_damage_is_an_error(junk, at, cut):
     one = label()
     whole = pack(one, layers_of(one))
-    parcel = bytearray(whole)
-    parcel[at : at + len(junk)] = junk
-    parcel = bytes(parcel[: len(parcel) - cut])
-    if parcel == whole:
+    payload = bytearray(whole)
+    payload[at : at + len(junk)] = junk
+    payload = bytes(payload[: len(payload) - cut])
+    if payload == whole:
         return
-    with pytest.raises(ParcelError):
-        unpack(parcel, one)
+    with pytest.raises(PayloadError):
+        unpack(payload, one)
 
 
 @given(st.binary(max_size=300))
 def test_junk_is_an_error(junk):
-    with pytest.raises(ParcelError):
+    with pytest.raises(PayloadError):
         unpack(junk, label())
 
 
@@ -106,10 +106,10 @@ def test_every_head_comes_once_from_somebody_who_has_it(heads, senders, receiver
 def test_a_file_is_fetched_once(tmp_path):
     here, there = DirectoryTransport(tmp_path / "new"), DirectoryTransport(tmp_path / "new")
     here.publish(NAME, b"something")
-    with pytest.raises(ParcelError, match="it has 9 bytes, more than 8"):
+    with pytest.raises(PayloadError, match="it has 9 bytes, more than 8"):
         there.fetch("directory", 0, NAME, 8)
     assert there.fetch("directory", 0, NAME, 9) == b"something"
-    with pytest.raises(ParcelError, match="not available"):
+    with pytest.raises(PayloadError, match="not available"):
         there.fetch("directory", 0, NAME, 9)
     here.publish(NAME, b"")
     here.drop(NAME)
@@ -121,13 +121,13 @@ def test_a_file_is_fetched_once(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../secret", "0" * 32, f"{'0' * 32}-0-0/..", f"{'G' * 32}-0-0", "", f"{'0' * 32}-0-0\n"]
 )
-def test_nothing_but_parcels_is_touched(tmp_path, name):
+def test_nothing_but_payloads_is_touched(tmp_path, name):
     (tmp_path / "secret").write_text("x")
     transport = DirectoryTransport(tmp_path / "new")
     for call in (lambda: transport.fetch("directory", 0, name, 9), lambda: transport.drop(name)):
-        with pytest.raises(ParcelError, match="not the name of a parcel"):
+        with pytest.raises(PayloadError, match="not the name of a payload"):
             call()
-    with pytest.raises(ParcelError):
+    with pytest.raises(PayloadError):
         transport.publish(name, b"")
     assert (tmp_path / "secret").exists()
 
@@ -164,7 +164,7 @@ def test_what_was_announced_is_waited_for(tmp_path, port, comes):
         if comes:
             assert other.fetch(source, 0, NAME, 10) == b"late"
         else:
-            with pytest.raises(ParcelError, match="not available"):
+            with pytest.raises(PayloadError, match="not available"):
                 other.fetch(source, 0, NAME, 10)
         later.join()
     holder.close()
@@ -199,15 +199,15 @@ def eventually(condition):
     assert condition()
 
 
-def test_a_parcel_over_tcp_is_forgotten_when_it_has_arrived(holder):
-    parcel = os.urandom(5_000_000)
-    holder.publish(NAME, parcel)
+def test_a_payload_over_tcp_is_forgotten_when_it_has_arrived(holder):
+    payload = os.urandom(5_000_000)
+    holder.publish(NAME, payload)
     holder.publish(OTHER, b"another")
-    assert fetcher(holder).fetch(holder.address, 0, NAME, len(parcel)) == parcel
-    eventually(lambda: len(holder.shelf) == 1)
-    with pytest.raises(ParcelError, match="not available"):
-        fetcher(holder).fetch(holder.address, 0, NAME, len(parcel))
-    with pytest.raises(ParcelError, match="it has 7 bytes, more than 6"):
+    assert fetcher(holder).fetch(holder.address, 0, NAME, len(payload)) == payload
+    eventually(lambda: len(holder.store) == 1)
+    with pytest.raises(PayloadError, match="not available"):
+        fetcher(holder).fetch(holder.address, 0, NAME, len(payload))
+    with pytest.raises(PayloadError, match="it has 7 bytes, more than 6"):
         fetcher(holder).fetch(holder.address, 0, OTHER, 6)
     assert fetcher(holder).fetch(holder.address, 0, OTHER, 7) == b"another"  # it was kept
 
@@ -233,9 +233,9 @@ def test_many_at_once(holder):
 def test_whoever_does_not_know_the_key_gets_nothing_and_is_believed_nothing(holder, monkeypatch):
     holder.publish(NAME, b"secret")
     monkeypatch.setenv(SECRET, "another key, also long enough")
-    with pytest.raises((ParcelError, OSError)):
+    with pytest.raises((PayloadError, OSError)):
         fetcher(holder).fetch(holder.address, 0, NAME, 100)
-    assert len(holder.shelf) == 1
+    assert len(holder.store) == 1
     monkeypatch.setenv(SECRET, "too short")
     with pytest.raises(ConfigurationError, match="16 characters or more"):
         fetcher(holder)
@@ -261,20 +261,20 @@ def test_a_peer_that_pretends_and_one_that_breaks_off(port):
             thread = threading.Thread(target=pretend)
             thread.start()
             address = f"127.0.0.1:{server.getsockname()[1]}"
-            with pytest.raises((ParcelError, OSError)):
+            with pytest.raises((PayloadError, OSError)):
                 TcpTransport(None, [address], patience=1).fetch(address, 0, NAME, 100)
             thread.join()
 
 
-def test_a_damaged_parcel_is_noticed(holder, monkeypatch):
+def test_a_damaged_payload_is_noticed(holder, monkeypatch):
     holder.publish(NAME, b"0123456789")
     sendall = socket.socket.sendall
     monkeypatch.setattr(
         socket.socket, "sendall", lambda self, data: sendall(self, b"0123X56789" if data == b"0123456789" else data)
     )
-    with pytest.raises(ParcelError, match="damaged in transit"):
+    with pytest.raises(PayloadError, match="damaged in transit"):
         fetcher(holder).fetch(holder.address, 0, NAME, 100)
-    assert len(holder.shelf) == 1
+    assert len(holder.store) == 1
 
 
 @given(st.binary(max_size=400))
@@ -298,7 +298,7 @@ def test_junk_from_a_stranger_does_no_harm(junk):
         except ConnectionError:
             pass
     assert len(said) <= 32  # its nonce, and not a word more
-    assert len(holder.shelf) == 1
+    assert len(holder.store) == 1
 
 
 def test_a_recorded_conversation_is_worth_nothing(holder):
@@ -325,12 +325,12 @@ def test_a_recorded_conversation_is_worth_nothing(holder):
 
     nonce, said = ask()
     assert said.endswith(b"secret")
-    assert len(holder.shelf) == 1  # nobody has said that it arrived
+    assert len(holder.store) == 1  # nobody has said that it arrived
     assert ask(nonce)[1] == b""
 
 
 def test_addresses_and_peers(holder, port):
-    with pytest.raises(ParcelError, match="not among the peers of this instance: none"):
+    with pytest.raises(PayloadError, match="not among the peers of this instance: none"):
         TcpTransport(None, []).fetch(holder.address, 0, NAME, 10)
     with pytest.raises(ConfigurationError, match="cannot listen"):
         TcpTransport(holder.address, [])
@@ -342,12 +342,12 @@ def test_addresses_and_peers(holder, port):
         fetcher(holder).fetch(holder.address, 7, NAME, 10)
 
 
-def test_the_shelf_forgets():
-    shelf = Shelf(keep=0.05, limit=10 / 2**30)
-    shelf.put(NAME, b"12345")
-    shelf.put(OTHER, b"1234567")  # together more than the limit
-    assert shelf.get(NAME) is None
-    assert shelf.get(OTHER) == b"1234567"
+def test_the_store_forgets():
+    store = PayloadStore(keep=0.05, limit=10 / 2**30)
+    store.put(NAME, b"12345")
+    store.put(OTHER, b"1234567")  # together more than the limit
+    assert store.get(NAME) is None
+    assert store.get(OTHER) == b"1234567"
     time.sleep(0.1)
-    shelf.sweep()
-    assert len(shelf) == 0
+    store.sweep()
+    assert len(store) == 0

@@ -31,7 +31,7 @@ def read(llm, prompts, **kwargs):
     return [(list(output.outputs[0].token_ids), output.kv_transfer_params) for output in outputs]
 
 
-def parcels(directory):
+def payloads(directory):
     """Files of caches that have been handed out, once they are there."""
     while any(path.name.startswith(".") for path in directory.iterdir()):
         time.sleep(0.01)

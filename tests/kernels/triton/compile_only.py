@@ -72,7 +72,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     Slots' caches have entries of the type ``stored``.
     """
     from snapstream.cache import EntryShape
-    from snapstream.kernels.parts import Slots
+    from snapstream.kernels.buffers import Slots
     from snapstream.kernels.plain import Activation
     from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
     from snapstream.kernels.triton import keys as differences
@@ -129,19 +129,30 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
 def compile_states(dtype: torch.dtype, stored: torch.dtype, B: int) -> None:
     """Steps of layers with a state."""
     from snapstream.cache import StateShape
-    from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
+    from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
     from snapstream.kernels.recurrence import Recur
     from snapstream.kernels.triton.recurrence import recur
 
     state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
     shape, taps = StateShape(heads=32, key_heads=16, key=128, value=128), torch.zeros(4, 8192, dtype=dtype)
     cache, numbers = shape.empty(B, 12, dtype=stored), torch.zeros(32)
-    o = Recur(Part("mixed", shape.size), Part("made", 128, 32), 0, taps, numbers, numbers, 3, 16, 128, in_turn=False)
+    o = Recur(
+        BufferView("mixed", shape.size),
+        BufferView("made", 128, 32),
+        0,
+        taps,
+        numbers,
+        numbers,
+        3,
+        16,
+        128,
+        in_turn=False,
+    )
     for tokens in (1, 4):
         several = {"drafted": state, "accepted": state} if tokens > 1 else {}
         token = torch.zeros(B, tokens, dtype=torch.int64)
         slots = Slots(token, state, *[state[None]] * 3, active, state[:, None], state[None], **several)
-        m = Machine(allocate_buffers(o.parts(), B * tokens, dtype), slots, [cache], [cache], dtype)
+        m = StepBuffers(allocate_buffers(o.parts(), B * tokens, dtype), slots, [cache], [cache], dtype)
         recur(o, m)
         if several:
             recur(dataclasses.replace(o, settles=True, in_turn=True), m)
@@ -213,7 +224,7 @@ def run_engine(directory: str, speculative: str, weights: str) -> tuple[int, int
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=1),
         SamplingParams(max_tokens=5, logprobs=3, stop="w5", prompt_logprobs=2),
         SamplingParams(max_tokens=60, repetition_penalty=1.2, kv_budget=36, ignore_eos=True),
-        SamplingParams(max_tokens=8, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max"), telemetry=True),
+        SamplingParams(max_tokens=8, kv_budget=CacheBudget(2, 20, 9, window=4, pooling="max"), return_kept_tokens=True),
         SamplingParams(max_tokens=8, kv_budget=CacheBudget(1, 15, 13, window=1, normalize="candidates")),
     ]
     llm.generate([prompt(n, seed=n) for n in lengths], [params[i % len(params)] for i in range(len(lengths))])

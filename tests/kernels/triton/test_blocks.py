@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from snapstream.kernels import operations as ops
 from snapstream.kernels import triton as kernels
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.products import scratch_bytes
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
 from tests.blocks import random_rows
@@ -129,9 +129,9 @@ def test_operations_with_rows_in_several_formats(seed, dtype):
             parts.append(numbers if number == len(KINDS) else weight_of(KINDS[number], count, 256, seed))
         return joined(parts)
 
-    B, x, few = (1, 3, 9, 40)[pick(4)], Part("x", 256), Part("few", 80)
-    ends = Part("ends", 4, dtype=torch.int64)
-    logits = Part("logits", 50, dtype=torch.float32)
+    B, x, few = (1, 3, 9, 40)[pick(4)], BufferView("x", 256), BufferView("few", 80)
+    ends = BufferView("ends", 4, dtype=torch.int64)
+    logits = BufferView("logits", 50, dtype=torch.float32)
     bias = random(80, seed=seed, dtype=dtype)
     experts = weight_of(KINDS[pick(len(KINDS))], 96, 256, experts=4)
     operations = [
@@ -139,18 +139,18 @@ def test_operations_with_rows_in_several_formats(seed, dtype):
         ops.Product(x, few, mixture(32, 16, 32), bias),
         ops.Product(x, few, mixture(80), add=True),
         ops.Product(x, logits, mixture(32, 18), rounded=bool(seed % 2)),
-        ops.GatedProduct(x, Part("inner", 96), mixture(96, 96)),
-        ops.ExpertProduct(x, Part("made", 48), ends, experts, gated=True),
+        ops.GatedProduct(x, BufferView("inner", 96), mixture(96, 96)),
+        ops.ExpertProduct(x, BufferView("made", 48), ends, experts, gated=True),
     ]
     results = []
     for program in (PlainProgram, TritonProgram):
         parts = [part for each in operations for part in each.parts()]
         buffers = allocate_buffers(parts, B, dtype, device=DEVICE)
         slots = Slots.that_see(torch.ones(B, dtype=torch.int64, device=DEVICE), 1)
-        machine = Machine(buffers, slots, [], [], dtype)
+        work = StepBuffers(buffers, slots, [], [], dtype)
         slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
         buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
-        program(operations, machine).run()
+        program(operations, work).run()
         results.append(buffers)
     plain, fast = results
     for name in plain:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstream.cache import EntryShape
-from snapstream.kernels.parts import Slots
+from snapstream.kernels.buffers import Slots
 from tests.kernels.triton.devices import DEVICE, DTYPES, SIZES, TOLERANCE, column, random
 from tests.reference import naive_attention
 

@@ -8,14 +8,14 @@ import torch
 from snapstream.attention import TritonAttention
 from snapstream.attention.operation import with_backend
 from snapstream.cache import EntryShape
+from snapstream.kernels.buffers import Slots, StepBuffers
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.parts import Machine, Slots
 from snapstream.kernels.taking import Commit, Draw
 from snapstream.models import logits_of
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import read_in_chunks
 from tests.checkpoints import LATENT, save_checkpoint
-from tests.kernels.test_program import DRAFTED, EXACT, MIXED, agree, machine
+from tests.kernels.test_program import DRAFTED, EXACT, MIXED, agree, work
 from tests.kernels.triton.devices import DEVICE, column, random
 
 pytest.importorskip("triton")
@@ -78,7 +78,7 @@ def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
     """One after the other, each from what plain torch has made of those before."""
     if not runs_here(checkpoint, dtype):
         pytest.skip("no such model on CUDA")
-    operations, plain = machine(load(checkpoint, dtype), tokens=tokens, drafted=drafted)
+    operations, plain = work(load(checkpoint, dtype), tokens=tokens, drafted=drafted)
     operations, plain = without_take(operations), on_device(plain)
     for operation in operations:
         mine = copy.deepcopy(plain)
@@ -101,15 +101,15 @@ def test_every_tensor_has_a_type_of_its_own(family, types, tokens, drafted, tmp_
     model, wide_model = load(tmp_path, weights), load(tmp_path, weights).double()
     for mine, theirs in zip(wide_model.rotations, model.rotations, strict=True):
         mine.frequencies = theirs.frequencies.double()
-    operations, plain = machine(model, **kinds)
+    operations, plain = work(model, **kinds)
     operations, plain = without_take(operations), on_device(plain)
     for operation in operations:
         mine = copy.deepcopy(plain)
         TritonProgram([operation], mine, splits=2).run()
         PlainProgram([operation], plain).run()
         agree(mine, plain, max(EXACT[activations], EXACT[stored]))
-    mine = on_device(machine(model, **kinds)[1])
-    wide_operations, wide = machine(wide_model, **kinds | {"dtype": torch.float64})
+    mine = on_device(work(model, **kinds)[1])
+    wide_operations, wide = work(wide_model, **kinds | {"dtype": torch.float64})
     TritonProgram(operations, mine, splits=2).run()
     PlainProgram(without_take(wide_operations), on_device(wide)).run()
     rows = wide.slots.used().flatten()
@@ -126,8 +126,8 @@ def test_a_step_equals_float64(checkpoint, tokens):
     dtype = torch.float32
     if not runs_here(checkpoint, dtype):
         pytest.skip("no such model on CUDA")
-    operations, mine = machine(load(checkpoint, dtype), tokens=tokens)
-    wide_operations, wide = machine(load(checkpoint, torch.float64), tokens=tokens, dtype=torch.float64)
+    operations, mine = work(load(checkpoint, dtype), tokens=tokens)
+    wide_operations, wide = work(load(checkpoint, torch.float64), tokens=tokens, dtype=torch.float64)
     for ours, theirs in zip((*mine.caches, *mine.pending), (*wide.caches, *wide.pending), strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             b.copy_(a)
@@ -152,8 +152,8 @@ def test_chunks_of_a_prompt_equal_float64(checkpoint):
         pytest.skip("no such model on CUDA")
     tokens = torch.arange(5, 45, device=DEVICE)
 
-    def program(operations, machine):
-        return TritonProgram(with_backend(operations, TritonAttention(DEVICE)), machine)
+    def program(operations, work):
+        return TritonProgram(with_backend(operations, TritonAttention(DEVICE)), work)
 
     got = read_in_chunks(load(checkpoint, torch.float32), tokens, (19, 20, 40), program)
     want = logits_of(load(checkpoint, torch.float64), tokens)
@@ -168,8 +168,8 @@ def test_several_tokens_equal_one_after_the_other(tmp_path, family):
     if not runs_here(tmp_path / family, torch.float32):
         pytest.skip("no such model on CUDA")
     model, T = load(tmp_path, torch.float32), 4
-    operations, many = machine(model, tokens=T, seed=3)
-    _, single = machine(model, seed=3)
+    operations, many = work(model, tokens=T, seed=3)
+    _, single = work(model, seed=3)
     for ours, theirs in zip(many.caches, single.caches, strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             b.copy_(a)
@@ -212,7 +212,7 @@ def test_accepted_tokens_are_stored(latent, ring):
         drafted=column([T - 1] * B),
         accepted=column([5, 4, 5, 1, 3, 5]),
     )
-    TritonProgram([Commit()], Machine({}, slots, [mine], [pending], mine.dtype)).run()
-    PlainProgram([Commit()], Machine({}, slots, [plain], [pending], plain.dtype)).run()
+    TritonProgram([Commit()], StepBuffers({}, slots, [mine], [pending], mine.dtype)).run()
+    PlainProgram([Commit()], StepBuffers({}, slots, [plain], [pending], plain.dtype)).run()
     for a, b in zip(mine.tensors, plain.tensors, strict=True):
         assert torch.equal(a, b)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstream.cache import EntryShape
-from snapstream.compression import next_slot
+from snapstream.compression import next_entry
 from snapstream.kernels import plain
 from tests.kernels.triton.devices import DEVICE, DTYPES, TOLERANCE, column, random
 
@@ -75,7 +75,7 @@ def places_of(kind, tokens, active):
     if kind != PENDING:
         entries = entries + count[:, None]
     if kind == RING:
-        entries = next_slot(entries, base[:, None], limit[:, None])
+        entries = next_entry(entries, base[:, None], limit[:, None])
     return Places(kind, tokens, count, base, limit, active), entries
 
 

@@ -28,14 +28,14 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.engine.decode.evicted import Evicted
 from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.engine.decode.lagging import Lagging
-from snapstream.engine.decode.mtp import Ahead
+from snapstream.engine.decode.mtp import Mtp
 from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.renewal import Placement
 from snapstream.engine.decode.verification import Verification, most_tokens
 from snapstream.engine.settings import Setup, Types
+from snapstream.kernels.buffers import Slots
 from snapstream.kernels.counting import peak_of
 from snapstream.kernels.cpu import CpuProgram
-from snapstream.kernels.parts import Slots
 from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.kernels.workspace import most_workspace
 from snapstream.models import DecoderModel
@@ -127,10 +127,10 @@ class Decode:
         programs = Programs(model, backend, types.activations, self.layers, state, self.logits, self.sampling)
         self.program, self._reading = programs.step, programs.reading
         captured = not eager and self.program.captured
-        self.ahead: Ahead | None = None
-        if model.ahead is not None:
-            self.ahead = Ahead(model, programs, slots, sizes=sizes, guesses=guesses, captured=captured)
-        follow = None if self.ahead is None else self.ahead.follow
+        self.mtp: Mtp | None = None
+        if model.mtp is not None:
+            self.mtp = Mtp(model, programs, slots, sizes=sizes, guesses=guesses, captured=captured)
+        follow = None if self.mtp is None else self.mtp.follow
         self.verifications = {
             tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
             for tokens in sizes
@@ -171,7 +171,7 @@ class Decode:
         drawing = peak_of(lambda: sample(self.logits, self.sampling, position, self.active, nothing_forced))
         steps = [self.program, *(each.program for each in self.verifications.values())]
         running = (
-            most_workspace(each.operations, each.machine, device)
+            most_workspace(each.operations, each.work, device)
             for each in steps
             if not isinstance(each, CpuProgram)  # it keeps what it needs
         )
@@ -183,8 +183,8 @@ class Decode:
             step.warm_up(pool)
         for verification in self.verifications.values():
             verification.warm_up(pool)
-        if self.ahead is not None:
-            self.ahead.warm_up(pool)
+        if self.mtp is not None:
+            self.mtp.warm_up(pool)
         if self.lagging is not None:
             self.lagging.warm_up()
 

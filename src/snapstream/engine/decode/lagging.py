@@ -17,7 +17,7 @@ from snapstream.config import EngineConfig
 from snapstream.engine.decode.evicted import FURTHEST
 from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.verification import Run
-from snapstream.kernels.parts import Machine, Slots, allocate_buffers
+from snapstream.kernels.buffers import Slots, StepBuffers, allocate_buffers
 from snapstream.models.spec import ModelSpec
 
 
@@ -58,7 +58,7 @@ class Lagging:
         dtype, device = self._programs.dtype, position.device
         parts = (part for each in self._settling for part in each.parts())
         buffers = allocate_buffers(parts, 1, dtype, device=device)  # which are not used
-        return self._programs.run_of(self._settling, Machine(buffers, slots, states, states, dtype))
+        return self._programs.run_of(self._settling, StepBuffers(buffers, slots, states, states, dtype))
 
     def warm_up(self) -> None:
         """Run what launches need once, while all slots are free."""

@@ -18,13 +18,13 @@ from torch import Tensor
 from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.verification import Run
-from snapstream.kernels.parts import Machine, Part
+from snapstream.kernels.buffers import BufferView, StepBuffers
 from snapstream.kernels.products import linear
 from snapstream.kernels.taking import Commit
 from snapstream.models import DecoderModel
 
 
-class Ahead:
+class Mtp:
     """Drafts the tokens after the next token of each slot.
 
     Attributes:
@@ -66,13 +66,13 @@ class Ahead:
         for look in self._looks:
             look.warm_up(pool)
 
-    def follow(self, machine: Machine) -> Run:
+    def follow(self, work: StepBuffers) -> Run:
         """Return the module's part of a step. It runs after tokens have been verified and before they are committed.
 
         Args:
-            machine: The step's buffers.
+            work: The step's buffers.
         """
-        return functools.partial(self._follow, machine, self._steps[machine.slots.tokens])
+        return functools.partial(self._follow, work, self._steps[work.slots.tokens])
 
     def guess(self, most: int) -> Tensor:
         """Draft ``most`` tokens after the next token of each slot of the last step; int64 ``[B, most]``."""
@@ -80,12 +80,12 @@ class Ahead:
             look()
         return self._guesses[:, :most].clone()
 
-    def _follow(self, machine: Machine, step: _Step) -> None:
-        slots = machine.slots
+    def _follow(self, work: StepBuffers, step: _Step) -> None:
+        slots = work.slots
         assert slots.accepted is not None
         step.token.copy_(slots.taken[: slots.tokens].T)
         step.drafted.copy_(slots.accepted - 1)
-        step.hidden.copy_(step.of_tokens(machine))
+        step.hidden.copy_(step.of_tokens(work))
         step.read()
         step.commit()
         last = (slots.accepted - 1).clamp(0, slots.tokens - 1)[:, None, None]
@@ -116,16 +116,16 @@ class _Step:
     """
 
     def __init__(self, model: DecoderModel, programs: Programs, tokens: int) -> None:
-        slots, operations = programs.slots(tokens), list(model.operations_ahead())
+        slots, operations = programs.slots(tokens), list(model.mtp_operations())
         self.token, self.drafted = torch.zeros_like(slots.token), torch.zeros_like(slots.position)
         given = replace(slots, token=self.token, drafted=self.drafted)
-        machine = programs.machine(operations, given, [model.spec.layers])
-        self._normed = Part("normed", model.spec.hidden_size)
-        self.hidden = machine.buffers["hidden"].view(*self.token.shape, -1)
-        self.made = self.of_tokens(machine)
-        self.read, self.commit = programs.run_of(operations, machine), programs.run_of([Commit()], machine)
+        work = programs.work(operations, given, [model.spec.layers])
+        self._normed = BufferView("normed", model.spec.hidden_size)
+        self.hidden = work.buffers["hidden"].view(*self.token.shape, -1)
+        self.made = self.of_tokens(work)
+        self.read, self.commit = programs.run_of(operations, work), programs.run_of([Commit()], work)
 
-    def of_tokens(self, machine: Machine) -> Tensor:
+    def of_tokens(self, work: StepBuffers) -> Tensor:
         """Normalized hidden states of all tokens of a step, ``[B, T, hidden]``; a view of the step's own memory."""
-        states = self._normed.of(machine.buffers)
+        states = self._normed.of(work.buffers)
         return states.view(len(self.token), -1, states.shape[-1])

@@ -13,9 +13,9 @@ from torch import Tensor
 from snapstream.attention import AttentionBackend
 from snapstream.cache import LayerCache, StateCache
 from snapstream.engine.decode.verification import Parts, Run
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.cpu.program import unsupported
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.taking import Advance, Commit, Draw, Verify
@@ -57,15 +57,15 @@ class Programs:
         self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
         self._operations, self.dtype = list(model.operations()), dtype
         self.reading = len(self._operations)
-        self._logits = Part("logits", self._spec.vocab_size, dtype=torch.float32)
+        self._logits = BufferView("logits", self._spec.vocab_size, dtype=torch.float32)
         every = [*self._operations, Draw(self._logits, sampling)]
         reason = unsupported(every, dtype, layers[0].dtype)
         if reason and slots.token.device.type == "cpu":
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
-        machine = self.machine(every, self.slots(1), given={"logits": logits})
-        self.step = backend.program(self._operations, machine)
+        work = self.work(every, self.slots(1), given={"logits": logits})
+        self.step = backend.program(self._operations, work)
         if self.step.draws:
-            self.step = backend.program(every, machine)
+            self.step = backend.program(every, work)
 
     def settling(self) -> list[Recur]:
         """What brings the states of all layers that have one past accepted tokens."""
@@ -76,13 +76,13 @@ class Programs:
         few = replace(self._slots, token=self._slots.token[:, :tokens])
         return few if tokens > 1 else replace(few, drafted=None, accepted=None)
 
-    def machine(
+    def work(
         self,
         operations: Sequence[Operation],
         slots: Slots,
         layers: Sequence[int] | None = None,
         given: dict[str, Tensor] | None = None,
-    ) -> Machine:
+    ) -> StepBuffers:
         """What operations work on: caches of layers, the model's own if not said, and buffers for what is between."""
         layers = range(self._spec.own_caches) if layers is None else layers
         groups = [self._spec.group_of(layer) for layer in layers]
@@ -97,13 +97,13 @@ class Programs:
             for group, cache in zip(groups, caches, strict=True)
             if tokens > 1
         ]
-        return Machine(buffers, slots, caches, pending, self.dtype, groups)
+        return StepBuffers(buffers, slots, caches, pending, self.dtype, groups)
 
-    def run_of(self, operations: Sequence[Operation], machine: Machine) -> Run:
+    def run_of(self, operations: Sequence[Operation], work: StepBuffers) -> Run:
         """What runs a list of operations that read several tokens per slot."""
-        return self._backend.program(operations, machine).run
+        return self._backend.program(operations, work).run
 
-    def verification(self, tokens: int, follow: Callable[[Machine], Run] | None) -> tuple[Parts, Machine]:
+    def verification(self, tokens: int, follow: Callable[[StepBuffers], Run] | None) -> tuple[Parts, StepBuffers]:
         """A step that reads so many tokens per slot, by the same kernels as one that reads one.
 
         Args:
@@ -111,16 +111,16 @@ class Programs:
             follow: Makes what comes, in every step, between noting what is right and keeping it.
         """
         every = [*self._operations, Verify(self._logits), *self.settling(), Commit(), Advance()]
-        machine = self.machine(every, self.slots(tokens))
-        program = self._backend.program(every, machine)
+        work = self.work(every, self.slots(tokens))
+        program = self._backend.program(every, work)
         read = functools.partial(program.run, last=self.reading)
         look = functools.partial(program.run, last=self.reading + 1)
         settle: Run = functools.partial(program.run, first=self.reading + 1)
         greedy: Run = program.run
         if follow is not None:
-            settle = _one_after_the_other(follow(machine), settle)
+            settle = _one_after_the_other(follow(work), settle)
             greedy = _one_after_the_other(look, settle)
-        return Parts(program, read, settle, look, greedy), machine
+        return Parts(program, read, settle, look, greedy), work
 
 
 def _one_after_the_other(*runs: Run) -> Run:

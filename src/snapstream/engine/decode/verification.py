@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from snapstream.engine.decode.graphs import StaticGraph
-from snapstream.kernels.parts import Machine
+from snapstream.kernels.buffers import StepBuffers
 from snapstream.kernels.sampling import Sampled, SamplingState, sample
 from snapstream.kernels.stock import Program
 from snapstream.kernels.taking import accept
@@ -47,18 +47,18 @@ class Parts:
 class Verification:
     """Steps of up to ``T`` tokens per slot."""
 
-    def __init__(self, parts: Parts, machine: Machine, sampling: SamplingState, *, captured: bool) -> None:
+    def __init__(self, parts: Parts, work: StepBuffers, sampling: SamplingState, *, captured: bool) -> None:
         """Wrap the parts of a step.
 
         Args:
-            parts: The parts of a step on ``machine``.
-            machine: The step's buffers and slots, with ``T`` tokens per slot.
+            parts: The parts of a step on ``work``.
+            work: The step's buffers and slots, with ``T`` tokens per slot.
             sampling: Sampling state of the slots.
             captured: Whether to capture steps as CUDA graphs.
         """
-        device = machine.slots.token.device
+        device = work.slots.token.device
         self.program = parts.program
-        self._parts, self._machine, self._sampling = parts, machine, sampling
+        self._parts, self._work, self._sampling = parts, work, sampling
         self._stops_early = device.type == "cpu"
         self._greedy_step = StaticGraph(parts.greedy, device, captured=captured)
         self._look_step = StaticGraph(parts.look, device, captured=captured)
@@ -72,12 +72,12 @@ class Verification:
     def greedy(self) -> Tensor:
         """Take the most likely tokens and store the accepted ones; returns a copy of the tokens, ``[T, B]``."""
         self._greedy_step()
-        return self._machine.slots.taken[: self._machine.slots.tokens].clone()
+        return self._work.slots.taken[: self._work.slots.tokens].clone()
 
     def look(self) -> Tensor:
         """Take the most likely tokens without storing anything; the next step starts where this one did."""
         self._look_step()
-        return self._machine.slots.taken[: self._machine.slots.tokens].clone()
+        return self._work.slots.taken[: self._work.slots.tokens].clone()
 
     def sampled(self) -> list[Sampled]:
         """Draw tokens and store the accepted ones.
@@ -90,8 +90,8 @@ class Verification:
 
     def _draw(self) -> list[Sampled]:
         self._parts.read()
-        slots = self._machine.slots
-        logits = self._machine.buffers["logits"].view(*slots.token.shape, -1)
+        slots = self._work.slots
+        logits = self._work.buffers["logits"].view(*slots.token.shape, -1)
         certain, drawn, used = slots.active, list[Sampled](), slots.used()
         for t in range(slots.tokens):
             drawn.append(sample(logits[:, t], self._sampling, slots.position + 1 + t, certain, slots.forced[:, t]))

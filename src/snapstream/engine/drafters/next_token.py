@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 
 from typing_extensions import override
 
-from snapstream.engine.decode.mtp import Ahead
+from snapstream.engine.decode.mtp import Mtp
 from snapstream.engine.drafters.base import Drafter
 from snapstream.engine.requests.request import Request
 from snapstream.kernels.triton import current_device
@@ -23,8 +23,8 @@ class NextToken(Drafter):
 
     needs_every_step = True
 
-    def __init__(self, ahead: Ahead) -> None:
-        self._ahead = ahead
+    def __init__(self, mtp: Mtp) -> None:
+        self._mtp = mtp
         # The request whose last step the module has followed, by slot.
         self._followed: dict[int, ReferenceType[Request]] = {}
 
@@ -40,8 +40,8 @@ class NextToken(Drafter):
         deepest = max((many for _, many in wanted), default=0)
         if deepest < 1:
             return [()] * len(requests)
-        with current_device(self._ahead.device):
-            rows = to_host([self._ahead.guess(deepest)])[0].tolist()
+        with current_device(self._mtp.device):
+            rows = to_host([self._mtp.guess(deepest)])[0].tolist()
         return [rows[slot][: max(0, many)] for slot, many in wanted]
 
     @override

@@ -28,7 +28,7 @@ class Target:
         layers: One cache per layer, with a batch size of 1 and room for all kept entries: part of a slot, or
             separately allocated.
         layouts: Per group of layers, the layout of the compressed prompt.
-        telemetry: Whether to report which tokens were kept, and the share of attention on them.
+        return_kept_tokens: Whether to report which tokens were kept, and the share of attention on them.
         keep: Whether true positions are needed later.
         scored: Number of most likely tokens to report for each prompt token; ``None`` if the prompt is not scored.
         positions: Per finished layer, true positions of the entries, int32 ``[N, count]``, if wanted.
@@ -44,7 +44,7 @@ class Target:
     layers: Sequence[LayerCache]
     layouts: tuple[Layout, ...]
     slot: int | None = None
-    telemetry: bool = False
+    return_kept_tokens: bool = False
     keep: bool = False
     scored: int | None = None
     positions: list[Tensor] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Target:
     @property
     def wants_positions(self) -> bool:
         """Whether true positions are collected."""
-        return self.keep or self.telemetry
+        return self.keep or self.return_kept_tokens
 
     def kept_tokens(self, reported: Sequence[int]) -> KeptTokens:
         """Which tokens were kept in the layers that reports are about; without the next-token module's."""
@@ -160,7 +160,7 @@ class PrefillJob:
         layers: Sequence[LayerCache],
         *,
         slot: int | None = None,
-        telemetry: bool = False,
+        return_kept_tokens: bool = False,
         keep: bool = False,
         scored: int | None = None,
     ) -> Target:
@@ -170,7 +170,7 @@ class PrefillJob:
             budget: The request's budget.
             layers: Per layer, a cache with a batch size of 1 and room for all kept entries.
             slot: See :class:`Target`.
-            telemetry: See :class:`Target`.
+            return_kept_tokens: See :class:`Target`.
             keep: See :class:`Target`.
             scored: See :class:`Target`.
 
@@ -179,7 +179,7 @@ class PrefillJob:
         """
         assert self.layer == 0
         assert self.done == self.skipped
-        self.targets.append(Target(budget, layers, self.layouts(budget), slot, telemetry, keep, scored))
+        self.targets.append(Target(budget, layers, self.layouts(budget), slot, return_kept_tokens, keep, scored))
         return self.targets[-1]
 
     def result(self, target: Target) -> PrefillResult:
@@ -201,7 +201,7 @@ class PrefillJob:
             logits=self.logits,
             positions=target.positions if target.keep else (),
             sequence=sequence,
-            kept=target.kept_tokens(reported_layers(self._spec.groups)) if target.telemetry else None,
+            kept=target.kept_tokens(reported_layers(self._spec.groups)) if target.return_kept_tokens else None,
             shares=shares_of(target.parts, self.total, target.counted),
             logprobs=tuple(scores),
             reused=self.skipped,

@@ -38,8 +38,8 @@ from snapstream.engine.prefill.result import count_parts
 from snapstream.engine.prefill.staging import Staging
 from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
+from snapstream.kernels.buffers import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.operations import Attend, Operation
-from snapstream.kernels.parts import PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.stock import program_for_rows
 from snapstream.kernels.widened import WidenedLayer, least_tokens, widened_numbers
@@ -133,7 +133,7 @@ class Prefill:
         # Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
         self.takes_rows_alone = backend.takes_rows_alone and not self.widened_from and not model.multiplies_numbers
         self._embed = [*model.embed()]
-        self._enter = [] if model.ahead is None else [*model.enter_ahead()]
+        self._enter = [] if model.mtp is None else [*model.enter_mtp()]
         self.entering, self.leaving = [*self._embed, *self._enter], [*model.output()]
         every = [*self.entering, *self.leaving]
         for layer in self.layers:
@@ -177,7 +177,7 @@ class Prefill:
         spec, lane, start, group = self.model.spec, self.lanes[job.lane], job.done, job.group
         has_budget = spec.groups[group].has_budget
         last_layer = job.layer == spec.own_caches - 1
-        is_ahead = job.layer == spec.layers
+        is_mtp = job.layer == spec.layers
         # Where it matters to the bit, chunks end where they would without a cached prefix.
         end = start + self.chunk if self.takes_rows_alone else (start // self.chunk + 1) * self.chunk
         tokens = job.tokens[start:end]
@@ -193,13 +193,13 @@ class Prefill:
             self._slots.token[0, :used] = to_device(tokens, self.device)
         if job.layer == 0:
             operations = [*self._embed, *operations]
-        if is_ahead:
+        if is_mtp:
             self._slots.token[0, :used] = self._following(job, start, used)
             operations = [*self._enter, *operations]
         program_for_rows(operations, chunk).run()
         if has_budget and layer.query is not None:  # otherwise nobody votes
             lane.keep_queries(layer.query.of(chunk.buffers), first, job.length)
-        if last_layer or is_ahead:
+        if last_layer or is_mtp:
             self._last_input.copy_(x[used - 1 :])
         else:
             program_for_rows(layer.after, chunk).run()
@@ -217,7 +217,7 @@ class Prefill:
         """What comes after :attr:`Layer.before` in the last layer: often, only the last token's result is needed."""
         if start + len(x) == len(job.tokens):
             job.logits = self._last_logits(job, self.layers[job.layer], len(x) - 1)
-        if job.scored is None and self.model.ahead is None:
+        if job.scored is None and self.model.mtp is None:
             return
         chunk = self._chunk_of(job, start, x)
         # Layers of several groups read what is packed.
@@ -393,7 +393,7 @@ class Prefill:
         if target.wants_positions:
             target.positions.append(true.to(torch.int32))
         is_reported = job.layer in self._reported and job.layer < self.model.spec.layers
-        if target.telemetry and is_reported:
+        if target.return_kept_tokens and is_reported:
             if not has_budget:  # nothing that these layers attend to is dropped
                 target.mass.append(torch.ones((), device=self.device))
                 return

@@ -127,8 +127,10 @@ class Admission:
                 f"this cache holds up to {past.limit} entries, but this engine's slots hold "
                 f"{self.budget.capacity}; create the engine with a larger budget"
             )
-        if params.kv_budget is not None or params.telemetry:
-            raise RequestError("a cache that is decoded unchanged keeps its budget; leave kv_budget and telemetry out")
+        if params.kv_budget is not None or params.return_kept_tokens:
+            raise RequestError(
+                "a cache that is decoded unchanged keeps its budget; leave kv_budget and return_kept_tokens out"
+            )
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokenize a prompt as the engine does.

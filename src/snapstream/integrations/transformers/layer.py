@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from snapstream.compression import LayoutTensors, choose_entries, lay_out, layout_tensors, next_slot
+from snapstream.compression import LayoutTensors, choose_entries, lay_out, layout_tensors, next_entry
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
@@ -174,7 +174,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             return self._stage(key_states, value_states)
         self._settle()
         self.empty = False
-        slot = next_slot(self.count, self.base, self.limit)[:, None, None, None]
+        slot = next_entry(self.count, self.base, self.limit)[:, None, None, None]
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
             mine.scatter_(2, slot.expand(new.shape), new)
         self.count.add_(1)
@@ -294,7 +294,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         """The cache's contents as the start of a prompt, in the order the tokens were stored."""
         entry = torch.arange(self.budget.capacity, device=self.device).expand(len(self.base), -1)
         base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
-        oldest = torch.where(self.count > self.limit, next_slot(self.count, self.base, self.limit), self.base)[:, None]
+        oldest = torch.where(self.count > self.limit, next_entry(self.count, self.base, self.limit), self.base)[:, None]
         in_ring = (entry >= base) & (entry < self.limit[:, None])
         order = torch.where(in_ring, base + (oldest - base + entry - base) % length, entry)[:, None]
         valid = self.valid()

@@ -9,8 +9,8 @@ import inspect
 import re
 from typing import Any
 
-OLDEST, NEWEST = (0, 29), (0, 33)
-SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+OLDEST, NEWEST = (0, 32), (0, 33)
+SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} or {NEWEST[0]}.{NEWEST[1]}"
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _SPEC = "vllm.v1.kv_cache_interface:FullAttentionSpec"
@@ -46,9 +46,9 @@ CORE_HOOKS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler.make_stats": ("self",),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": ("kvcache_spec_cls", "manager_class"),
 }
+# For KV transfer.
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-# For KV transfer; 0.29 lacks some of them.
-CONNECTOR_HOOKS: dict[str, tuple[str, ...]] = {
+CORE_HOOKS |= {
     f"{_CONNECTOR}.on_new_request": ("self", "request"),
     f"{_CONNECTOR}.get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
     f"{_CONNECTOR}.update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),

@@ -26,9 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.courier import Arrival, Courier, Tasks
 from snapstream.integrations.vllm.settings import active_budget, arriving_tokens
 from snapstream.integrations.vllm.transfer import transfer_settings
+from snapstream.integrations.vllm.transfer_worker import Arrival, Tasks, TransferWorker
 
 if TYPE_CHECKING:
     from snapstream.integrations.vllm.layers import LayerCompressor
@@ -45,7 +45,7 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
         self._tasks = Tasks()
-        self.courier: Courier | None = None
+        self.transfer_worker: TransferWorker | None = None
 
     # -- the scheduler's side -----------------------------------------------------------------------------------------
 
@@ -118,14 +118,14 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def attach(self, vllm_config: Any, compressors: Sequence[LayerCompressor], block_size: int) -> None:
         """Connect the worker's side to the layers, once these have caches."""
-        self.courier = Courier(self.settings, vllm_config, compressors, block_size)
+        self.transfer_worker = TransferWorker(self.settings, vllm_config, compressors, block_size)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start fetching caches."""
         tasks = self._get_connector_metadata()
         assert isinstance(tasks, Tasks)
-        if self.courier is not None:
-            self.courier.start(tasks)
+        if self.transfer_worker is not None:
+            self.transfer_worker.start(tasks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no fetched cache is used in the running step."""
@@ -137,17 +137,17 @@ class SnapStreamConnector(KVConnectorBase_V1, SupportsHMA):
         """Publish the compressed caches of the step's prompts."""
         tasks = self._get_connector_metadata()
         assert isinstance(tasks, Tasks)
-        if self.courier is not None:
-            self.courier.publish(tasks)
+        if self.transfer_worker is not None:
+            self.transfer_worker.publish(tasks)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose caches have arrived, and those whose caches could not be fetched."""
-        if self.courier is None:
+        if self.transfer_worker is None:
             return KVConnectorTransferResults()
-        arrived, failed = self.courier.store_arrived()
+        arrived, failed = self.transfer_worker.store_arrived()
         return KVConnectorTransferResults(finished_recving=arrived | failed, failed_recving=failed)
 
     def shutdown(self) -> None:
         """Abandon transfers in progress."""
-        if self.courier is not None:
-            self.courier.close()
+        if self.transfer_worker is not None:
+            self.transfer_worker.close()

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from snapstream.compression.layout import Layout, entry_of, next_slot
+from snapstream.compression.layout import Layout, entry_of, next_entry
 
 Integers = NDArray[np.int64]
 
@@ -80,7 +80,7 @@ def place_tokens(
     owners = np.repeat(np.arange(len(count)), scheduled)
     number = np.arange(len(owners)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
     start = np.minimum(count, limit - 1)
-    slot = start if at_end else next_slot(*map(torch.from_numpy, (count, base, limit))).numpy()
+    slot = start if at_end else next_entry(*map(torch.from_numpy, (count, base, limit))).numpy()
     entries = np.where(number == 0, slot[owners], start[owners] + number)
     return Placed(owners, first[owners] + number, entries, start + scheduled, scheduled)
 

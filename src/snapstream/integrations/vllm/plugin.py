@@ -20,7 +20,6 @@ from typing import Any
 from snapstream.config import CacheBudget
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.vllm.compatibility import (
-    CONNECTOR_HOOKS,
     CORE_HOOKS,
     FRONT_HOOKS,
     missing_hook,
@@ -104,10 +103,8 @@ def _check_connector(config: Any) -> None:
     """Reject invalid settings of the connector before anything is loaded.
 
     Raises:
-        ConfigurationError: The settings are invalid, or this vLLM lacks a hook.
+        ConfigurationError: The settings are invalid.
     """
-    if obstacle := missing_hook(CONNECTOR_HOOKS):
-        raise ConfigurationError(f"{CONNECTOR} cannot work here: {obstacle}")
     if transfer_settings(config).directory is None:
         secret()
 

@@ -1,11 +1,11 @@
-"""Parcels over TCP. Both sides prove that they know a common key before any received data is interpreted.
+"""Payloads over TCP. Both sides prove that they know a common key before any received data is interpreted.
 
 The protocol::
 
     holder  -> fetcher   nonce of the holder, 32 bytes
     fetcher -> holder    nonce of the fetcher, 32 bytes; proof, 32 bytes; length of the name, 2 bytes; name
-    holder  -> fetcher   proof, 32 bytes; length of the parcel, 8 bytes (0: not available); parcel
-    fetcher -> holder    1 byte: acknowledges the whole parcel, so it may be dropped
+    holder  -> fetcher   proof, 32 bytes; length of the payload, 8 bytes (0: not available); payload
+    fetcher -> holder    1 byte: acknowledges the whole payload, so it may be dropped
 
 A proof is a keyed digest (BLAKE2b) of both nonces, the sender's role, and the sender's message. Data is not encrypted:
 use this transport only inside a trusted network.
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import ParcelError
-from snapstream.integrations.vllm.transports import KEEP, LIMIT, PATIENCE, Shelf, Transport
+from snapstream.integrations.vllm.payload import PayloadError
+from snapstream.integrations.vllm.transports import KEEP, LIMIT, PATIENCE, PayloadStore, Transport
 
 SECRET = "SNAPSTREAM_TRANSFER_KEY"
 _NONCE, _PROOF, _PIECE = 32, 32, 2**20
@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.snapstream")
 
 
 class TcpTransport(Transport):
-    """A server for parcels published here, and a client for parcels of other instances."""
+    """A server for payloads published here, and a client for payloads of other instances."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class TcpTransport(Transport):
 
         Args:
             address: ``host:port`` to listen at; ``None`` if nothing is published here.
-            peers: Addresses that parcels may be fetched from.
+            peers: Addresses that payloads may be fetched from.
             offset: Added to the port; the rank, because each rank has its own port.
-            keep: Seconds for which a parcel is kept.
-            limit: Maximum size of all kept parcels, in GiB.
+            keep: Seconds for which a payload is kept.
+            limit: Maximum size of all kept payloads, in GiB.
             patience: Timeout for the other side, in seconds.
 
         Raises:
@@ -63,7 +63,7 @@ class TcpTransport(Transport):
         """
         self._key = secret()
         self.address, self.peers, self.patience = address, tuple(peers), patience
-        self.shelf = Shelf(keep=keep, limit=limit)
+        self.store = PayloadStore(keep=keep, limit=limit)
         self._listener: socket.socket | None = None
         if address is not None:
             host, port = parse_address(address)
@@ -73,23 +73,25 @@ class TcpTransport(Transport):
             except OSError as error:
                 raise ConfigurationError(f"cannot listen at {host}:{port + offset}: {error}") from error
             self._slots = threading.BoundedSemaphore(_CONVERSATIONS)
-            threading.Thread(target=self._serve, args=(self._listener,), name="snapstream-parcels", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(self._listener,), name="snapstream-payloads", daemon=True
+            ).start()
 
     @override
     def announce(self, name: str) -> None:
-        self.shelf.announce(name)
+        self.store.announce(name)
 
     @override
-    def publish(self, name: str, parcel: bytes) -> None:
-        self.shelf.put(name, parcel)
+    def publish(self, name: str, payload: bytes) -> None:
+        self.store.put(name, payload)
 
     @override
     def drop(self, name: str) -> None:
-        self.shelf.drop(name)
+        self.store.drop(name)
 
     @override
     def sweep(self) -> None:
-        self.shelf.sweep()
+        self.store.sweep()
 
     @override
     def close(self) -> None:
@@ -99,7 +101,7 @@ class TcpTransport(Transport):
     @override
     def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
         if source not in self.peers:
-            raise ParcelError(f"{source!r} is not among the peers of this instance: {', '.join(self.peers) or 'none'}")
+            raise PayloadError(f"{source!r} is not among the peers of this instance: {', '.join(self.peers) or 'none'}")
         host, port = parse_address(source)
         asked = name.encode()
         with socket.create_connection((host, port + rank), timeout=self.patience) as line:
@@ -107,14 +109,14 @@ class TcpTransport(Transport):
             line.sendall(mine + self._proof(b"fetch", theirs, mine, asked) + struct.pack(">H", len(asked)) + asked)
             proof, (size,) = _receive(line, _PROOF), struct.unpack(">Q", _receive(line, 8))
             if size > most:
-                raise ParcelError(f"it has {size} bytes, more than {most}")
-            parcel = _receive(line, size)
-            if not hmac.compare_digest(proof, self._proof(b"parcel", theirs, mine, parcel)):
-                raise ParcelError(f"it was damaged in transit, or the other side has a different {SECRET}")
+                raise PayloadError(f"it has {size} bytes, more than {most}")
+            payload = _receive(line, size)
+            if not hmac.compare_digest(proof, self._proof(b"payload", theirs, mine, payload)):
+                raise PayloadError(f"it was damaged in transit, or the other side has a different {SECRET}")
             if not size:
-                raise ParcelError("it is not available (any more)")
+                raise PayloadError("it is not available (any more)")
             line.sendall(b"\1")
-        return bytes(parcel)
+        return bytes(payload)
 
     def _proof(self, who: bytes, theirs: bytes | bytearray, mine: bytes | bytearray, said: bytes | bytearray) -> bytes:
         digest = hashlib.blake2b(key=self._key, digest_size=_PROOF)
@@ -132,14 +134,14 @@ class TcpTransport(Transport):
             if not self._slots.acquire(timeout=self.patience):
                 line.close()
                 continue
-            threading.Thread(target=self._converse, args=(line,), name="snapstream-parcel", daemon=True).start()
+            threading.Thread(target=self._converse, args=(line,), name="snapstream-payload", daemon=True).start()
 
     def _converse(self, line: socket.socket) -> None:
         try:
             with line:
                 line.settimeout(self.patience)
                 self._hand_over(line)
-        except (OSError, ParcelError) as error:
+        except (OSError, PayloadError) as error:
             logger.warning("SnapStream: a cache was requested, but could not be sent: %s", error)
         finally:
             self._slots.release()
@@ -151,13 +153,13 @@ class TcpTransport(Transport):
         (size,) = struct.unpack(">H", _receive(line, 2))
         asked = bytes(_receive(line, min(size, 64)))
         if size > 64 or not hmac.compare_digest(proof, self._proof(b"fetch", mine, theirs, asked)):
-            raise ParcelError(f"the requester does not know {SECRET}")
+            raise PayloadError(f"the requester does not know {SECRET}")
         name = asked.decode("ascii", "replace")
-        parcel = self.shelf.get(name, self.patience / 2) or b""
-        line.sendall(self._proof(b"parcel", mine, theirs, parcel) + struct.pack(">Q", len(parcel)))
-        line.sendall(parcel)
-        if parcel and line.recv(1) == b"\1":
-            self.shelf.drop(name)
+        payload = self.store.get(name, self.patience / 2) or b""
+        line.sendall(self._proof(b"payload", mine, theirs, payload) + struct.pack(">Q", len(payload)))
+        line.sendall(payload)
+        if payload and line.recv(1) == b"\1":
+            self.store.drop(name)
 
 
 def secret() -> bytes:
@@ -188,7 +190,7 @@ def _receive(line: socket.socket, size: int) -> bytearray:
     """Receive exactly ``size`` bytes.
 
     Raises:
-        ParcelError: The other side closed the connection early.
+        PayloadError: The other side closed the connection early.
     """
     received = bytearray(size)
     view = memoryview(received)
@@ -196,6 +198,6 @@ def _receive(line: socket.socket, size: int) -> bytearray:
     while done < size:
         count = line.recv_into(view[done : done + _PIECE])
         if not count:
-            raise ParcelError("the other side closed the connection")
+            raise PayloadError("the other side closed the connection")
         done += count
     return received

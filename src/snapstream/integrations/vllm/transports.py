@@ -1,7 +1,7 @@
-"""Transports of parcels between instances: a directory on one host, or TCP.
+"""Transports of payloads between instances: a directory on one host, or TCP.
 
 The instances trust each other, but not the clients. A client's request can only select among the configured sources and
-among parcels with random names. Nothing is unpickled.
+among payloads with random names. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from pathlib import Path
 from typing_extensions import override
 
 from snapstream.errors import ConfigurationError
-from snapstream.integrations.vllm.parcel import ParcelError
+from snapstream.integrations.vllm.payload import PayloadError
 
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}-[0-9]{1,4}")
 KEEP, LIMIT = 120.0, 8.0
-"""Defaults: seconds for which a parcel is kept, and maximum size of the parcels kept by one rank, in GiB."""
+"""Defaults: seconds for which a payload is kept, and maximum size of the payloads kept by one rank, in GiB."""
 PATIENCE = 20.0
 """Timeout for the other side, in seconds."""
 
 
 class Transport(ABC):
-    """Stores and fetches parcels by name: 32 hexadecimal digits, the sending and the receiving rank, with hyphens."""
+    """Stores and fetches payloads by name: 32 hexadecimal digits, the sending and the receiving rank, with hyphens."""
 
     @abstractmethod
     def announce(self, name: str) -> None:
-        """Announce a parcel that will be published soon; a fetch of it then waits."""
+        """Announce a payload that will be published soon; a fetch of it then waits."""
 
     @abstractmethod
-    def publish(self, name: str, parcel: bytes) -> None:
-        """Keep a parcel until it is fetched, or until it is too old."""
+    def publish(self, name: str, payload: bytes) -> None:
+        """Keep a payload until it is fetched, or until it is too old."""
 
     @abstractmethod
     def fetch(self, source: str, rank: int, name: str, most: int) -> bytes:
-        """Fetch a parcel, which the other side then drops.
+        """Fetch a payload, which the other side then drops.
 
         Args:
             source: Source of the other side, as reported by it.
-            rank: Rank that has published the parcel.
-            name: Name of the parcel.
+            rank: Rank that has published the payload.
+            name: Name of the payload.
             most: Maximum size to accept, in bytes.
 
         Raises:
-            ParcelError: The parcel is not available, too large or damaged.
+            PayloadError: The payload is not available, too large or damaged.
             OSError: The other side cannot be reached.
         """
 
     @abstractmethod
     def drop(self, name: str) -> None:
-        """Drop a parcel that was published here, if it still exists."""
+        """Drop a payload that was published here, if it still exists."""
 
     def sweep(self) -> None:  # noqa: B027 (optional)
-        """Drop parcels that are too old; called periodically."""
+        """Drop payloads that are too old; called periodically."""
 
     def close(self) -> None:  # noqa: B027
         """Release all resources."""
@@ -89,12 +89,12 @@ class DirectoryTransport(Transport):
         (self.directory / f".{_check_name(name)}").touch()
 
     @override
-    def publish(self, name: str, parcel: bytes) -> None:
+    def publish(self, name: str, payload: bytes) -> None:
         """Write a file; above the size limit, the oldest files are removed."""
         _check_name(name)
         fresh = self.directory / f".{name}"
         try:
-            fresh.write_bytes(parcel)
+            fresh.write_bytes(payload)
             fresh.replace(self.directory / name)
         except OSError:
             fresh.unlink(missing_ok=True)
@@ -110,12 +110,12 @@ class DirectoryTransport(Transport):
         try:
             size = path.stat().st_size
             if size > most:
-                raise ParcelError(f"it has {size} bytes, more than {most}")
-            parcel = path.read_bytes()
+                raise PayloadError(f"it has {size} bytes, more than {most}")
+            payload = path.read_bytes()
         except FileNotFoundError as error:
-            raise ParcelError("it is not available (any more)") from error
+            raise PayloadError("it is not available (any more)") from error
         path.unlink(missing_ok=True)
-        return parcel
+        return payload
 
     @override
     def drop(self, name: str) -> None:
@@ -152,71 +152,71 @@ class DirectoryTransport(Transport):
         return found
 
 
-class Shelf:
-    """Parcels in the memory of this process, with limits on their age and total size.
+class PayloadStore:
+    """Payloads in the memory of this process, with limits on their age and total size.
 
     Args:
-        keep: Seconds for which a parcel is kept.
-        limit: Maximum size of all parcels, in GiB.
+        keep: Seconds for which a payload is kept.
+        limit: Maximum size of all payloads, in GiB.
     """
 
     def __init__(self, *, keep: float, limit: float) -> None:
         self.keep, self.limit = keep, int(limit * 2**30)
-        self._parcels: dict[str, tuple[float, bytes]] = {}  # oldest first
+        self._payloads: dict[str, tuple[float, bytes]] = {}  # oldest first
         self._announced: set[str] = set()
         self._lock = threading.Condition()
 
     def announce(self, name: str) -> None:
-        """Announce a parcel; :meth:`get` then waits for it."""
+        """Announce a payload; :meth:`get` then waits for it."""
         with self._lock:
             self._announced.add(_check_name(name))
 
-    def put(self, name: str, parcel: bytes) -> None:
-        """Keep a parcel; above the size limit, the oldest ones are dropped."""
+    def put(self, name: str, payload: bytes) -> None:
+        """Keep a payload; above the size limit, the oldest ones are dropped."""
         with self._lock:
             self._announced.discard(name)
-            self._parcels[_check_name(name)] = time.monotonic(), parcel
+            self._payloads[_check_name(name)] = time.monotonic(), payload
             self._forget(time.monotonic())
             self._lock.notify_all()
 
     def get(self, name: str, patience: float = 0.0) -> bytes | None:
-        """Return a parcel, or ``None``; waits up to ``patience`` seconds for an announced one."""
+        """Return a payload, or ``None``; waits up to ``patience`` seconds for an announced one."""
         with self._lock:
             self._lock.wait_for(lambda: name not in self._announced, patience)
             self._forget(time.monotonic())
-            found = self._parcels.get(name)
+            found = self._payloads.get(name)
         return None if found is None else found[1]
 
     def drop(self, name: str) -> None:
-        """Drop a parcel, even if it was only announced."""
+        """Drop a payload, even if it was only announced."""
         with self._lock:
             self._announced.discard(name)
-            self._parcels.pop(name, None)
+            self._payloads.pop(name, None)
             self._lock.notify_all()
 
     def sweep(self) -> None:
-        """Drop parcels that are too old."""
+        """Drop payloads that are too old."""
         with self._lock:
             self._forget(time.monotonic())
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._payloads)
 
     def _forget(self, now: float) -> None:
-        used = sum(len(parcel) for _, parcel in self._parcels.values())
-        for name, (put, parcel) in list(self._parcels.items()):
+        used = sum(len(payload) for _, payload in self._payloads.values())
+        for name, (put, payload) in list(self._payloads.items()):
             if now - put <= self.keep and used <= self.limit:
                 break
-            del self._parcels[name]
-            used -= len(parcel)
+            del self._payloads[name]
+            used -= len(payload)
 
 
 def _check_name(name: str) -> str:
-    """Return ``name`` if it is a valid name of a parcel.
+    """Return ``name`` if it is a valid name of a payload.
 
     Raises:
-        ParcelError: It is not.
+        PayloadError: It is not.
     """
     if not _NAME.fullmatch(name):
-        raise ParcelError(f"{name!r} is not the name of a parcel")
+        raise PayloadError(f"{name!r} is not the name of a payload")
     return name

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snapstream.cache import EntryShape, LayerCache
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.cpu import library
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
 from snapstream.kernels.cpu.interface import INSTRUCTIONS
@@ -27,7 +28,6 @@ from snapstream.kernels.cpu.prefill import (
 )
 from snapstream.kernels.cpu.program import MOST_ROTATED, CpuProgram, run_rows, unsupported
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, Slots
 from snapstream.kernels.plain import Activation
 from snapstream.kernels.weight import Weight
 
@@ -100,7 +100,7 @@ def skinny_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     require(x.dim() == 2 and len(weight.shape) == 2 and x.shape[1] == weight.shape[1], "shapes do not match")
     require(bias is None or bias.shape == weight.shape[:1], "bias does not match")
     out = x.new_empty(len(x), weight.shape[0])
-    product = ops.Product(Part("x", x.shape[1]), Part("out", out.shape[1]), weight, bias)
+    product = ops.Product(BufferView("x", x.shape[1]), BufferView("out", out.shape[1]), weight, bias)
     _run_once(product, {"x": x.contiguous(), "out": out}, slots=len(x))
     return out
 
@@ -174,9 +174,9 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     require(listed[-1] == len(x), f"the last end is {listed[-1]}, not the number of rows, {len(x)}")
     out = x.new_empty(len(x), weight.shape[1])
     product = ops.ExpertProduct(
-        Part("x", x.shape[1]),
-        Part("out", out.shape[1]),
-        Part("ends", len(ends), dtype=torch.int64),
+        BufferView("x", x.shape[1]),
+        BufferView("out", out.shape[1]),
+        BufferView("ends", len(ends), dtype=torch.int64),
         weight,
         gated=False,
     )
@@ -223,7 +223,7 @@ def decode_attention(
     check_types(keys, values)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     cache = EntryShape(keys.shape[1], D, latent=False).kind([keys, values])
-    operation = ops.Attend(Part("query", D, H), Part("out", D, H), 0, scale, cap=cap, sinks=sinks)
+    operation = ops.Attend(BufferView("query", D, H), BufferView("out", D, H), 0, scale, cap=cap, sinks=sinks)
     _run_once(operation, {"query": query.reshape(B, -1), "out": out.view(B, -1)}, slots=B, cache=cache, valid=valid)
     return out
 
@@ -242,4 +242,4 @@ def _run_once(
     state = Slots.that_see(valid, 1 if cache is None else cache.entries)
     layers = [] if cache is None else [cache]
     first = next(iter(buffers.values()))
-    CpuProgram([operation], Machine(buffers, state, layers, [], first.dtype)).run()
+    CpuProgram([operation], StepBuffers(buffers, state, layers, [], first.dtype)).run()

@@ -159,7 +159,7 @@ EXPORT int64_t snapstream_multiply(const BlockProduct* product, int64_t threads)
 }
 
 // Widens the first matrix of a weight in blocks to [rows, columns] of the target's type.
-EXPORT int64_t snapstream_widen(const Weight* weight, const Part* target, int64_t threads) {
+EXPORT int64_t snapstream_widen(const Weight* weight, const BufferView* target, int64_t threads) {
   try {
     return with_type(target->type, [&](auto number) {
       using T = decltype(number);

@@ -26,7 +26,7 @@ ACTIVATIONS = ("silu", "gelu", "clamped")
 _STRUCTURES = {
     # A range of elements in every row of a buffer: `heads` times `size` of them. `row` and `stride` are the distances
     # between rows and between heads, in elements. No data: the operation has no such part.
-    "Part": "void* data; int64_t type, row, heads, size, stride",
+    "BufferView": "void* data; int64_t type, row, heads, size, stride",
     # Matrices of `rows` times `columns` numbers, one after the other; `step` rows from one to the next. More rows, in
     # another format, may follow: `more` is then another Weight.
     "Weight": "const void* data; int64_t type, rows, columns, step; const void* more",
@@ -51,7 +51,7 @@ _STRUCTURES = {
         "const int64_t* counts, widths"  # of the fields of a block
     ),
     # Products of `count` rows with a weight in blocks; `rounded` is scratch.
-    "BlockProduct": "Part source, target; Weight weight; Vector bias; char* rounded; int64_t count",
+    "BlockProduct": "BufferView source, target; Weight weight; Vector bias; char* rounded; int64_t count",
     "Program": (
         "const Operation* operations; int64_t count;"
         "const Cache* caches; int64_t layers;"
@@ -109,8 +109,8 @@ _STRUCTURES = {
     ),
 }
 _OF_ANNOTATION = {
-    "Part": "Part",
-    "Part | None": "Part",
+    "BufferView": "BufferView",
+    "BufferView | None": "BufferView",
     "Weight": "Weight",
     "SamplingState": "SamplingState",
     "Tensor": "Vector",

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from snapstream.cache import LayerCache, StateCache
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.cpu import interface
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
 from snapstream.kernels.cpu.interface import KINDS
 from snapstream.kernels.cpu.library import native
 from snapstream.kernels.formats import LANES
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.sampling import SamplingState
 from snapstream.kernels.weight import BlockWeight, Weight
@@ -69,29 +69,29 @@ class CpuProgram:
 
     draws, captured = True, False
 
-    def __init__(self, operations: Sequence[Operation], machine: Machine, *, instructions: int | None = None) -> None:
+    def __init__(self, operations: Sequence[Operation], work: StepBuffers, *, instructions: int | None = None) -> None:
         """Translate the list. The tensors that it refers to must keep their addresses.
 
         Args:
             operations: The list.
-            machine: The buffers, slots and caches that it works on. On the meta device, the program only says how much
+            work: The buffers, slots and caches that it works on. On the meta device, the program only says how much
                 memory it needs.
             instructions: Index of the instructions that multiply bfloat16; ``None`` for the fastest.
 
         Raises:
             ValueError: The loop cannot run the operations.
         """
-        reason = unsupported(operations, machine.dtype, *(cache.dtype for cache in machine.caches))
+        reason = unsupported(operations, work.dtype, *(cache.dtype for cache in work.caches))
         if reason:
             raise ValueError(reason)
         library = native()
-        self._library, self.operations, self.machine = library, tuple(operations), machine
-        slots, layers = machine.slots, len(machine.caches)
+        self._library, self.operations, self.work = library, tuple(operations), work
+        slots, layers = work.slots, len(work.caches)
         self._steps, B = slots.taken.shape
         self._others: list[ctypes.Structure] = []  # that structures of weights refer to
         translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
-        caches = (_MADE["Cache"] * layers)(*map(_cache, machine.caches, map(machine.group_of, range(layers))))
-        for cache, pending in zip(caches, machine.pending, strict=False):
+        caches = (_MADE["Cache"] * layers)(*map(_cache, work.caches, map(work.group_of, range(layers))))
+        for cache, pending in zip(caches, work.pending, strict=False):
             if not cache.is_state:
                 cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
         self._held = translated, caches
@@ -100,7 +100,7 @@ class CpuProgram:
             count=len(self.operations),
             caches=ctypes.addressof(caches),
             layers=layers,
-            type=_number(machine.dtype),
+            type=_number(work.dtype),
             instructions=library.snapstream_best_instructions() if instructions is None else instructions,
             groups=len(slots.base),
             slots=B,
@@ -117,7 +117,7 @@ class CpuProgram:
             taken=_address(slots.taken),
             drafted=_address(slots.drafted),
             accepted=_address(slots.accepted),
-            certain=isinstance(machine, PromptChunk),
+            certain=isinstance(work, PromptChunk),
         )
         self._reserve(torch.get_num_threads())
 
@@ -126,7 +126,7 @@ class CpuProgram:
         size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
         if size < 0:
             raise MemoryError("not enough memory to plan the temporaries of decoding")
-        device = self.machine.slots.token.device
+        device = self.work.slots.token.device
         self._scratch, self._threads = torch.empty(size, dtype=torch.uint8, device=device), threads
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
@@ -148,14 +148,14 @@ class CpuProgram:
 
     def _translate(self, operation: Operation) -> ctypes.Structure:
         """The structure of an operation, with the fields of its dataclass."""
-        name, dtype = type(operation).__name__, self.machine.dtype
+        name, dtype = type(operation).__name__, self.work.dtype
         if name not in KINDS:
             raise ValueError(f"the loop does not support {name}")
         for field, wanted in _WANTED.get(name, {}).items():
             dtype_of = getattr(getattr(operation, field), "dtype", wanted)  # of what may be missing, none
             require(dtype_of == wanted, f"{field} of {name} must be {wanted}, not {dtype_of}")
         for field, value in vars(operation).items():
-            if isinstance(value, Part) and field not in _OWN_TYPE.get(name, ()):
+            if isinstance(value, BufferView) and field not in _OWN_TYPE.get(name, ()):
                 require(value.dtype in (None, dtype), f"{field} of {name} is {value.dtype}; activations are {dtype}")
         if isinstance(operation, ops.Attend) and operation.sinks is not None:
             require(operation.sinks.shape == (operation.query.heads,), f"sinks of {name} are not one per query head")
@@ -169,9 +169,9 @@ class CpuProgram:
         }
         return _of_kind(name, _MADE[name](**given))
 
-    def _operand(self, value: Part | Weight | Tensor | SamplingState, name: str) -> ctypes.Structure:
-        if isinstance(value, Part):
-            return structure_of_rows(value.of(self.machine.buffers))
+    def _operand(self, value: BufferView | Weight | Tensor | SamplingState, name: str) -> ctypes.Structure:
+        if isinstance(value, BufferView):
+            return structure_of_rows(value.of(self.work.buffers))
         if isinstance(value, SamplingState):
             pointers = ((field, _address(getattr(value, field))) for field in interface.FIELDS["SamplingState"])
             return _MADE["SamplingState"](**dict(pointers))
@@ -212,7 +212,7 @@ def _of_kind(name: str, fields: ctypes.Structure) -> ctypes.Structure:
 
 def structure_of_rows(view: Tensor) -> ctypes.Structure:
     """The structure of a part: a view ``[rows, heads, size]``."""
-    return _MADE["Part"](_address(view), _number(view.dtype), view.stride(0), *view.shape[1:], view.stride(1))
+    return _MADE["BufferView"](_address(view), _number(view.dtype), view.stride(0), *view.shape[1:], view.stride(1))
 
 
 def structure_of_vector(numbers: Tensor, name: str) -> ctypes.Structure:

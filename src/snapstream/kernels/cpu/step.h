@@ -89,7 +89,7 @@ struct Step {
 
 // The first element of a head of a row.
 template <typename N>
-inline N* at(const Part& part, int64_t row, int64_t head = 0) {
+inline N* at(const BufferView& part, int64_t row, int64_t head = 0) {
   return static_cast<N*>(part.data) + row * part.row + head * part.stride;
 }
 

@@ -51,7 +51,7 @@ class ProductOperations {
 
   // Gathers a head of M rows, numbered row_at(m), in the forms in which a weight multiplies them.
   template <typename RowAt>
-  Gathered gather(const Weight& weight, const Part& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
+  Gathered gather(const Weight& weight, const BufferView& source, int64_t head, int64_t M, int64_t thread, const RowAt& row_at) {
     const int64_t size = source.size;
     float* numbers = left + thread * left_size;
     char* bytes = rounded + thread * rounded_size;
@@ -180,7 +180,7 @@ class ProductOperations {
 
   // Calls function(x, rows) for a head of the step's rows, gathered, in groups of many rows.
   template <typename Function>
-  void each_group(const Weight& weight, const Part& source, int64_t head, int64_t thread, const Function& function) {
+  void each_group(const Weight& weight, const BufferView& source, int64_t head, int64_t thread, const Function& function) {
     for (int64_t from = 0; from < s.row_count(); from += most) {
       const int64_t M = std::min(most, s.row_count() - from), *rows = s.rows.data() + from;
       // A thread takes units of a phase several times.

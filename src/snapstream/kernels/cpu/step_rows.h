@@ -247,7 +247,7 @@ class RowOperations {
 
  private:
   // The most likely token after the t-th of a slot (of equal ones, the first), or the forced one.
-  int64_t token_after(const Part& source, int64_t slot, int64_t t) {
+  int64_t token_after(const BufferView& source, int64_t slot, int64_t t) {
     const int64_t forced = s.p.forced[slot * s.p.most_steps + t];
     if (forced >= 0) return forced;
     return likeliest(at<float>(source, slot * s.p.tokens + t), source.size);

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import LayerCache
-from snapstream.kernels.parts import Slots
+from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
 from snapstream.kernels.triton.tiles import (
     LOG2_E,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from snapstream.cache import LayerCache, StateCache
 from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Machine, Part, PromptChunk
 from snapstream.kernels.products import add_biases, stock_grouped_linear
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.taking import Commit
@@ -31,23 +31,23 @@ class TritonProgram:
 
     draws, captured = False, True
 
-    def __init__(self, operations: Sequence[Operation], machine: Machine, *, splits: int = 1) -> None:
+    def __init__(self, operations: Sequence[Operation], work: StepBuffers, *, splits: int = 1) -> None:
         """Prepare every call.
 
         Args:
             operations: The operations in order, without :class:`~snapstream.kernels.taking.Draw`: the host records what
                 is taken.
-            machine: The buffers, slots and caches that they work on, all on one device.
+            work: The buffers, slots and caches that they work on, all on one device.
             splits: Into how many parts attention splits the entries of each slot.
         """
-        self.operations, self.machine = operations, machine
+        self.operations, self.work = operations, work
         # All layers share the scratch memory of attention.
         needed = [
-            decode_scratch(machine.slots.token.numel(), each.target.heads, each.target.size, splits)
+            decode_scratch(work.slots.token.numel(), each.target.heads, each.target.size, splits)
             for each in operations
             if type(each) is ops.Attend
         ]
-        device = machine.slots.token.device
+        device = work.slots.token.device
         self._scratch = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
         self._splits = splits
         self._length, self._calls = len(operations), list[tuple[int, Call]]()  # with the index of the first operation
@@ -64,7 +64,7 @@ class TritonProgram:
         A slice must not begin or end within operations that are fused.
         """
         begin, end, _ = slice(first, last).indices(self._length)
-        for self.machine.step in range(steps):
+        for self.work.step in range(steps):
             for at, call in self._calls:
                 if begin <= at < end:
                     call()
@@ -79,10 +79,10 @@ class TritonProgram:
             return 1, self._attend(first)
         if type(first) is ops.Store and first.value is not None:
             return 1, self._store(first)
-        return 1, _call_of(first, self.machine)
+        return 1, _call_of(first, self.work)
 
     def _attend(self, o: ops.Attend) -> Call:
-        m = self.machine
+        m = self.work
         return functools.partial(
             attend_slots,
             o.query.of(m.buffers),
@@ -103,15 +103,15 @@ class TritonProgram:
         assert o.value is not None
         N, D, buffer = o.key.heads, o.key.size, o.key.buffer
         end = o.key.offset + N * D
-        if (o.key, o.value) != (Part(buffer, D, N, o.key.offset), Part(buffer, D, N, end)):
-            return functools.partial(o.run, self.machine)
-        source = Part(buffer, 2 * N * D, offset=o.key.offset).of(self.machine.buffers)[:, 0]
+        if (o.key, o.value) != (BufferView(buffer, D, N, o.key.offset), BufferView(buffer, D, N, end)):
+            return functools.partial(o.run, self.work)
+        source = BufferView(buffer, 2 * N * D, offset=o.key.offset).of(self.work.buffers)[:, 0]
         into, places = self._places(o.layer)
         return functools.partial(store.store_grouped, source, source, None, None, into, places)
 
     def _grouped_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``[norm of queries, norm of keys,] rotation of both, store``."""
-        m = self.machine
+        m = self.work
         norms = operations[:2] if isinstance(operations[0], ops.Norm) else ()
         rest = operations[len(norms) : len(norms) + 2]
         if len(rest) < 2:
@@ -123,18 +123,18 @@ class TritonProgram:
         N, D, H = key.heads, key.size, both.heads - key.heads
         name = both.buffer
         laid_out = (both, key, value) == (
-            Part(name, D, H + N),
-            Part(name, D, N, offset=H * D),
-            Part(name, D, N, offset=(H + N) * D),
+            BufferView(name, D, H + N),
+            BufferView(name, D, N, offset=H * D),
+            BufferView(name, D, N, offset=(H + N) * D),
         )
-        query = Part(name, D, H)
+        query = BufferView(name, D, H)
         are_normed = [
             isinstance(norm, ops.Norm) and norm.source == norm.target == part and not norm.add and norm.factor is None
             for norm, part in zip(norms, (query, key), strict=False)
         ]
         if rotated.target != both or rotated.pairs or not laid_out or not all(are_normed):
             return None
-        source = Part(name, (H + 2 * N) * D).of(m.buffers)[:, 0]
+        source = BufferView(name, (H + 2 * N) * D).of(m.buffers)[:, 0]
         weights, wide = None, False
         if norms:
             first, second = norms
@@ -149,7 +149,7 @@ class TritonProgram:
 
     def _latent_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``norm of the compressed part, rotation of the rest, store``."""
-        m = self.machine
+        m = self.work
         if len(operations) < 3:
             return None
         norm, rotated, stored = operations[:3]
@@ -157,8 +157,8 @@ class TritonProgram:
             return None
         entry, rank = stored.key, norm.source.size
         laid_out = stored.value is None and (norm.source, rotated.source) == (
-            Part(entry.buffer, rank),
-            Part(entry.buffer, entry.size - rank, offset=rank),
+            BufferView(entry.buffer, rank),
+            BufferView(entry.buffer, entry.size - rank, offset=rank),
         )
         in_place = norm.source == norm.target and rotated.source == rotated.target
         if not laid_out or not in_place or norm.wide or norm.add:
@@ -171,7 +171,7 @@ class TritonProgram:
 
     def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
         """Where tokens are stored; several that are not certain only become pending."""
-        m, slots = self.machine, self.machine.slots
+        m, slots = self.work, self.work.slots
         T, group = slots.tokens, m.group_of(layer)
         if isinstance(m, PromptChunk):
             return m.caches[layer], store.Places(store.STRAIGHT, T, slots.count[group])
@@ -181,50 +181,50 @@ class TritonProgram:
         return into, store.Places(kind, T, *ring, slots.active)
 
 
-def _angles(part: Part, m: Machine) -> tuple[Tensor, Tensor]:
+def _angles(part: BufferView, m: StepBuffers) -> tuple[Tensor, Tensor]:
     cosine, sine = part.of(m.buffers)[:, 0].chunk(2, -1)
     return cosine, sine
 
 
 @functools.singledispatch
-def _call_of(operation: Operation, m: Machine) -> Call:
+def _call_of(operation: Operation, m: StepBuffers) -> Call:
     """A call that runs one operation, in plain torch if there is no kernel."""
     return functools.partial(operation.run, m)
 
 
 @_call_of.register
-def _(o: ops.Norm, m: Machine) -> Call:
+def _(o: ops.Norm, m: StepBuffers) -> Call:
     source, target = o.source.of(m.buffers), o.target.of(m.buffers)
     return functools.partial(rows.norm, source, target, o.weight, o.epsilon, add=o.add, wide=o.wide, factor=o.factor)
 
 
 @_call_of.register
-def _(o: ops.Gate, m: Machine) -> Call:
+def _(o: ops.Gate, m: StepBuffers) -> Call:
     source, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     up = None if o.up is None else o.up.of(m.buffers)[:, 0]
     return functools.partial(rows.gate, source, target, o.activation, up)
 
 
 @_call_of.register
-def _(o: ops.Rotate, m: Machine) -> Call:
+def _(o: ops.Rotate, m: StepBuffers) -> Call:
     source, target = o.source.of(m.buffers), o.target.of(m.buffers)
     return functools.partial(rows.rotate, source, target, *_angles(o.angles, m), pairs=o.pairs)
 
 
 @_call_of.register
-def _(o: ops.GateBy, m: Machine) -> Call:
+def _(o: ops.GateBy, m: StepBuffers) -> Call:
     return functools.partial(rows.gate_by, o.source.of(m.buffers), o.target.of(m.buffers), sigmoid=o.sigmoid)
 
 
 @_call_of.register
-def _(o: Recur, m: Machine) -> Call:
+def _(o: Recur, m: StepBuffers) -> Call:
     if isinstance(m, PromptChunk):  # matrix products
         return functools.partial(o.run, m)
     return functools.partial(recurrence.recur, o, m)
 
 
 @_call_of.register
-def _(o: ops.Embed, m: Machine) -> Call:
+def _(o: ops.Embed, m: StepBuffers) -> Call:
     table = o.table
     if not isinstance(table, BlockWeight):
         return functools.partial(o.run, m)
@@ -239,7 +239,7 @@ def _(o: ops.Embed, m: Machine) -> Call:
 
 
 @_call_of.register
-def _(o: ops.Product, m: Machine) -> Call:
+def _(o: ops.Product, m: StepBuffers) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     if o.weight.has_blocks:
         like = x if o.rounded else None
@@ -258,7 +258,7 @@ def _(o: ops.Product, m: Machine) -> Call:
 
 
 @_call_of.register
-def _(o: ops.GatedProduct, m: Machine) -> Call:
+def _(o: ops.GatedProduct, m: StepBuffers) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
 
     def gated_product() -> None:
@@ -273,7 +273,7 @@ def _(o: ops.GatedProduct, m: Machine) -> Call:
 
 
 @_call_of.register
-def _(o: ops.ExpertProduct, m: Machine) -> Call:
+def _(o: ops.ExpertProduct, m: StepBuffers) -> Call:
     x, y = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
     ends = o.ends.of(m.buffers)[0, 0]
 
@@ -293,7 +293,7 @@ def _(o: ops.ExpertProduct, m: Machine) -> Call:
 
 
 @_call_of.register
-def _(o: Commit, m: Machine) -> Call:
+def _(o: Commit, m: StepBuffers) -> Call:
     def commit() -> None:
         for layer, (pending, cache) in enumerate(zip(m.pending, m.caches, strict=True)):
             if not isinstance(cache, StateCache):

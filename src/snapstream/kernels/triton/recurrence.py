@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import StateCache
-from snapstream.kernels.parts import Machine
+from snapstream.kernels.buffers import StepBuffers
 from snapstream.kernels.recurrence import NORM_EPSILON, Recur
 from snapstream.kernels.triton.tiles import rounded
 
@@ -163,7 +163,7 @@ def _recur(
         tl.store(place, state, mask=mask)
 
 
-def recur(o: Recur, m: Machine) -> None:
+def recur(o: Recur, m: StepBuffers) -> None:
     """Triton kernel for :class:`~snapstream.kernels.recurrence.Recur` in steps."""
     slots, cache = m.slots, m.caches[o.layer]
     assert isinstance(cache, StateCache)

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import LayerCache
-from snapstream.kernels.parts import Slots
+from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton.rows import load_turned, normed, scaled, turned
 from snapstream.kernels.triton.tiles import rounded
 
@@ -28,7 +28,7 @@ class Places:
 
     Attributes:
         kind: ``PENDING``: token ``t`` to entry ``t``. ``STRAIGHT``: to entry ``count + t``. ``RING``: to where
-            :func:`~snapstream.compression.next_slot` says; the ring must have at least ``tokens`` entries.
+            :func:`~snapstream.compression.next_entry` says; the ring must have at least ``tokens`` entries.
         tokens: Tokens per slot (``T``).
         count: Tokens stored before these, int64 ``[B]``.
         base: First entry of the ring, int64 ``[B]``; used with ``RING`` only.

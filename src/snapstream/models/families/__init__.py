@@ -143,8 +143,8 @@ def tensor_places(spec: ModelSpec) -> dict[str, Place]:
     places |= family.apart(spec)
     for layer in range(spec.layers):
         places |= family.places(f"model.layers.{layer}", f"blocks.{layer}", spec, layer)
-    if spec.reads_ahead:
-        places |= _next_token("ahead", spec, family)
+    if spec.has_mtp:
+        places |= _next_token("mtp", spec, family)
     return places
 
 

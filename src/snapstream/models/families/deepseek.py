@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from snapstream.errors import CheckpointError
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Attend, HeadProduct, Operation, Rotate, ScaleByPosition, Store
-from snapstream.kernels.parts import Part
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.block import Block, block_places
 from snapstream.models.experts import check_experts
@@ -54,31 +54,37 @@ class LatentAttention(nn.Module):
         self.expand = nn.Parameter(torch.empty(spec.heads, shape.nope + shape.value, shape.rank))
         self.output = Linear(spec.heads * shape.value, spec.hidden_size, bias=spec.output_bias)
 
-    def operations(self, layer: int, source: Part, result: Result, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, source: BufferView, result: Result, angles: BufferView) -> Iterator[Operation]:
         """Attention as operations."""
         H, shape = self.heads, self.shape
         width, entry = shape.nope + shape.rope, shape.rank + shape.rope
         low = source
         if self.query_down is not None and self.query_norm is not None:
-            low = Part("low", self.query_down.out_features)
+            low = BufferView("low", self.query_down.out_features)
             yield self.query_down.operation(source, low)
             yield self.query_norm.operation(low, low)
-        yield self.query.operation(low, Part("heads", H * width))
-        yield self.latent.operation(source, Part("latent", entry))
-        compressed, key = Part("latent", shape.rank), Part("latent", shape.rope, offset=shape.rank)
+        yield self.query.operation(low, BufferView("heads", H * width))
+        yield self.latent.operation(source, BufferView("latent", entry))
+        compressed, key = BufferView("latent", shape.rank), BufferView("latent", shape.rope, offset=shape.rank)
         yield self.latent_norm.operation(compressed, compressed)
         yield Rotate(key, key, angles, shape.rope_in_pairs)
-        yield Store(Part("latent", entry), None, layer)
-        nope, rope = Part("heads", shape.nope, H, stride=width), Part("heads", shape.rope, H, shape.nope, width)
-        absorbed, turned = Part("query", shape.rank, H, stride=entry), Part("query", shape.rope, H, shape.rank, entry)
+        yield Store(BufferView("latent", entry), None, layer)
+        nope, rope = (
+            BufferView("heads", shape.nope, H, stride=width),
+            BufferView("heads", shape.rope, H, shape.nope, width),
+        )
+        absorbed, turned = (
+            BufferView("query", shape.rank, H, stride=entry),
+            BufferView("query", shape.rope, H, shape.rank, entry),
+        )
         yield HeadProduct(nope, absorbed, DenseWeight(self.expand[:, : shape.nope]), transposed=True)
         yield Rotate(rope, turned, angles, shape.rope_in_pairs)
         if self.growth is not None:
-            yield ScaleByPosition(Part("query", entry, H), *self.growth)
-        mixed, value = Part("attended", shape.rank, H), Part("value", shape.value, H)
-        yield Attend(Part("query", entry, H), mixed, layer, self.scale)
+            yield ScaleByPosition(BufferView("query", entry, H), *self.growth)
+        mixed, value = BufferView("attended", shape.rank, H), BufferView("value", shape.value, H)
+        yield Attend(BufferView("query", entry, H), mixed, layer, self.scale)
         yield HeadProduct(mixed, value, DenseWeight(self.expand[:, shape.nope :]), transposed=False)
-        yield self.output.operation(Part("value", H * shape.value), result)
+        yield self.output.operation(BufferView("value", H * shape.value), result)
 
 
 def _fields(config: Any, architecture: str) -> dict[str, Any]:

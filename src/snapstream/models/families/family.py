@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.parts import Part
 from snapstream.models.joined import Joined
 from snapstream.models.names import Place
 from snapstream.models.spec import ModelSpec
@@ -18,7 +18,7 @@ from snapstream.models.spec import ModelSpec
 class Layer(Protocol):
     """A decoder layer: a module that holds its weights and describes what it computes."""
 
-    def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, x: BufferView, angles: BufferView) -> Iterator[Operation]:
         """The layer as operations; its results are added to ``x``.
 
         One of them is :class:`~snapstream.kernels.operations.Attend`. The operations from it on must not write to the

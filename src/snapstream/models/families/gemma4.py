@@ -11,8 +11,8 @@ from torch import nn
 
 from snapstream.cache import EntryShape, LayerGroup
 from snapstream.errors import CheckpointError
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.operations import Gate, Norm, Operation
-from snapstream.kernels.parts import Part
 from snapstream.models.attention import GroupedAttention, attention_places
 from snapstream.models.block import Block, block_places
 from snapstream.models.experts import ExpertNames, MixtureOfExperts, expert_places
@@ -93,11 +93,11 @@ class DenseWithExperts(nn.Module):
             RMSNorm(size, spec.norm_epsilon, wide=spec.wide_norms) for _ in range(4)
         )
 
-    def operations(self, source: Part, result: Result) -> Iterator[Operation]:
+    def operations(self, source: BufferView, result: Result) -> Iterator[Operation]:
         """Both as operations. Experts and their router read the residual stream, not ``source``."""
         assert not result.add, result
         size = source.size
-        x, routed, given, made = (Part(name, size) for name in ("x", "routed", "given", "beside"))
+        x, routed, given, made = (BufferView(name, size) for name in ("x", "routed", "given", "beside"))
         yield from self.dense.operations(source, Result(made))
         yield self.dense_result_norm.operation(made, result.target)
         yield self.router_norm.operation(x, routed)
@@ -119,18 +119,22 @@ class Gemma4Block(Block):
             self.input_gate, self.input_projection = Linear(size, self.inputs), Linear(self.inputs, size)
             self.input_norm = RMSNorm(size, spec.norm_epsilon, wide=spec.wide_norms)
 
-    def operations(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
+    def operations(self, layer: int, x: BufferView, angles: BufferView) -> Iterator[Operation]:
         """The layer as operations; its results are added to ``x``."""
         *most, last = self._branches(layer, x, angles)
         assert isinstance(last, Norm)
         yield from most
         yield replace(last, factor=self.scalar)
 
-    def _branches(self, layer: int, x: Part, angles: Part) -> Iterator[Operation]:
+    def _branches(self, layer: int, x: BufferView, angles: BufferView) -> Iterator[Operation]:
         yield from super().operations(layer, x, angles)
         if self.inputs:
             own = part_of_layer(self.layer, self.inputs)
-            gates, gated, result = Part("input_gates", self.inputs), Part("gated", self.inputs), Part("branch", x.size)
+            gates, gated, result = (
+                BufferView("input_gates", self.inputs),
+                BufferView("gated", self.inputs),
+                BufferView("branch", x.size),
+            )
             yield self.input_gate.operation(x, gates)
             yield Gate(gates, gated, self.activation, own)
             yield self.input_projection.operation(gated, result)

@@ -95,7 +95,7 @@ function request(policy, more) {
     context_id: context.id,
     max_tokens: Math.min(Number($("max-tokens").value) || 64, 64),
     temperature: 0,
-    telemetry: "counts",
+    return_kept_tokens: "counts",
     kv_budget: policy === "full" ? { capacity: model.kv_budget, policy } : { capacity: entries, policy },
     ...more,
   };
@@ -127,7 +127,7 @@ async function compare(isNewest) {
   }
   // Kept positions are requested separately: they are long, and would affect the times.
   for (const { name } of KEPT) {
-    const { reply } = await post(...request(name, { telemetry: true, max_tokens: 1 }));
+    const { reply } = await post(...request(name, { return_kept_tokens: true, max_tokens: 1 }));
     if (!isNewest()) return;
     found[name] = reply.choices[0].cache;
   }

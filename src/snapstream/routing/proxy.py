@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
+from snapstream.routing.answers import LOST, Answer, Joint, event, parse_event
 from snapstream.routing.instances import Instance, Pool
-from snapstream.routing.legs import first_leg, reason_for_whole, second_leg, wanted_tokens
 from snapstream.routing.metrics import RouterMetrics
+from snapstream.routing.requests import decode_request, prefill_request, reason_for_whole, wanted_tokens
 from snapstream.routing.settings import RouterSettings
-from snapstream.routing.stitch import LOST, Answer, Joint, event, parse_event
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Reply:
     parts: AsyncIterator[bytes]
 
 
-class Relay:
+class Proxy:
     """Serves requests through the instances.
 
     Args:
@@ -143,7 +143,7 @@ class Relay:
                 break
             tried.append(instance)
             tokens = (first.get("prompt_token_ids") or choice.get("prompt_token_ids")) + choice["token_ids"]
-            second = second_leg(kind, body, tokens, transfer, instance.longest)
+            second = decode_request(kind, body, tokens, transfer, instance.longest)
             try:
                 return await self._go_on(instance, answer, second, headers)
             except Refused as refusal:  # the prompt was accepted before, so it is the cache; e.g. not allowed to fetch
@@ -155,7 +155,7 @@ class Relay:
 
     async def _read(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
         """Have a prefill instance process the prompt; ``None`` if none can."""
-        asked, begun = first_leg(body), time.monotonic()
+        asked, begun = prefill_request(body), time.monotonic()
         for instance in self.prefill.candidates(self.settings.attempts):
             try:
                 stack, response = await self._ask(instance, kind, asked, headers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from snapstream.compression.layout import Layout
-from snapstream.integrations.vllm.parcel import Label, Share, heads_of, pack, shares_for, unpack
+from snapstream.integrations.vllm.payload import Label, Share, heads_of, pack, shares_for, unpack
 from snapstream.integrations.vllm.transfer import TransferSettings
 from snapstream.transfers import to_host
 
@@ -64,7 +64,7 @@ class Tasks(KVConnectorMetadata):
     dropped: list[str] = field(default_factory=list)
 
 
-class Courier:
+class TransferWorker:
     """Sends and receives the caches of one rank.
 
     Args:
@@ -199,5 +199,5 @@ class Courier:
 
 
 def _name(key: str, sender: int, receiver: int) -> str:
-    """Name of the parcel from one rank to another."""
+    """Name of the payload from one rank to another."""
     return f"{key}-{sender}-{receiver}"

@@ -54,7 +54,7 @@ def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
     return next((text for is_met, text in obstacles if is_met), None)
 
 
-def first_leg(body: dict[str, Any]) -> dict[str, Any]:
+def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
     """The request to a prefill instance: prefill the prompt and generate one token."""
     changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     changed |= {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
@@ -73,7 +73,7 @@ def wanted_tokens(kind: str, body: dict[str, Any]) -> int | None:
     return _DEFAULT_TOKENS if kind == "completions" else None
 
 
-def second_leg(
+def decode_request(
     kind: str, body: dict[str, Any], tokens: list[int], transfer: dict[str, Any], longest: int
 ) -> dict[str, Any]:
     """The request to a decode instance: continue after the first token, always as a completion of token ids.

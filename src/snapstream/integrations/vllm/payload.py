@@ -1,4 +1,4 @@
-"""Parcels: compressed caches serialized for transfer between two instances, as safetensors with a digest.
+"""Payloads: compressed caches serialized for transfer between two instances, as safetensors with a digest.
 
 Both are checked before any tensor is used.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from snapstream.compression.layout import Layout
 
-_FORMAT = "snapstream-parcel-1"
+_FORMAT = "snapstream-payload-1"
 _NAMES = ("keys", "values")
 _DIGEST = 32
 
 
-class ParcelError(ValueError):
-    """A parcel is damaged, missing or not for this instance."""
+class PayloadError(ValueError):
+    """A payload is damaged, missing or not for this instance."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Label:
         return self.model[0] * self.layout.count * numbers * getattr(torch, self.dtype).itemsize
 
     def most_bytes(self) -> int:
-        """Maximum size, in bytes, of a parcel with this label."""
+        """Maximum size, in bytes, of a payload with this label."""
         return self.nbytes() + 4096 + 256 * 2 * self.model[0] + _DIGEST
 
 
@@ -110,38 +110,38 @@ def pack(label: Label, layers: Sequence[tuple[Tensor, Tensor | None]]) -> bytes:
     return packed + hashlib.blake2b(packed, digest_size=_DIGEST).digest()
 
 
-def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
-    """Check a parcel and return its tensors.
+def unpack(payload: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
+    """Check a payload and return its tensors.
 
     Args:
-        parcel: Output of :func:`pack`.
+        payload: Output of :func:`pack`.
         label: The expected label.
 
     Returns:
         Per layer, keys ``[N, E, D]``, and values ``[N, E, D_v]`` or ``None`` for latents.
 
     Raises:
-        ParcelError: The parcel is damaged, or has a different label.
+        PayloadError: The payload is damaged, or has a different label.
     """
-    packed = memoryview(parcel)[: -min(_DIGEST, len(parcel))]
+    packed = memoryview(payload)[: -min(_DIGEST, len(payload))]
     found = _header(bytes(packed[: 2**20]))
     if found.get("format") != _FORMAT:
-        raise ParcelError("it is not a parcel of this version of SnapStream")
+        raise PayloadError("it is not a payload of this version of SnapStream")
     try:
         said = json.loads(found["label"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ParcelError("its label cannot be read") from error
+        raise PayloadError("its label cannot be read") from error
     wanted = _plain(label)
     if said != wanted:
         named = said if isinstance(said, dict) else {}
         other = [f"{name} {named.get(name)}, not {value}" for name, value in wanted.items() if named.get(name) != value]
-        raise ParcelError(f"it is from an instance with different settings: {'; '.join(other)}")
-    if hashlib.blake2b(packed, digest_size=_DIGEST).digest() != parcel[-_DIGEST:]:
-        raise ParcelError("it was damaged in transit")
+        raise PayloadError(f"it is from an instance with different settings: {'; '.join(other)}")
+    if hashlib.blake2b(packed, digest_size=_DIGEST).digest() != payload[-_DIGEST:]:
+        raise PayloadError("it was damaged in transit")
     try:
         tensors = load(bytes(packed))
     except Exception as error:  # safetensors raises exceptions of many kinds
-        raise ParcelError(f"it cannot be read: {error}") from error
+        raise PayloadError(f"it cannot be read: {error}") from error
     shapes = [label.key_shape] if label.value_shape is None else [label.key_shape, label.value_shape]
     layers: list[tuple[Tensor, Tensor | None]] = []
     for number in range(label.model[0]):
@@ -150,11 +150,11 @@ def unpack(parcel: bytes, label: Label) -> list[tuple[Tensor, Tensor | None]]:
             part = tensors.pop(f"{number}.{name}", None)
             shape = (heads, label.layout.count, size)
             if part is None or tuple(part.shape) != shape or part.dtype != getattr(torch, label.dtype):
-                raise ParcelError(f"{name} of layer {number} are missing, or have a different shape or dtype")
+                raise PayloadError(f"{name} of layer {number} are missing, or have a different shape or dtype")
             parts.append(part)
         layers.append((parts[0], parts[1] if len(parts) == 2 else None))
     if tensors:
-        raise ParcelError(f"it has unexpected tensors: {', '.join(sorted(tensors)[:3])}")
+        raise PayloadError(f"it has unexpected tensors: {', '.join(sorted(tensors)[:3])}")
     return layers
 
 
@@ -164,17 +164,17 @@ def _plain(label: Label) -> dict[str, Any]:
     return plain
 
 
-def _header(parcel: bytes) -> dict[str, Any]:
+def _header(payload: bytes) -> dict[str, Any]:
     """The metadata in the header of a safetensors file; the rest is not read.
 
     Raises:
-        ParcelError: The header cannot be read.
+        PayloadError: The header cannot be read.
     """
     try:
-        (size,) = struct.unpack_from("<Q", parcel)
-        found = json.loads(parcel[8 : 8 + size])["__metadata__"]
+        (size,) = struct.unpack_from("<Q", payload)
+        found = json.loads(payload[8 : 8 + size])["__metadata__"]
     except (struct.error, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ParcelError("it has no readable header") from error
+        raise PayloadError("it has no readable header") from error
     if not isinstance(found, dict):
-        raise ParcelError("it has no readable header")
+        raise PayloadError("it has no readable header")
     return found

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import LayerCache
-from snapstream.compression import next_slot
+from snapstream.compression import next_entry
 
 
 @dataclass(frozen=True)
-class Part:
+class BufferView:
     """A range of elements in every row of a buffer.
 
     Attributes:
@@ -169,7 +169,7 @@ class Slots:
     def entries(self, group: int = 0) -> Tensor:
         """Entries that the tokens are written to in layers of a group, int64 ``[B, T]``."""
         ring = self._expanded(self.base[group], self.limit[group])
-        return next_slot(self._of_rows(self.count[group]), *ring).view_as(self.token)
+        return next_entry(self._of_rows(self.count[group]), *ring).view_as(self.token)
 
     def valid(self, group: int = 0) -> Tensor:
         """Number of entries that each token attends to in layers of a group, its own included, int64 ``[B, T]``.
@@ -187,7 +187,7 @@ class Slots:
 
 
 @dataclass
-class Machine:
+class StepBuffers:
     """What the operations work on.
 
     Attributes:
@@ -215,7 +215,7 @@ class Machine:
 
 
 @dataclass
-class PromptChunk(Machine):
+class PromptChunk(StepBuffers):
     """A chunk of one prompt: one slot, whose tokens are all certain, so they are stored in the cache at once.
 
     Attributes:
@@ -247,10 +247,10 @@ class BufferShape:
         return self.width * self.copies * self.dtype.itemsize
 
 
-def buffer_shapes(parts: Iterable[Part], dtype: torch.dtype) -> dict[str, BufferShape]:
+def buffer_shapes(parts: Iterable[BufferView], dtype: torch.dtype) -> dict[str, BufferShape]:
     """Shapes of buffers that are wide enough for all parts, by name; ``dtype`` is that of activations."""
     made: dict[str, BufferShape] = {}
-    kinds: dict[str, Part] = {}
+    kinds: dict[str, BufferView] = {}
     for part in parts:
         first = kinds.setdefault(part.buffer, part)
         assert (part.dtype, part.copies) == (first.dtype, first.copies), part
@@ -262,7 +262,7 @@ def buffer_shapes(parts: Iterable[Part], dtype: torch.dtype) -> dict[str, Buffer
 
 
 def allocate_buffers(
-    parts: Iterable[Part],
+    parts: Iterable[BufferView],
     rows: int,
     dtype: torch.dtype,
     given: dict[str, Tensor] | None = None,
