@@ -166,10 +166,10 @@ def test_nothing_waits_for_the_device_while_guesses_are_verified(tmp_path, famil
         assert certain.shape == (3,)
         with NoNumbers():
             assert decode.read({1: [5, 6]}, certain=greedy).shape == (3,)
-            if decode.ahead is not None:
-                assert decode.ahead.guess(5).shape == (3, 5)
+            if decode.mtp is not None:
+                assert decode.mtp.guess(5).shape == (3, 5)
     assert copies == []
-    if decode.ahead is not None:  # a prompt goes through the module, too
+    if decode.mtp is not None:  # a prompt goes through the module, too
         llm.engine.add_request(prompt(100), SamplingParams(max_tokens=1))
         outputs = []
         with NoNumbers():
