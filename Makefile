@@ -66,6 +66,10 @@ bench-sessions: $(STAMP)
 bench-waiting: $(STAMP)
 	$(BIN)/python -m benchmarks.waiting $(MODEL)
 
+# What a process takes beside the plan (MODELS="file.gguf ..."): a table of docs/benchmarks.md; ten minutes.
+bench-memory: $(STAMP)
+	$(BIN)/python benchmarks/memory.py $(MODELS)
+
 # A conversation that is sent again with every turn (MODEL=file.gguf): a table of docs/serving.md; ten minutes.
 bench-turns: $(STAMP)
 	$(BIN)/python -m benchmarks.agent_turns $(MODEL)
