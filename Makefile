@@ -21,7 +21,7 @@ LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
-.PHONY: demo chat test test-slow lint docs load fuzz soak bench-sessions bench-waiting bench-turns bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
+.PHONY: demo chat test test-slow lint docs load fuzz soak bench-sessions bench-waiting bench-turns bench-memory bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
   test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 

@@ -51,8 +51,11 @@ def child(model: str, length: int, slots: int) -> None:
     from snapstream.engine.requests.tokenizing import give_memory_back
     from snapstream.engine.settings import load_tokenizer
     from snapstream.models.files import resolve_config
+    from snapstream.models.weights import load_spec
 
-    tokenizer = load_tokenizer(str(resolve_config(model)))
+    config = resolve_config(model)
+    length = min(length, load_spec(config).max_position)
+    tokenizer = load_tokenizer(str(config))
     rng = random.Random(0)
     # Two long prompts; the others fill what slots, sessions and the prefix cache keep.
     prompts = [prompt_of(tokenizer, each, rng) for each in (length, *[length // 8] * (2 * slots), length)]

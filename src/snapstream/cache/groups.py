@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -107,7 +108,8 @@ def make_caches(
     every = [each for layer in shapes for each in layer]
     memory: list[Tensor] = []
     if device.type == "cpu" and sum(math.prod(shape) * kind.itemsize for shape, kind in every) >= SMALLEST_BLOCK:
-        memory = tensors_of_zeros(every)
+        with contextlib.suppress(MemoryError):  # there may be too many blocks
+            memory = tensors_of_zeros(every)
     parts = iter(memory or [torch.zeros(shape, dtype=kind, device=device) for shape, kind in every])
     return [kinds[at][0].kind(list(itertools.islice(parts, len(layer)))) for at, layer in enumerate(shapes)]
 

@@ -90,7 +90,14 @@ def _(o: ops.Embed, m: StepBuffers, device: torch.device) -> int:
 
 
 @workspace.register
+def _(o: ops.Attend, m: StepBuffers, device: torch.device) -> int:
+    return 0  # programs with kernels for it keep what they need
+
+
+@workspace.register
 def _(o: Recur, m: StepBuffers, device: torch.device) -> int:
+    if device.type == "cuda" and keeps_blocks(device, m.dtype) and not isinstance(m, PromptChunk):
+        return 0
     return _of_loop(o, m, device)
 
 

@@ -44,8 +44,7 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
     entries = setup.budget.capacity
 
     def size(slots: int = slots, entries: int = entries, length: int = length) -> int:
-        same = setup if length == setup.max_model_len else None
-        return _plan(_changed(setup, slots, entries, length), model if same else None).total
+        return _plan(_changed(setup, slots, entries, length), model if length == setup.max_model_len else None).total
 
     def most(of: Callable[[int], int]) -> int:
         return 0 if available is None else _largest(of, available)
@@ -84,7 +83,7 @@ def _changed(setup: Setup, slots: int, entries: int, length: int) -> Setup:
         try:
             budget = budget.resized(entries)
         except ConfigurationError:  # too few for the policy's window
-            budget = CacheBudget.preset("full", entries)
+            budget = CacheBudget.preset("full", max(MIN_CAPACITY, entries))
     drafter = setup.drafter
     if drafter is not None:
         shorter = min(length, drafter.max_model_len)

@@ -127,7 +127,8 @@ class Prefill:
         long = least_tokens(planned_for or device, dtype) if numbers else None
         if long is not None and lanes[0] >= long:
             self.widened_from = long
-            logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
+            if device.type != "meta":
+                logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
         self._wide: tuple[int, Layer] | None = None  # the layer whose weights are widened now
         # Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
