@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -50,14 +50,47 @@ class SessionUse(BaseModel):
     reason: str | None = Field(None, description="Why nothing was reused.")
 
 
-class Choice(BaseModel):
-    """One answer of ``/v1/completions``."""
+class TokenLogprob(BaseModel):
+    """The log-probability of a token. Text that is part of a character has no bytes."""
 
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(TokenLogprob):
+    """That of a selected token, and of the most likely ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a chat completion, or of a part of it."""
+
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a completion, or of a part of it, one item per token; an echoed prompt is included."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class _Choice(BaseModel):
     index: int
-    text: str
     finish_reason: str | None
-    logprobs: dict[str, Any] | None = None
     cache: CacheUse | None = None
+
+
+class Choice(_Choice):
+    """One answer of ``/v1/completions``, or a part of it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
 
 
 class ChatAnswer(BaseModel):
@@ -67,42 +100,58 @@ class ChatAnswer(BaseModel):
     content: str
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Choice):
     """One answer of ``/v1/chat/completions``."""
 
-    index: int
     message: ChatAnswer
-    finish_reason: str | None
-    logprobs: dict[str, Any] | None = None
-    cache: CacheUse | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatDelta(BaseModel):
+    """What a part of an answer adds to the message."""
+
+    role: str = "assistant"
+    content: str = ""
+
+
+class ChatPart(_Choice):
+    """A part of an answer of ``/v1/chat/completions``."""
+
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
 
 
 class _Answer(BaseModel):
     id: str
+    object: str
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage
+    usage: Usage | None = None
     session: SessionUse | None = None
 
 
 class Completion(_Answer):
-    """Answer of ``/v1/completions``."""
+    """Answer of ``/v1/completions``, or a part of it."""
 
-    object: str = "text_completion"
     choices: list[Choice]
 
 
 class ChatCompletion(_Answer):
     """Answer of ``/v1/chat/completions``."""
 
-    object: str = "chat.completion"
     choices: list[ChatChoice]
 
 
-def cache_of(output: RequestOutput) -> dict[str, Any] | None:
-    """Which tokens were kept, as JSON."""
-    return None if output.cache is None else asdict(output.cache)
+class ChatChunk(_Answer):
+    """A part of an answer of ``/v1/chat/completions``."""
+
+    choices: list[ChatPart]
+
+
+def dumps(answer: BaseModel) -> str:
+    """JSON of an answer, with the fields that were set."""
+    return json.dumps(answer.model_dump(exclude_unset=True), allow_nan=False)
 
 
 class LogprobWriter:
@@ -118,47 +167,49 @@ class LogprobWriter:
         self._text_of, self._prompt, self._silent = text_of, prompt, silent
         self._offset, self._written, self._prompt_written = 0, 0, False
 
-    def chat(self, output: RequestOutput) -> dict[str, Any]:
+    def chat(self, output: RequestOutput) -> ChatLogprobs:
         """New tokens since the last call, in the format of chat completions."""
-        return {"content": [self._chat_token(one) for one in self._new(output)], "refusal": None}
+        return ChatLogprobs(content=[self._chat_token(one) for one in self._new(output)], refusal=None)
 
-    def completion(self, output: RequestOutput) -> dict[str, Any]:
+    def completion(self, output: RequestOutput) -> CompletionLogprobs:
         """New tokens since the last call, in the format of completions; the first call includes an echoed prompt."""
-        parts: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        parts = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if not self._prompt_written and output.prompt_logprobs is not None:
             self._prompt_written = True
             for at, (token, scored) in enumerate(zip(self._prompt.tokens, output.prompt_logprobs, strict=True)):
                 self._add(parts, token, scored)
                 if self._prompt.offsets:  # offsets in the client's text, which has no special tokens
-                    parts["text_offset"][-1] = self._prompt.offsets[at]
+                    parts.text_offset[-1] = self._prompt.offsets[at]
             if self._prompt.text is not None:
                 self._offset = len(self._prompt.text)
         for one in self._new(output):
             self._add(parts, one.token_id, one, silent=one.token_id in self._silent)
         return parts
 
-    def _add(self, parts: dict[str, Any], token: int, scored: TokenLogprobs | None, *, silent: bool = False) -> None:
+    def _add(
+        self, parts: CompletionLogprobs, token: int, scored: TokenLogprobs | None, *, silent: bool = False
+    ) -> None:
         text = self._text_of(token)
-        parts["tokens"].append(text)
-        parts["text_offset"].append(self._offset)
+        parts.tokens.append(text)
+        parts.text_offset.append(self._offset)
         self._offset += 0 if silent else len(text)
         if scored is None:  # the first token, which has no context
-            parts["token_logprobs"].append(None)
-            parts["top_logprobs"].append(None)
+            parts.token_logprobs.append(None)
+            parts.top_logprobs.append(None)
             return
-        parts["token_logprobs"].append(_finite(scored.logprob))
+        parts.token_logprobs.append(_finite(scored.logprob))
         # As in other servers, the sampled token is always included, even if it is not among the most likely ones.
         top = {self._text_of(token): _finite(value) for token, value in scored.top.items()}
-        parts["top_logprobs"].append(top | {text: _finite(scored.logprob)})
+        parts.top_logprobs.append(top | {text: _finite(scored.logprob)})
 
     def _new(self, output: RequestOutput) -> Sequence[TokenLogprobs]:
         new = output.logprobs_after(self._written)
         self._written += len(new)
         return new
 
-    def _chat_token(self, one: TokenLogprobs) -> dict[str, Any]:
-        top = [self._entry(token, value) for token, value in one.top.items()]
-        return self._entry(one.token_id, one.logprob) | {"top_logprobs": top}
+    def _chat_token(self, one: TokenLogprobs) -> ChosenLogprob:
+        top = [TokenLogprob(**self._entry(token, value)) for token, value in one.top.items()]
+        return ChosenLogprob(**self._entry(one.token_id, one.logprob), top_logprobs=top)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text_of(token)

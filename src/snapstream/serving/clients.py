@@ -1,11 +1,13 @@
-"""Runs work for a client until it disconnects."""
+"""Runs work for a client until it disconnects, or its time is up."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
+from fastapi import Request
 from starlette.types import Receive
 
 T = TypeVar("T")
@@ -50,3 +52,43 @@ async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[T]]) -
     if gone:
         raise DisconnectedError
     return results[0]
+
+
+class Incoming:
+    """What the server knows of a request besides its body.
+
+    Attributes:
+        request_id: Its id.
+        owner: Digest of its API key; empty without keys.
+        began: When it arrived, in :func:`time.monotonic` time.
+        deadline: When it must have been answered, in :func:`anyio.current_time` time.
+        log: Fields of its line in the log.
+    """
+
+    def __init__(self, request: Request, seconds: float) -> None:
+        """Read the state that middleware has left.
+
+        Args:
+            request: The request.
+            seconds: How long it may take.
+        """
+        state = request.scope["state"]
+        self.request_id: str = state["request_id"]
+        self.owner: str = state.get("owner", "")
+        self.began: float = state["began"]
+        self.deadline = anyio.current_time() + seconds - (time.monotonic() - self.began)
+        self.log: dict[str, Any] = state["log"]
+        self._receive = request.receive
+
+    async def answer(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Run ``work`` and return its result, or ``None`` if the client disconnects.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        try:
+            with anyio.fail_after(max(self.deadline - anyio.current_time(), 0)):
+                return await until_disconnect(self._receive, work)
+        except DisconnectedError:
+            self.log["disconnected"] = True
+            return None

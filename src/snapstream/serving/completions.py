@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import anyio
 from fastapi import Request
 from fastapi.responses import Response
 
 from snapstream.engine import Context
 from snapstream.serving.call import Call
-from snapstream.serving.clients import DisconnectedError, until_disconnect
+from snapstream.serving.clients import Incoming
 from snapstream.serving.errors import ApiError
 from snapstream.serving.parts import Parts
+from snapstream.serving.past import Past
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
 from snapstream.serving.streams import EventStream
+from snapstream.serving.writer import AnswerWriter
 
 T = TypeVar("T")
 
@@ -110,39 +110,37 @@ class Completions:
         logprobs: int | None,
     ) -> Response:
         self.check_model(body.model)
-        state, limit = request.scope["state"], self._parts.settings.request_timeout
-        spent = time.monotonic() - state["began"]
-        deadline = anyio.current_time() + limit - spent
-        call = Call(self._parts, body, state, max_tokens=max_tokens, logprobs=logprobs)
-        answer = b""
+        incoming, past = Incoming(request, self._parts.settings.request_timeout), Past(self._parts)
+        call = Call(self._parts, body, past, max_tokens=max_tokens, logprobs=logprobs)
 
-        async def work() -> None:
-            nonlocal answer
-            await call.begin()
-            await call.start(await self.in_turn(lambda: read(call.context)))
-            if not body.stream:
-                answer = await call.collect()
+        def close() -> None:
+            past.release()
+            call.close()
+            incoming.log.update(call.for_log())
+
+        async def work() -> AnswerWriter | bytes:
+            await past.take(incoming.owner, body)
+            prompts = await self.in_turn(lambda: read(past.context))
+            await call.start(prompts, asked=incoming.began, salt=incoming.owner)
+            writer = AnswerWriter(call, incoming.request_id)
+            return writer if body.stream else await writer.collect()
 
         try:
-            with anyio.fail_after(max(limit - spent, 0)):
-                await until_disconnect(request.receive, work)
-        except BaseException as error:
-            call.close()
-            if isinstance(error, DisconnectedError):
-                state["log"]["disconnected"] = True
-                return Response(status_code=499)
+            answer = await incoming.answer(work)
+        except BaseException:
+            close()
             raise
-        if body.stream:
+        if isinstance(answer, AnswerWriter):
             return EventStream(
-                call.stream,
-                call.close,
-                deadline,
-                call.request_id,
+                answer.stream,
+                close,
+                incoming.deadline,
+                incoming.request_id,
                 keep_alive=self._parts.settings.keep_alive_seconds,
                 progress=call.progress,
             )
-        call.close()
-        return Response(answer, media_type="application/json")
+        close()
+        return Response(status_code=499) if answer is None else Response(answer, media_type="application/json")
 
     async def in_turn(self, read: Callable[[], Awaitable[T]]) -> T:
         """Tokenize prompts, but not for more requests than the queue has room for, because each holds its body."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -14,7 +12,7 @@ from snapstream.cache import Stored
 from snapstream.config import SamplingParams
 from snapstream.engine import CompressedSequence
 from snapstream.engine.requests.detokenizer import Detokenizer
-from snapstream.serving.clients import DisconnectedError, until_disconnect
+from snapstream.serving.clients import Incoming
 from snapstream.serving.completions import Completions
 from snapstream.serving.errors import ApiError
 from snapstream.serving.generation import Job
@@ -79,32 +77,29 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         completions.check_model(body.model)
         store.check()
         params = SamplingParams(max_tokens=0, kv_budget=parts.llm.engine.context_budget(budget_of(body.kv_budget)))
-        state = request.scope["state"]
-        spent = time.monotonic() - state["began"]
+        incoming = Incoming(request, parts.settings.request_timeout)
 
         async def work() -> Stored:
             tokens, opened = await completions.in_turn(
                 lambda: parts.reader.context(body.text, chat=body.chat, system=body.system)
             )
-            state["log"]["prompt_tokens"] = len(tokens)
+            incoming.log["prompt_tokens"] = len(tokens)
             store.check_room(parts.llm.engine.kept_bytes(len(tokens), params.kv_budget))
             saved: list[CompressedSequence] = []
-            batch = await parts.driver.submit([Job(tokens, params, None, saved.append, state["began"], owner(request))])
+            job = Job(tokens, params, None, saved.append, incoming.began, incoming.owner)
+            batch = await parts.driver.submit([job])
             try:
                 async for _, _, output in batch.changes():
                     if output.error is not None:
-                        state["log"]["error"] = output.error
+                        incoming.log["error"] = output.error
                         raise ApiError(500, f"the text could not be processed: {output.error}", code="request_failed")
             finally:
                 batch.cancel()
             context = parts.llm.context_of(saved[0], opened, body.system)
-            return await store.add(owner(request), body.name or "", context)
+            return await store.add(incoming.owner, body.name or "", context)
 
-        try:
-            with anyio.fail_after(max(parts.settings.request_timeout - spent, 0)):
-                stored = await until_disconnect(request.receive, work)
-        except DisconnectedError:
-            state["log"]["disconnected"] = True
+        stored = await incoming.answer(work)
+        if stored is None:
             return Response(status_code=499)
         return Response(ContextState.of(stored).model_dump_json(), media_type="application/json")
 

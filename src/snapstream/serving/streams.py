@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 from fastapi.responses import Response
@@ -14,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.errors import as_api_error
 
-Emit = Callable[[dict[str, Any] | str], Awaitable[None]]
+Emit = Callable[[str], Awaitable[None]]
+"""Sends an event, in JSON."""
 
 
 @asynccontextmanager
@@ -102,7 +102,8 @@ class EventStream(Response):
             if failure is not None:
                 # A client that does not read does not receive the error either.
                 with anyio.move_on_after(1):
-                    await send_part(_as_event(as_api_error(failure).body(self._request_id)))
+                    last = json.dumps(as_api_error(failure).body(self._request_id), allow_nan=False)
+                    await send_part(_as_event(last))
 
         try:
             await until_disconnect(receive, work)
@@ -115,6 +116,5 @@ class EventStream(Response):
             self._cancel()
 
 
-def _as_event(event: dict[str, Any] | str) -> bytes:
-    text = event if isinstance(event, str) else json.dumps(event, allow_nan=False)
+def _as_event(text: str) -> bytes:
     return f"data: {text}\n\n".encode()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from snapstream.engine import CompressedSequence
+from snapstream.serving.answers import SessionUse
 from snapstream.serving.errors import ApiError
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.sessions import Key, Session, SessionBusyError, SessionStore
@@ -81,12 +81,12 @@ class Turn:
         if not self._ended:
             self._ended, self._kept = True, self._sessions.end(self._key, None)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> SessionUse:
         """How the session was used, for the answer."""
-        return {
-            "id": self._key[1],
-            "kept": self._kept,
-            "reused_tokens": self.reused,
-            "read_tokens": self._read,
-            "reason": self._reason,
-        }
+        return SessionUse(
+            id=self._key[1],
+            kept=self._kept,
+            reused_tokens=self.reused,
+            read_tokens=self._read,
+            reason=self._reason,
+        )
