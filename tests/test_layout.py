@@ -1,6 +1,7 @@
 """The table of folders in CONTRIBUTING.md, beside what the folders really import."""
 
 import ast
+import graphlib
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -108,3 +109,16 @@ def test_every_module_of_the_engine_is_in_the_text():
         if path.stem != "__init__" and not re.search(rf"`{path.stem}`", text)
     ]
     assert not missing
+
+
+def test_there_is_no_circle_of_imports():
+    """Of modules, when they are loaded; what functions import later does not count."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    graph = {}
+    for name, path in files.items():
+        loaded = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+        whole = {node.module for node in loaded}
+        parts = {f"{node.module}.{alias.name}" for node in loaded for alias in node.names}
+        graph[name] = (whole | parts) & files.keys()
+    assert len(graph) > 200
+    graphlib.TopologicalSorter(graph).prepare()  # which raises an error with the circle
