@@ -48,7 +48,7 @@ def test_what_it_sees_is_what_plain_torch_sees(model, monkeypatch, limit):
     """And the caches are as before, also where a ring is shorter than a step, and after an error."""
     llm = make(model, BUDGET, speculative="lookup", speculative_tokens=3, attention="sdpa", slots=3)
     decode = llm.engine.model_runner.decoder
-    work = decode.verifications[4]._machine
+    work = decode.verifications[4]._work
     torch.manual_seed(0)
     for tensor in (*work.caches[0].tensors, *work.pending[0].tensors):
         tensor.normal_()

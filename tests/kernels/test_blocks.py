@@ -100,7 +100,7 @@ def test_numbers_that_are_not_finite_stay_so():
             assert got[[0, 2]].isfinite().all()
 
 
-def _machine(parts, rows, dtype):
+def _step_buffers(parts, rows, dtype):
     valid = torch.ones(rows, dtype=torch.int64)
     return StepBuffers(allocate_buffers(parts, rows, dtype), Slots.that_see(valid, 1), [], [], dtype)
 
@@ -145,7 +145,7 @@ def test_steps_with_rows_in_several_formats(seed, dtype):
     ]
     results = []
     for program in (PlainProgram, CpuProgram):
-        work = _machine([part for each in operations for part in each.parts()], B, dtype)
+        work = _step_buffers([part for each in operations for part in each.parts()], B, dtype)
         work.slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
         work.buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
         program(operations, work).run()
@@ -181,7 +181,7 @@ def test_float32_logits_of_bfloat16_activations(kind, rounded):
     operation = ops.Product(BufferView("x", 256), logits, weight, rounded=rounded)
     results = []
     for program in (CpuProgram, StockProgram, PlainProgram):
-        work = _machine(operation.parts(), 5, torch.bfloat16)
+        work = _step_buffers(operation.parts(), 5, torch.bfloat16)
         work.buffers["x"].copy_(x)
         program([operation], work).run()
         results.append(work.buffers["y"])
@@ -197,7 +197,7 @@ def test_rows_in_one_format_that_are_gates_and_ups(dtype):
     weight, x = random_weight(FORMATS["q4_k"], 96, 256, random_generator()), torch.randn(70, 256).to(dtype)
     source, target = BufferView("x", 256), BufferView("y", 48)
     operation = ops.GatedProduct(source, target, weight)
-    work = _machine(operation.parts(), 70, dtype)
+    work = _step_buffers(operation.parts(), 70, dtype)
     work.buffers["x"].copy_(x)
     work.slots.active[5:40] = False
     CpuProgram([operation], work).run()
@@ -218,7 +218,7 @@ def test_what_kernels_cannot_take_apart_is_refused():
         (ops.Product(x, y, several), "numbers of several types"),
         (ops.GatedProduct(x, z, random_weight(kind, 80, 256, generator)), "gates of GatedProduct end within a tile"),
     ):
-        work = _machine(operation.parts(), 1, torch.float32)
+        work = _step_buffers(operation.parts(), 1, torch.float32)
         with pytest.raises(ValueError, match=said):
             CpuProgram([operation], work)
 
