@@ -118,10 +118,10 @@ eval-full: $(STAMP)
 # A real model, in English prose: a section of docs/accuracy.md; two and a half hours on two cores.
 eval-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k,4k,6k --budgets 1/4,1/8 --samples 100 \
-	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,mixed,spans --slots 24 --no-telemetry \
+	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,mixed,spans --slots 24 --no-return-kept-tokens \
 	  --output eval-results/smollm2
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k --budgets 1/4,1/8 --samples 100 \
-	  --policies snapstream --sweep window=32,16 --slots 24 --no-telemetry --output eval-results/smollm2-window
+	  --policies snapstream --sweep window=32,16 --slots 24 --no-return-kept-tokens --output eval-results/smollm2-window
 	$(BIN)/python -m benchmarks.continuations --model smollm2 --passages 20
 
 lint: $(STAMP)

@@ -140,9 +140,9 @@ class Bench:
             "output and feed-forward": operations[attending + 1 :],
         }
         for start in range(0, length, chunk):
-            machine = prefill.chunk_at([start], min(chunk, length - start))
+            work = prefill.chunk_at([start], min(chunk, length - start))
             for name, some in parts.items():
-                add(name, program_for_rows(some, machine).run)
+                add(name, program_for_rows(some, work).run)
         layout = lay_out(length, budget)
         default = CacheBudget.of(self.scale.cache)
         rows = max(each.policy.queries for each in (budget, default))
@@ -227,9 +227,9 @@ class Bench:
         prefill = self._prefill(model, self.scale.widened[-1])
         layer = WidenedLayer(widened_numbers(products), torch.bfloat16, self.device)
         for tokens in self.scale.widened:
-            machine = prefill.chunk_at([0], tokens)
-            stored = self.clock(lambda machine=machine: program_for_rows(products, machine).run())
-            widened = self.clock(lambda machine=machine: program_for_rows(layer.widen(products), machine).run())
+            work = prefill.chunk_at([0], tokens)
+            stored = self.clock(lambda work=work: program_for_rows(products, work).run())
+            widened = self.clock(lambda work=work: program_for_rows(layer.widen(products), work).run())
             row: Row = {"tokens": tokens, "format": kind, "stored": stored, "widened": widened}
             yield row | {"times_as_fast": stored["median"] / widened["median"]}
 
@@ -263,6 +263,7 @@ class Bench:
         plan = plan_engine(setup).ours
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         runner = ModelRunner(setup, self.model, plan.lanes)
+        runner.warm_up()
         layouts = [lay_out(length - 1, setup.budget)]
         prompt = [index % 90 for index in range(length - 1)]
         self._read(runner.prefiller, prompt, runner.decoder.slot(0, layouts), self.spec)

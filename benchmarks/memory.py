@@ -100,7 +100,6 @@ def main() -> None:
         models = options.models
         if not models:
             make_checkpoint(directory)
-            make_checkpoint(directory)
             models = [directory]
         print(f"| model, slots | {' | '.join(PARTS)} | plan | peak | peak / plan | steady / plan |")
         print("|---|" + "---|" * (len(PARTS) + 4))

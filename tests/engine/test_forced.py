@@ -1,4 +1,4 @@
-"""What the accuracy lab asks of the engine: forced tokens, a policy per request, one reading for many, telemetry."""
+"""What the accuracy lab asks of the engine: forced tokens, a policy per request, one reading for many, kept tokens."""
 
 import math
 
@@ -107,7 +107,7 @@ def test_a_prompt_that_was_aborted_is_read_again(checkpoint):
 
 @pytest.mark.parametrize("budget", [BUDGET, *OTHERS], ids=lambda b: f"{b.policy}-{b.capacity}")
 @pytest.mark.parametrize("length", [30, 140])
-def test_telemetry_tells_what_was_kept(checkpoint, budget, length):
+def test_kept_tokens_are_returned(checkpoint, budget, length):
     llm = make(checkpoint)
     out = llm.generate(prompt(length), greedy(4, kv_budget=budget, return_kept_tokens=True))[0]
     assert llm.generate(prompt(length), greedy(4, kv_budget=budget))[0].cache.kept is None

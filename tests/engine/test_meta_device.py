@@ -127,7 +127,7 @@ def test_nothing_waits_for_the_device_in_a_step(llm, copies):
         reads, copies[:] = bool(llm.engine.reading or llm.engine.table.waiting), []
         with NoNumbers():
             outputs += llm.engine.step()
-        # One for a launch; of a prompt that has been read, its first token, its shares, and its telemetry.
+        # One for a launch; of a prompt that has been read, its first token, its shares, and the tokens kept.
         assert len(copies) <= (4 if reads else 1), copies
     assert all(output.error is None for output in outputs), outputs
     finished = {output.request_id: len(output.token_ids) for output in outputs if output.finished}

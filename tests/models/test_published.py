@@ -66,7 +66,7 @@ def cells(spec):
             yield from ("", "", "")
             continue
         sizes = spec.for_sequences_of(length).sizes(torch.bfloat16)
-        full, small = sizes.of_slot(length), sizes.of_slot(4096)
+        full, small = (sizes.of([group.entries(each) for group in sizes.groups]) for each in (length, 4096))
         yield from (f"{math.floor(each / 2**20 + 0.5):,}" for each in (full, small))
         yield f"{full / small:.1f}x"
 

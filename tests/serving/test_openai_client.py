@@ -345,7 +345,7 @@ def test_variables_of_the_chat_template(create, server, alone, monkeypatch):
 
 
 @pytest.mark.parametrize("field", [{"kv_budget": 36}, {"vllm_xargs": {"kv_budget": 36}}])
-def test_budget_and_telemetry(create, alone, field):
+def test_budget_and_kept_tokens(create, alone, field):
     expected = alone(WORDS, max_tokens=30, ignore_eos=True, kv_budget=36, return_kept_tokens=True)
     assert expected.text != alone(WORDS, max_tokens=30, ignore_eos=True).text
     extra = FOREVER | field | {"return_kept_tokens": True}

@@ -135,10 +135,6 @@ class CacheSizes:
         """Bytes of a sequence with so many entries per group."""
         return sum(group.nbytes(count, self.dtype) for group, count in zip(self.groups, entries, strict=True))
 
-    def of_slot(self, capacity: int) -> int:
-        """Bytes of a slot whose budget has ``capacity``."""
-        return self.of([group.entries(capacity) for group in self.groups])
-
     def of_prompt(self, tokens: int, capacity: int | None = None) -> int:
         """Bytes of the entries of a prompt; without a budget of ``capacity`` of all that its layers attend to."""
         capacity = tokens if capacity is None else capacity

@@ -79,8 +79,7 @@ class SamplingParams:
         Raises:
             RequestError: A value is not allowed.
         """
-        if telemetry is not None:
-            object.__setattr__(self, "return_kept_tokens", telemetry)
+        object.__setattr__(self, "return_kept_tokens", bool(self.return_kept_tokens or telemetry))
         for name in ("stop", "stop_token_ids", "forced"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | list | tuple | set | frozenset):

@@ -48,7 +48,7 @@ class BufferView:
         return self.offset + (self.heads - 1) * self.step + self.size
 
     def of(self, buffers: dict[str, Tensor]) -> Tensor:
-        """A view of the part, ``[rows, heads, size]``, in its buffer."""
+        """The view, ``[rows, heads, size]``, in its buffer."""
         buffer = buffers[self.buffer]
         shape = (len(buffer), self.heads, self.size)
         return buffer.as_strided(shape, (buffer.stride(0), self.step, 1), buffer.storage_offset() + self.offset)

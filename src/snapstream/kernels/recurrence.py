@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from snapstream.cache import StateCache, StateShape
+from snapstream.cache import StateCache
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
 
@@ -132,19 +132,6 @@ class Recur(Operation):
         strengths, decays = (torch.where(used[..., None], each, 0).transpose(1, 2) for each in (strengths, decays))
         values = values.view(B, T, heads, value).to(wide).transpose(1, 2)
         return (queries * self.key_size**-0.5).transpose(1, 2), keys.transpose(1, 2), values, strengths, decays
-
-
-def chunk_bytes(shape: StateShape, tokens: int, item: int) -> int:
-    """Bytes that exist at most while a layer reads so many tokens of a prompt by torch.
-
-    Args:
-        shape: The layer's state.
-        tokens: Tokens of a chunk.
-        item: Bytes of an element of activations.
-    """
-    wide = 4 * shape.heads * (8 * shape.key + 6 * shape.value + 4 * CHUNK)
-    states = 3 * 4 * shape.heads * shape.key * shape.value
-    return tokens * 2 * shape.size * item + min(tokens, AT_ONCE) * wide + states
 
 
 def convolved(inputs: Tensor, taps: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from snapstream.kernels.recurrence import Recur
 
 
 class Program(Protocol):
-    """Runs a list of operations on a machine.
+    """Runs a list of operations.
 
     Attributes:
         work: What the operations work on.

@@ -118,6 +118,9 @@ def _(o: ops.Product, m: StepBuffers, device: torch.device) -> int:
     in_place = not o.add and (o.bias is None or o.weight.has_blocks)
     if device.type == "cuda":
         in_place = in_place or o.weight.has_blocks or o.bias is None
+    if device.type == "cpu" and o.weight.has_blocks:  # other rows of the weight are multiplied beside those in blocks
+        others = (part.shape[0] for part in o.weight.parts if not isinstance(part, BlockWeight))
+        own += rows * max(others, default=0) * m.dtype.itemsize
     return own + (0 if in_place else _made(o.weight, rows, m))
 
 

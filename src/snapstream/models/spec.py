@@ -312,11 +312,6 @@ class ModelSpec:
         return self.intermediate_size * (2 if layer in self.wide_layers else 1)
 
     @property
-    def largest_inner(self) -> int:
-        """Width inside the widest feed-forward block."""
-        return max(map(self.inner_size, range(self.layers)))
-
-    @property
     def has_dense_experts(self) -> bool:
         """Whether there are experts of which any row is not in blocks."""
         if self.experts is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -123,30 +123,42 @@ class ChatPart(_Choice):
 
 class _Answer(BaseModel):
     id: str
-    object: str
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage | None = None
     session: SessionUse | None = None
 
 
 class Completion(_Answer):
-    """Answer of ``/v1/completions``, or a part of it."""
+    """Answer of ``/v1/completions``."""
 
+    object: Literal["text_completion"]
     choices: list[Choice]
+    usage: Usage
+
+
+class CompletionChunk(_Answer):
+    """A part of an answer of ``/v1/completions``."""
+
+    object: Literal["text_completion"]
+    choices: list[Choice]
+    usage: Usage | None = None
 
 
 class ChatCompletion(_Answer):
     """Answer of ``/v1/chat/completions``."""
 
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    usage: Usage
 
 
 class ChatChunk(_Answer):
     """A part of an answer of ``/v1/chat/completions``."""
 
+    object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
+    usage: Usage | None = None
 
 
 def dumps(answer: BaseModel) -> str:

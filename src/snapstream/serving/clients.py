@@ -61,6 +61,7 @@ class Incoming:
         request_id: Its id.
         owner: Digest of its API key; empty without keys.
         began: When it arrived, in :func:`time.monotonic` time.
+        created: The same in seconds since 1970.
         deadline: When it must have been answered, in :func:`anyio.current_time` time.
         log: Fields of its line in the log.
     """
@@ -76,6 +77,7 @@ class Incoming:
         self.request_id: str = state["request_id"]
         self.owner: str = state.get("owner", "")
         self.began: float = state["began"]
+        self.created = int(time.time())
         self.deadline = anyio.current_time() + seconds - (time.monotonic() - self.began)
         self.log: dict[str, Any] = state["log"]
         self._receive = request.receive

@@ -122,7 +122,7 @@ class Completions:
             await past.take(incoming.owner, body)
             prompts = await self.in_turn(lambda: read(past.context))
             await call.start(prompts, asked=incoming.began, salt=incoming.owner)
-            writer = AnswerWriter(call, incoming.request_id)
+            writer = AnswerWriter(call, incoming.request_id, incoming.created)
             return writer if body.stream else await writer.collect()
 
         try:

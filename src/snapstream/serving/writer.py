@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from snapstream.serving.answers import (
     ChatPart,
     Choice,
     Completion,
+    CompletionChunk,
     CompletionLogprobs,
     LogprobWriter,
     dumps,
@@ -38,14 +38,15 @@ class AnswerWriter:
     Args:
         call: The call.
         request_id: Id of the request.
+        created: When it arrived, in seconds since 1970.
     """
 
-    def __init__(self, call: Call, request_id: str) -> None:
+    def __init__(self, call: Call, request_id: str, created: int) -> None:
         self._call, self._parts, self._body = call, call.parts, call.body
         self._is_chat = isinstance(call.body, ChatRequest)
         self._frame: dict[str, Any] = {
             "id": ("chatcmpl-" if self._is_chat else "cmpl-") + request_id,
-            "created": int(time.time()),
+            "created": created,
             "model": self._parts.settings.model_name,
             "system_fingerprint": f"snapstream-{__version__}",
         }
@@ -114,7 +115,7 @@ class AnswerWriter:
     def _chunk(self, choices: list[Any], **more: Any) -> BaseModel:
         if self._is_chat:
             return ChatChunk(**self._frame, object="chat.completion.chunk", choices=choices, **more)
-        return Completion(**self._frame, object="text_completion", choices=choices, **more)
+        return CompletionChunk(**self._frame, object="text_completion", choices=choices, **more)
 
     def _whole(self, texts: Sequence[str]) -> BaseModel:
         more = {"usage": self._call.usage()} | self._session()

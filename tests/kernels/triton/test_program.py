@@ -52,7 +52,7 @@ def without_take(operations):
 
 
 def on_device(m):
-    """The machine with everything on the device; operations of models are there already."""
+    """Step buffers with everything on the device; operations of models are there already."""
     for name, buffer in m.buffers.items():
         m.buffers[name] = buffer.to(DEVICE)
     state = vars(m.slots).items()

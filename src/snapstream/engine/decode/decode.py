@@ -259,7 +259,7 @@ class Decode:
             budget: See :class:`CompressedSequence`.
         """
         groups, known, layouts = self.model.spec.groups, dict[int, Tensor](), list[Layout]()
-        counts = [min(len(tokens), group.window) if group.window else len(indices) for group in groups]
+        counts = [len(indices) if group.window is None else min(len(tokens), group.window) for group in groups]
         layers = make_caches(groups, counts, dtype=self.layers[0].dtype, device=self.token.device)
         for number, group in enumerate(groups):
             if group.has_budget:

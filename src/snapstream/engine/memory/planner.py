@@ -5,7 +5,7 @@ The engine is built as it will be, but on the meta device, where tensors have no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,8 @@ from snapstream.models.storage import empty_model, parameter_bytes, quantized_fo
 
 MOST_PREFIXES = 2 * 2**30
 """Maximum size of the prefix cache, unless the user asks for more."""
+MOST_SLOTS = 2**20
+"""Maximum number of slots that a plan suggests."""
 LIBRARY_WORKSPACE = 64 * 2**20
 """Bytes that cuBLAS keeps on a CUDA device."""
 
@@ -39,33 +41,34 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         setup: The engine.
         available: Bytes that it may use; ``None`` if unknown.
     """
-    model = empty_model(setup.spec, setup.types.weights)
+    models = _models(setup)
     slots, length, chunk = setup.config.slots, setup.max_model_len, setup.chunk
     entries = setup.budget.capacity
 
     def size(slots: int = slots, entries: int = entries, length: int = length) -> int:
-        return _plan(_changed(setup, slots, entries, length), model if length == setup.max_model_len else None).total
+        changed = _changed(setup, slots, entries, length)
+        return _plan(changed, models if length == setup.max_model_len else _models(changed)).total
 
-    def most(of: Callable[[int], int]) -> int:
-        return 0 if available is None else _largest(of, available)
+    def most(of: Callable[[int], int], limit: int = MOST_SLOTS) -> int:
+        return 0 if available is None else _largest(of, available, limit)
 
-    ours = _plan(setup, model)
+    ours = _plan(setup, models)
     advice = ""
-    if available is not None and ours.total > available:
-        hints = [("slots", most(lambda many: size(slots=many)))]
+    if available is not None and ours.weights > available:
+        advice = "the weights alone do not fit; " + _smaller_weights(setup, available)
+    elif available is not None and ours.total > available:
+        hints = [("slots", most(lambda many: size(slots=many), slots))]
         if setup.spec.has_budget:
-            budget = most(lambda many: size(entries=many + MIN_CAPACITY - 1))
+            budget = most(lambda many: size(entries=many + MIN_CAPACITY - 1), entries)
             hints.append(("budget", budget and budget + MIN_CAPACITY - 1))
-        shorter = most(lambda chunks: size(length=chunks * chunk)) * chunk
+        shorter = most(lambda chunks: size(length=chunks * chunk), -(-length // chunk)) * chunk
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
-        if ours.weights > available:
-            advice = "the weights alone do not fit; " + _smaller_weights(setup, available)
-        elif found:
+        if found:
             advice = f"it would fit with {found}"
         else:
             advice = "no single setting is enough; lower slots, budget and max_model_len together"
-    full = _plan(_changed(setup, slots, length, length), model)
+    full = _plan(_changed(setup, slots, length, length), models)
     prefixes = _prefixes_by_default(setup, None if available is None else available - ours.total)
     return EnginePlan(
         ours=replace(ours, prefixes=prefixes or ours.prefixes),
@@ -92,11 +95,17 @@ def _changed(setup: Setup, slots: int, entries: int, length: int) -> Setup:
     return replace(setup, spec=spec, config=config, budget=budget, max_model_len=length, drafter=drafter)
 
 
+def _models(setup: Setup) -> list[DecoderModel]:
+    """The model on the meta device, and the draft model, if there is one."""
+    others = [] if setup.drafter is None else _models(setup.drafter)
+    return [empty_model(setup.spec, setup.types.weights), *others]
+
+
 @torch.inference_mode()
-def _plan(setup: Setup, model: DecoderModel | None = None, *, is_drafter: bool = False) -> MemoryPlan:
-    """The plan of an engine; its model, on the meta device, is made if it is not given."""
+def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = False) -> MemoryPlan:
+    """The plan of an engine with these models; see :func:`_models`."""
     spec, config, device = setup.spec, setup.config, setup.device
-    model = model or empty_model(spec, setup.types.weights)
+    model, *others = models
     slots, entries, length = config.slots, setup.budget.capacity, setup.max_model_len
     padded = staging_length(length, setup.chunk, continued=config.goes_on)
     of_lanes = (padded,) if is_drafter else lanes(padded, setup.chunk)
@@ -121,7 +130,7 @@ def _plan(setup: Setup, model: DecoderModel | None = None, *, is_drafter: bool =
         sessions=config.session_bytes(saved),
         contexts=config.context_bytes,
         prefixes=config.prefix_bytes(_full_bytes(setup)) or 0,
-        drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter),
+        drafter=0 if setup.drafter is None else _plan_of_drafter(setup.drafter, others),
         tokenizing=tokenizing_bytes(length) if device.type == "cpu" else 0,
         metadata=held - decode.slot_bytes - prefill.staging_bytes,
         slot_count=slots,
@@ -136,9 +145,9 @@ def _plan(setup: Setup, model: DecoderModel | None = None, *, is_drafter: bool =
     )
 
 
-def _plan_of_drafter(setup: Setup) -> int:
+def _plan_of_drafter(setup: Setup, models: Sequence[DecoderModel]) -> int:
     """Bytes of the draft model; it receives tokens, so it does not tokenize."""
-    plan = _plan(setup, is_drafter=True)
+    plan = _plan(setup, models, is_drafter=True)
     return plan.total - plan.tokenizing
 
 
@@ -168,20 +177,22 @@ def _smaller_weights(setup: Setup, available: int) -> str:
     return "vLLM splits a model across devices (docs/vllm.md)"
 
 
-def _largest(size: Callable[[int], int], available: int) -> int:
-    """The largest number whose size fits; 0 if none does.
+def _largest(size: Callable[[int], int], available: int, most: int) -> int:
+    """The largest number up to ``most`` whose size fits; 0 if none does.
 
     Sizes grow about linearly, so a few steps of the secant method are enough.
     """
-    low, high, least = 0, 0, size(1)
-    if least > available:
+    low, of_low = 1, size(1)
+    if of_low > available:
         return 0
-    low, of_low = 1, least
-    high, of_high = 2, size(2)
-    while of_high <= available and high < 2**40:
+    high, of_high = 2, size(min(2, most))
+    while of_high <= available and high < most:
         step = max(1, (of_high - of_low) // (high - low))
-        low, of_low, high = high, of_high, max(2 * high, high + (available - of_high) // step + 1)
+        reached = high + (available - of_high) // step + 1
+        low, of_low, high = high, of_high, min(max(2 * high, reached), 8 * high, most)
         of_high = size(high)
+    if of_high <= available:
+        return min(high, most)
     while high - low > 1:
         guess = low + (available - of_low) * (high - low) // max(1, of_high - of_low)
         # One beside the guess: soon it is shown from both sides.

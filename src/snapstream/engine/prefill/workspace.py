@@ -34,13 +34,8 @@ def prefill_workspace(
         cache: Dtype of the slots' caches.
         device: Where it will run.
     """
-    most = max(_chunk(prefill, device), _scores(prefill, device))
-    for budget in budgets:
-        try:
-            most = max(most, _choice(prefill, budget, cache, device))
-        except Exception as error:  # a policy of another package may not work without contents
-            logger.info("What the policy %s needs for a while is not planned: %s", budget.policy.name, error)
-    return most
+    compressing = max((_choice(prefill, each, cache, device) for each in budgets), default=0)
+    return max(_chunk(prefill, device), _scores(prefill, device), compressing)
 
 
 def _chunk(prefill: Prefill, device: torch.device) -> int:
@@ -80,7 +75,11 @@ def _choice(prefill: Prefill, budget: CacheBudget, cache: torch.dtype, device: t
     most = 0
     for group in spec.groups:
         job.layer = group.layers[0]
-        bytes_needed = peak_of(functools.partial(prefill.compress_into, target, job))
+        try:
+            bytes_needed = peak_of(functools.partial(prefill.compress_into, target, job))
+        except Exception as error:  # a policy of another package may not work without contents
+            logger.warning("What the policy %s needs for a while is not planned: %s", budget.policy.name, error)
+            bytes_needed = into[job.layer].nbytes  # the kept entries, which are gathered before they are copied
         if group.has_budget and not keeps_blocks(device, lane.hidden.dtype):
             bytes_needed += _plain_votes(lane.caches[job.group].keys, lane.queries[None])
         most = max(most, bytes_needed)

@@ -174,9 +174,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             return self._stage(key_states, value_states)
         self._settle()
         self.empty = False
-        slot = next_entry(self.count, self.base, self.limit)[:, None, None, None]
+        entry = next_entry(self.count, self.base, self.limit)[:, None, None, None]
         for mine, new in ((self.keys, key_states), (self.values, value_states)):
-            mine.scatter_(2, slot.expand(new.shape), new)
+            mine.scatter_(2, entry.expand(new.shape), new)
         self.count.add_(1)
         return self.keys, self.values
 

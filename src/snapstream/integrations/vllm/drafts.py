@@ -80,8 +80,8 @@ def place_tokens(
     owners = np.repeat(np.arange(len(count)), scheduled)
     number = np.arange(len(owners)) - np.repeat(np.cumsum(scheduled) - scheduled, scheduled)
     start = np.minimum(count, limit - 1)
-    slot = start if at_end else next_entry(*map(torch.from_numpy, (count, base, limit))).numpy()
-    entries = np.where(number == 0, slot[owners], start[owners] + number)
+    following = start if at_end else next_entry(*map(torch.from_numpy, (count, base, limit))).numpy()
+    entries = np.where(number == 0, following[owners], start[owners] + number)
     return Placed(owners, first[owners] + number, entries, start + scheduled, scheduled)
 
 

@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 
 class TritonProgram:
-    """Runs operations that read and write a machine's buffers; see :mod:`snapstream.kernels.operations`."""
+    """Runs operations of a step, or of a chunk of a prompt; see :mod:`snapstream.kernels.operations`."""
 
     draws, captured = False, True
 
