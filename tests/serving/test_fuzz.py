@@ -116,7 +116,7 @@ def test_long_lists_of_errors_are_cheap(server, body):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reply = httpx.post(server.url + path, content=data, headers={"Content-Type": "application/json"}, timeout=30)
     assert reply.status_code == 400
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB; the body itself takes some
 
 
