@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from snapstream.config import CacheBudget
-from snapstream.integrations.vllm.compatibility import CONNECTOR_HOOKS, missing_hook
 from tests.checkpoints import prompt
 from tests.integrations.vllm.engines import (
     BUDGET,
@@ -186,7 +185,6 @@ def test_the_prefix_cache_and_a_prompt_that_is_all_in_it(llama):
         assert generate(llm, some, 2) == wanted
 
 
-@pytest.mark.skipif(missing_hook(CONNECTOR_HOOKS) is not None, reason="this vLLM's connectors cannot do it")
 def test_caches_that_travel(guess, llama, tmp_path):
     """A decode instance that speculates over caches that arrive compressed."""
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
