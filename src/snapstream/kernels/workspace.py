@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
-from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
+from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.counting import peak_of
 from snapstream.kernels.cpu.program import CpuProgram, unsupported
 from snapstream.kernels.operations import Operation
@@ -52,34 +52,22 @@ def _kind(o: Operation) -> tuple[object, ...]:
 @functools.singledispatch
 def workspace(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Bytes that one operation allocates at most; see :func:`most_workspace`."""
-    return peak_of(functools.partial(o.run, m))
-
-
-@workspace.register
-def _(o: ops.Norm, m: StepBuffers, device: torch.device) -> int:
-    return _of_rows(o, m, device)
-
-
-@workspace.register
-def _(o: ops.Rotate, m: StepBuffers, device: torch.device) -> int:
-    return _of_rows(o, m, device)
-
-
-@workspace.register
-def _(o: ops.Gate, m: StepBuffers, device: torch.device) -> int:
-    return _of_rows(o, m, device)
+    return _of_torch(o, m)
 
 
 @workspace.register
 def _(o: ops.GateBy, m: StepBuffers, device: torch.device) -> int:
-    return _of_rows(o, m, device) if device.type == "cuda" else peak_of(functools.partial(o.run, m))
+    return _of_rows(o, m, device) if device.type == "cuda" else _of_torch(o, m)
 
 
+@workspace.register(ops.Norm)
+@workspace.register(ops.Rotate)
+@workspace.register(ops.Gate)
 def _of_rows(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation whose kernels need nothing."""
     if keeps_blocks(device, m.dtype) and (device.type != "cpu" or unsupported([o], m.dtype) is None):
         return 0
-    return peak_of(functools.partial(o.run, m))
+    return _of_torch(o, m)
 
 
 @workspace.register
@@ -101,20 +89,25 @@ def _(o: Recur, m: StepBuffers, device: torch.device) -> int:
     return _of_loop(o, m, device)
 
 
+def _of_torch(o: Operation, m: StepBuffers) -> int:
+    """Of an operation that torch runs."""
+    return peak_of(functools.partial(o.run, m))
+
+
 def _of_loop(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation that the native loop runs on a CPU, and torch elsewhere."""
     dtypes = m.dtype, *(cache.dtype for cache in m.caches)
     if device.type == "cpu" and cpu.available() and unsupported([o], *dtypes) is None:
         return peak_of(functools.partial(CpuProgram, [o], m))
-    return peak_of(functools.partial(o.run, m))
+    return _of_torch(o, m)
 
 
 @workspace.register
 def _(o: ops.Product, m: StepBuffers, device: torch.device) -> int:
     rows = len(m.buffers[o.source.buffer])
-    own = _of_product(o.weight, o.source, rows, m, device)
+    own = _of_product(o.weight, rows, m, device)
     if own is None:
-        return peak_of(functools.partial(o.run, m))
+        return _of_torch(o, m)
     in_place = not o.add and (o.bias is None or o.weight.has_blocks)
     if device.type == "cuda":
         in_place = in_place or o.weight.has_blocks or o.bias is None
@@ -127,8 +120,8 @@ def _(o: ops.Product, m: StepBuffers, device: torch.device) -> int:
 @workspace.register
 def _(o: ops.GatedProduct, m: StepBuffers, device: torch.device) -> int:
     rows = len(m.buffers[o.source.buffer])
-    own = _of_product(o.weight, o.source, rows, m, device)
-    return peak_of(functools.partial(o.run, m)) if own is None else own + _made(o.weight, rows, m)
+    own = _of_product(o.weight, rows, m, device)
+    return _of_torch(o, m) if own is None else own + _made(o.weight, rows, m)
 
 
 @workspace.register
@@ -142,7 +135,7 @@ def _(o: ops.ExpertProduct, m: StepBuffers, device: torch.device) -> int:
     return made * copies + biases + (0 if o.gated else made)
 
 
-def _of_product(weight: Weight, source: BufferView, rows: int, m: StepBuffers, device: torch.device) -> int | None:
+def _of_product(weight: Weight, rows: int, m: StepBuffers, device: torch.device) -> int | None:
     """What a product needs besides its result; ``None`` where the weight is not multiplied as it is stored."""
     if weight.has_blocks and not keeps_blocks(device, m.dtype):
         return None

@@ -34,10 +34,7 @@ from snapstream.engine.decode.renewal import Placement
 from snapstream.engine.decode.verification import Verification, most_tokens
 from snapstream.engine.settings import Setup, Types
 from snapstream.kernels.buffers import Slots
-from snapstream.kernels.counting import peak_of
-from snapstream.kernels.cpu import CpuProgram
 from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
-from snapstream.kernels.workspace import most_workspace
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device
 
@@ -161,21 +158,8 @@ class Decode:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the caches and states of all slots, and of what is kept besides for saved sequences."""
-        kept = [each.nbytes for each in (self.evicted, self.lagging) if each is not None]
-        return sum(tensor.nbytes for cache in self.layers for tensor in cache.tensors) + sum(kept)
-
-    def workspace(self, device: torch.device) -> int:
-        """Bytes of temporaries of a step on a device, at most; the model is on the meta device."""
-        position = self.position + 1
-        nothing_forced = self.forced[:, 0]
-        drawing = peak_of(lambda: sample(self.logits, self.sampling, position, self.active, nothing_forced))
-        steps = [self.program, *(each.program for each in self.verifications.values())]
-        running = (
-            most_workspace(each.operations, each.work, device)
-            for each in steps
-            if not isinstance(each, CpuProgram)  # it keeps what it needs
-        )
-        return max(drawing, *running, 0)
+        kept = [each for each in (self.evicted, self.lagging) if each is not None]
+        return sum(each.nbytes for each in (*self.layers, *kept))
 
     def warm_up(self, pool: Any = None) -> None:
         """Run and capture the graphs; all slots are free before and after."""

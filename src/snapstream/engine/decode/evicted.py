@@ -41,7 +41,7 @@ class Evicted:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return sum(tensor.nbytes for cache in self._held.values() for tensor in cache.tensors)
+        return sum(cache.nbytes for cache in self._held.values())
 
     @torch.inference_mode()
     def before_launch(self, position: Tensor, count: Tensor) -> None:

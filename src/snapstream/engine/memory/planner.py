@@ -12,6 +12,7 @@ import torch
 
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import ALL
+from snapstream.engine.decode.workspace import decode_workspace
 from snapstream.engine.memory.plan import EnginePlan, MemoryPlan
 from snapstream.engine.prefill.staging import lanes, staging_length
 from snapstream.engine.prefill.workspace import prefill_workspace
@@ -116,7 +117,7 @@ def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = Fa
     prefill, decode = runner.prefiller, runner.decoder
     budgets = smaller_budgets(setup.budget, length // 2, setup.queries)
     reading = prefill_workspace(prefill, budgets, setup.types.cache, device)
-    deciding = decode.workspace(device)
+    deciding = decode_workspace(decode, device)
     sizes = spec.sizes(setup.types.cache)
     saved = sizes.saved([group.window or entries for group in spec.groups])
     # Captured graphs keep the temporaries of steps separately from those of prefill.
