@@ -12,13 +12,15 @@ import pytest
 
 import snapstream
 from snapstream import LLM, CacheBudget, RequestError, SamplingParams
-from tests.checkpoints import prompt, save_checkpoint
-from tests.conftest import save_tokenizer
+from snapstream.config import StructuredOutputs
+from tests.bytelevel import MERGES, save_model
+from tests.checkpoints import prompt
 from tests.engine.test_engine import greedy, make
 from tests.raising import Raise
 
 PACKAGE = os.path.dirname(snapstream.__file__) + os.sep
-END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("w7", "w31"))
+END_TOKENS = SamplingParams(max_tokens=25, min_tokens=6, stop=("7", "aa"))
+SHAPE = StructuredOutputs(regex="(abc|[a-c]x|123456){6,}")
 JOBS = [
     (prompt(10, 1), greedy(30)),
     (prompt(150, 2), greedy(25)),
@@ -29,6 +31,7 @@ JOBS = [
     (prompt(64, 6), END_TOKENS),
     (prompt(70, 7), greedy(3, kv_budget=CacheBudget.preset("random", 40))),
     (prompt(35, 8), SamplingParams(max_tokens=0)),
+    (prompt(40, 9), SamplingParams(max_tokens=20, structured_outputs=SHAPE)),
 ]
 
 
@@ -44,8 +47,7 @@ def made(request, tmp_path_factory):
     family, prefixes = request.param
     weights = "q4_0" if prefixes else "auto"
     directory = tmp_path_factory.mktemp(family)
-    save_checkpoint(directory, family)
-    save_tokenizer(directory)
+    save_model(directory, MERGES, family)
     return partial(make, directory, weights=weights, sessions=2, slots=2, prefix_cache=prefixes)
 
 

@@ -14,6 +14,7 @@ from snapstream.config.policy import (
     policy_names,
 )
 from snapstream.config.sampling import SamplingParams
+from snapstream.config.structured_outputs import StructuredOutputs
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -28,6 +29,7 @@ __all__ = [
     "Pooling",
     "Ring",
     "SamplingParams",
+    "StructuredOutputs",
     "make_policy",
     "policy_names",
 ]

@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass, field
 
 from snapstream.config.budget import CacheBudget
 from snapstream.config.checks import is_count_or_none, is_integer, is_number
+from snapstream.config.structured_outputs import StructuredOutputs
 from snapstream.errors import RequestError
 
 _FRACTIONS = (
@@ -47,6 +48,8 @@ class SamplingParams:
             :meth:`CacheBudget.of` that number; ``None`` means the engine's budget.
         forced: Tokens that the output begins with, whatever the model predicts. They are decoded like generated tokens,
             after the prompt was compressed. They count as output, and none of them ends it.
+        structured_outputs: The shape that the output must have; needs the extra ``structured``. Where only one text is
+            possible, its tokens are not left to the model.
         return_kept_tokens: Report which prompt tokens were kept and how much attention they had. Costs a second scoring
             pass.
     """
@@ -70,6 +73,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     kv_budget: int | CacheBudget | None = None
     forced: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     return_kept_tokens: bool = False
     telemetry: InitVar[bool | None] = None
 
@@ -120,6 +124,11 @@ class SamplingParams:
                 self.kv_budget is None or is_integer(self.kv_budget) or isinstance(self.kv_budget, CacheBudget),
                 "a whole number of cache entries",
             ),
+            (
+                "structured_outputs",
+                self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs),
+                "StructuredOutputs",
+            ),
             ("forced", all(is_integer(t) and t >= 0 for t in self.forced), "token ids of 0 or more"),
         ]
         for name, valid, allowed in checks:
@@ -135,10 +144,12 @@ class SamplingParams:
                 f"sampling: {len(self.forced)} forced tokens are more than max_tokens ({self.max_tokens}); "
                 "they count as output"
             )
+        if self.forced and self.structured_outputs is not None:
+            raise RequestError("sampling: forced tokens may not fit structured_outputs; give one of them")
 
     @property
     def plain_greedy(self) -> bool:
         """Whether the next token is simply the largest logit: no draw, mask, penalty or log-probabilities."""
         no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        any_token = not self.logit_bias and not self.min_tokens
+        any_token = not self.logit_bias and not self.min_tokens and self.structured_outputs is None
         return self.temperature == 0 and no_penalty and any_token and self.logprobs is None

@@ -269,7 +269,7 @@ class EngineCore:
         for at, request in enumerate(batch):
             tokens = result.tokens[at]
             if result.drafted is not None:
-                self.table.count_drafts(request, result.drafted[at], len(tokens) - 1)
+                self.table.count_drafts(request, result.drafted[at], min(result.drafted[at], len(tokens) - 1))
             try:
                 self.table.append(request, tokens)
             except Exception as error:

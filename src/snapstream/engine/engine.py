@@ -18,6 +18,7 @@ from snapstream.engine.memory.available import available_memory
 from snapstream.engine.memory.plan import EnginePlan
 from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.requests.admission import Admission, Prompt
+from snapstream.engine.requests.grammar import GrammarCompiler
 from snapstream.engine.requests.tokenizing import PromptTokenizer, give_memory_back
 from snapstream.engine.runner import ModelRunner, Runner
 from snapstream.engine.settings import Setup, load_sampling_defaults, load_tokenizer, set_up
@@ -167,6 +168,11 @@ class Engine(EngineCore):
         """
         budget = self.budget.for_request(kv_budget, self.config.kept_queries)
         return self._sizes.saved([group.lay_out(tokens, budget).count for group in self.spec.groups])
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of grammars; may be used from any thread, so that :meth:`add_request` finds what it needs."""
+        return self._admission.grammars
 
     @property
     def texts(self) -> PromptTokenizer:

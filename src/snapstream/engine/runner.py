@@ -258,7 +258,9 @@ class ModelRunner:
         self._first_token.assign(0, request.params, request.seed, tokens, request.text.stop_ids)
         position = to_device([len(tokens)], self.device)
         active = torch.ones(1, dtype=torch.bool, device=self.device)
-        forced = to_device([*request.params.forced[:1], -1][:1], self.device)
+        forced = to_device([*_forced(request)[:1], -1][:1], self.device)
+        if request.grammar is not None:
+            self._first_token.allowed.copy_(request.grammar.masks((), 1, early=request.params.min_tokens))
         with current_device(self.device):
             sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
         return Token(int(sampled.tokens[0]), _logprobs_of(sampled, 0, request.params.logprobs))
@@ -277,7 +279,16 @@ class ModelRunner:
         logprobs = any(request.params.logprobs is not None for request in batch)
         steps = self._steps_of(batch, keep)
         forced = _next_forced(batch, {request.own_slot: steps for request in batch})
+        # One mask for all steps: those before the last one take forced tokens.
+        masks = {
+            request.own_slot: request.grammar.masks(
+                request.grammar.forced[: steps - 1], 1, early=request.params.min_tokens - len(request.tokens)
+            )
+            for request in batch
+            if request.grammar is not None
+        }
         with current_device(self.device):
+            self.decoder.allow(masks)
             results = self.decoder.launch(steps, greedy=_greedy(batch), logprobs=logprobs, forced=forced, keep=keep)
             # One copy per kind of result, for all steps of the launch.
             kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
@@ -288,24 +299,40 @@ class ModelRunner:
         """Verify draft tokens of each request, by slot, in one step, and decode one more token."""
         logprobs = any(request.params.logprobs is not None for request in batch)
         forced = _next_forced(batch, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
+        masks = {
+            request.own_slot: request.grammar.masks(
+                guesses[request.own_slot],
+                len(guesses[request.own_slot]) + 1,
+                early=request.params.min_tokens - len(request.tokens),
+            )
+            for request in batch
+            if request.grammar is not None
+        }
         with current_device(self.device):
+            self.decoder.allow(masks)
             results, certain = self.decoder.verify(
                 dict(guesses), greedy=_greedy(batch), forced=forced, keep=any(request.keep for request in batch)
             )
             kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
             *stacked, counts = to_host([*(torch.stack(kind) for kind in kinds), certain])
         tokens = _tokens_of(batch, stacked, counts.tolist(), logprobs)
-        return StepResult(tokens, [len(guesses[request.own_slot]) for request in batch])
+        drafted = [
+            0 if request.grammar is not None and request.grammar.forced else len(guesses[request.own_slot])
+            for request in batch
+        ]
+        return StepResult(tokens, drafted)
 
     def _steps_of(self, batch: Sequence[Request], keep: bool) -> int:
         """Steps of a launch.
 
-        No more than the longest remaining request can use, none past the next renewal, and none that overwrite what the
-        launch itself has stored in the window of a sequence that is returned.
+        No more than the longest remaining request can use, none past the next renewal, none that overwrite what the
+        launch itself has stored in the window of a sequence that is returned, and none after a token that a grammar
+        does not know yet.
         """
         limits = [self.steps, max(request.remaining for request in batch)]
         if keep:
             limits += self.windows[:1]
+        limits += [len(request.grammar.forced) + 1 for request in batch if request.grammar is not None]
         return int(min(*limits, *(request.until_renewal for request in batch)))
 
     # -- caches that leave --------------------------------------------------------------------------------------------
@@ -369,8 +396,15 @@ def _greedy(batch: Sequence[Request]) -> bool:
 
 def _next_forced(batch: Sequence[Request], steps: Mapping[int, int]) -> dict[int, Sequence[int]]:
     """Forced tokens of the next steps, by slot."""
-    coming = {r.own_slot: r.params.forced[len(r.tokens) : len(r.tokens) + steps[r.own_slot]] for r in batch}
+    coming = {request.own_slot: _forced(request)[: steps[request.own_slot]] for request in batch}
     return {slot: tokens for slot, tokens in coming.items() if tokens}
+
+
+def _forced(request: Request) -> Sequence[int]:
+    """Tokens that come next, whatever the model predicts."""
+    if request.grammar is not None:
+        return request.grammar.forced
+    return request.params.forced[len(request.tokens) :]
 
 
 def _tokens_of(

@@ -75,13 +75,13 @@ class SpeculativeRunner:
             self.cost.saw_plain(len(batch), (time.perf_counter() - began) / max(map(len, result.tokens)))
             return result
         result = self._inner.verify(batch, guesses)
-        seconds, drafted = time.perf_counter() - began, sum(result.drafted or ())
-        if drafted:
-            self.cost.saw_guesses(len(batch), drafted, seconds)
+        seconds, verified = time.perf_counter() - began, sum(map(len, guesses.values()))
+        if verified:
+            self.cost.saw_guesses(len(batch), verified, seconds)
         else:
             self.cost.saw_plain(len(batch), seconds)
         for request, tokens, many in zip(batch, result.tokens, result.drafted or (), strict=True):
-            self._lengths[request.own_slot].saw(many, len(tokens) - 1)
+            self._lengths[request.own_slot].saw(many, min(many, len(tokens) - 1))
         return result
 
     def save(self, request: Request) -> CompressedSequence | None:
@@ -104,14 +104,19 @@ class SpeculativeRunner:
         """Draft tokens after each request's last token, by slot; ``None`` if a plain launch is to run instead."""
         if self.drafter is None:
             return None
-        wanted = [self._most_guesses(request) for request in batch]
+        forced = [[] if request.grammar is None else request.grammar.forced for request in batch]
+        wanted = [0 if mine else self._most_guesses(request) for request, mine in zip(batch, forced, strict=True)]
         made = self._attempt(lambda drafter: drafter.guess(batch, wanted)) or [()] * len(batch)
         guesses: dict[int, Sequence[int]] = {}
         vocabulary = self._inner.spec.vocab_size
-        for request, tokens in zip(batch, made, strict=True):
+        for request, tokens, mine in zip(batch, made, forced, strict=True):
+            if mine:  # certain to be accepted
+                guesses[request.own_slot] = mine[: self._most(request, self._guesses)]
+                continue
             # Nothing is drafted past an end token.
             end = next((at for at, token in enumerate(tokens, 1) if token in request.text.stop_ids), len(tokens))
-            guesses[request.own_slot] = [*itertools.takewhile(lambda token: 0 <= token < vocabulary, tokens[:end])]
+            known = [*itertools.takewhile(lambda token: 0 <= token < vocabulary, tokens[:end])]
+            guesses[request.own_slot] = known if request.grammar is None else known[: request.grammar.valid(known)]
         needed = self.drafter is not None and self.drafter.needs_every_step
         return guesses if needed or any(guesses.values()) else None
 
@@ -126,8 +131,11 @@ class SpeculativeRunner:
             return None
 
     def _most_guesses(self, request: Request) -> int:
-        """Number of draft tokens for a request; save() limits how many tokens may be stored past the request's end."""
-        most = self._lengths[request.own_slot].most(self._guesses, self.cost)
+        """Number of draft tokens for a request that are likely to pay."""
+        return self._most(request, self._lengths[request.own_slot].most(self._guesses, self.cost))
+
+    def _most(self, request: Request, most: int) -> int:
+        """Limits of draft tokens; save() limits how many tokens may be stored past the request's end."""
         if request.keep and request.params.stop:  # a stop string may end the text anywhere
             most = min(most, self._inner.steps - 1)
         if request.keep and self._inner.windows:

@@ -68,6 +68,9 @@ class SamplingState:
         # Tokens that end the output, and the first position at which they are allowed.
         self.ends = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.end_from = column(0, torch.int64)
+        # Tokens that a grammar allows next, one bit each.
+        self.masked = column(False, torch.bool)
+        self.allowed = torch.full((slots, mask_words(vocab_size)), -1, dtype=torch.int32, device=device)
 
     def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor, ends: Iterable[int] = ()) -> None:
         """Set up a slot for a request.
@@ -98,8 +101,9 @@ class SamplingState:
             self.bias[slot, tokens] = to_device(list(params.logit_bias.values()), self.bias.device, torch.float32)
         self.end_from[slot].fill_(len(prompt) + params.min_tokens)
         self.ends[slot].fill_(False)
+        self.masked[slot].fill_(params.structured_outputs is not None)
         known = [token for token in ends if token < self.vocab_size]
-        if params.min_tokens and known:
+        if params.min_tokens and known and params.structured_outputs is None:  # the masks of grammars know them
             self.ends[slot].index_fill_(0, to_device(known, self.ends.device), True)
 
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
@@ -107,6 +111,11 @@ class SamplingState:
         for name, mine in vars(self).items():
             if isinstance(mine, Tensor):
                 mine[slot] = vars(source)[name][row]
+
+
+def mask_words(vocab_size: int) -> int:
+    """Number of 32-bit words in a mask of all tokens."""
+    return (vocab_size + 31) // 32
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
@@ -119,11 +128,18 @@ def impose(tokens: Tensor, forced: Tensor) -> Tensor:
     return torch.where(forced >= 0, forced, tokens)
 
 
-def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tensor, forced: Tensor) -> Sampled:
+def sample(
+    logits: Tensor,
+    state: SamplingState,
+    position: Tensor,
+    active: Tensor,
+    forced: Tensor,
+    allowed: Tensor | None = None,
+) -> Sampled:
     """Draw a token for every slot and count it.
 
-    These apply in order: penalties, bias, the mask of end tokens before ``min_tokens``, temperature, min-p, top-k,
-    top-p.
+    These apply in order: penalties, bias, the mask of end tokens before ``min_tokens``, that of a grammar, temperature,
+    min-p, top-k, top-p.
 
     Args:
         logits: float32 ``[B, vocab]``.
@@ -131,9 +147,12 @@ def sample(logits: Tensor, state: SamplingState, position: Tensor, active: Tenso
         position: Position of the new token, int64 ``[B]``.
         active: Which slots hold a running request, bool ``[B]``.
         forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
+        allowed: Masks of grammars, int32 ``[B, words]``; those of the state by default.
     """
     on_cpu = shapes_may_vary(logits.device)
     adjusted = logits if on_cpu and not _is_penalized(state, position, active) else _penalize(logits, state, position)
+    if not on_cpu or bool((active & state.masked).any()):
+        adjusted = _mask(adjusted, state.masked, state.allowed if allowed is None else allowed)
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
     limits = _Limits(state.top_k, state.top_p, state.min_p, state.seed * 1_000_003 + position)
@@ -263,3 +282,10 @@ def _penalize(logits: Tensor, state: SamplingState, position: Tensor) -> Tensor:
     logits = logits - seen * state.presence[:, None] - state.output_counts * state.frequency[:, None]
     too_early = state.ends & (position < state.end_from)[:, None]
     return (logits + state.bias).masked_fill(too_early, float("-inf"))
+
+
+def _mask(logits: Tensor, masked: Tensor, allowed: Tensor) -> Tensor:
+    """Leave out tokens that are not ``allowed``, int32 ``[B, words]``, in rows that are ``masked``."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_allowed = (allowed.view(torch.uint8)[..., None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(masked[:, None] & ~is_allowed, float("-inf"))

@@ -109,6 +109,9 @@ class Decode:
         # Tokens taken by a launch of the native loop, or by a verification step.
         self.taken = torch.zeros((most, slots), dtype=torch.int64, device=device)
         self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
+        # Masks of grammars: for the next token, and for those after draft tokens.
+        self._allowed = self.sampling.allowed.repeat(guesses + 1, 1, 1)
+        self.sampling.allowed = self._allowed[0]
         state = Slots(
             token=self.tokens,
             position=self.position,
@@ -129,7 +132,9 @@ class Decode:
             self.mtp = Mtp(model, programs, slots, sizes=sizes, guesses=guesses, captured=captured)
         follow = None if self.mtp is None else self.mtp.follow
         self.verifications = {
-            tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
+            tokens: Verification(
+                *programs.verification(tokens, follow), self.sampling, self._allowed, captured=captured
+            )
             for tokens in sizes
         }
         self.evicted = Evicted(spec.groups, self.layers, most) if goes_on else None
@@ -329,6 +334,17 @@ class Decode:
         self.active[slot].fill_(False)
         self.count[:, slot].fill_(0)
         self.forced[slot].fill_(-1)  # an interrupted launch may have left some
+
+    @torch.inference_mode()
+    def allow(self, masks: Mapping[int, Tensor]) -> None:
+        """Set the tokens that grammars allow.
+
+        Args:
+            masks: By slot, one bit per token for the next token and those after draft tokens, int32 ``[T, words]``. In
+                a launch, the first mask holds for all its tokens, except forced ones.
+        """
+        for slot, mask in masks.items():
+            self._allowed[: len(mask), slot].copy_(mask)
 
     def launch(
         self,

@@ -12,6 +12,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.engine.prefill.result import PrefillResult
 from snapstream.engine.requests.detokenizer import CONTEXT, Detokenizer, special_tokens
+from snapstream.engine.requests.grammar import GrammarCompiler
 from snapstream.engine.requests.request import Request
 from snapstream.engine.requests.text import OutputText
 from snapstream.engine.requests.tokenizing import PromptTokenizer
@@ -45,6 +46,7 @@ class Admission:
         self._special = {added[token].content: token for token in self.special_tokens}
         named = (self._special[name] for name in end_names(self._special))
         self.end_tokens = frozenset({*spec.eos_token_ids, *named})
+        self.grammars = GrammarCompiler(tokenizer, spec.vocab_size, sorted(self.end_tokens))
 
     def admit(
         self,
@@ -105,6 +107,7 @@ class Admission:
                     self.tokenizer, self.special_tokens, known[-CONTEXT:], skip_special=params.skip_special_tokens
                 ),
             ),
+            grammar=None if params.structured_outputs is None else self.grammars.start(params.structured_outputs),
             past=past,
             keep=keep,
             salt=salt,

@@ -10,6 +10,7 @@ from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, SamplingParams
 from snapstream.engine.decode.renewal import Placement
 from snapstream.engine.prefill.result import PrefillResult
+from snapstream.engine.requests.grammar import OutputGrammar
 from snapstream.engine.requests.output import FinishReason
 from snapstream.engine.requests.text import OutputText
 
@@ -35,6 +36,7 @@ class Request:
         budget: Its cache budget.
         max_tokens: Maximum number of tokens to generate.
         text: The generated text.
+        grammar: Where it is in its grammar, with structured outputs.
         past: The compressed cache of earlier turns.
         keep: Whether its compressed cache is returned at the end.
         salt: Requests with different ones share no cached prefixes.
@@ -55,6 +57,7 @@ class Request:
     budget: CacheBudget
     max_tokens: int
     text: OutputText
+    grammar: OutputGrammar | None = None
     past: CompressedSequence | None = None
     keep: bool = False
     salt: str = ""

@@ -170,7 +170,11 @@ class RequestTable:
             if request.finish_reason is not None:
                 break
             is_last = request.remaining <= 1
-            if request.text.append(token.token_id, token.logprobs, last=is_last):
+            grammar, is_complete = request.grammar, False
+            if grammar is not None and token.token_id not in request.text.stop_ids:
+                grammar.accept(token.token_id)
+                is_complete = grammar.finished
+            if request.text.append(token.token_id, token.logprobs, last=is_last or is_complete) or is_complete:
                 request.finish_reason = "stop"
             elif is_last:
                 request.finish_reason = "length"

@@ -84,6 +84,10 @@ class Drawing {
       penalize(wanted, slot, position, logits, V, mine);
       logits = mine;
     }
+    if (wanted.masked[slot]) {
+      mask(wanted.allowed + slot * ((V + 31) / 32), logits, V, mine);
+      logits = mine;
+    }
     const float temperature = wanted.temperature[slot];
     if (temperature == 0.0f) return likeliest(logits, V);
     for (int64_t i = 0; i < V; ++i) mine[i] = logits[i] / temperature;
@@ -111,6 +115,16 @@ class Drawing {
       if (counts[i] > 0 || in_prompt[i]) x = x > 0.0f ? x / factor : x * factor;
       if (counts[i] > 0) x = x - presence - static_cast<float>(counts[i]) * frequency;
       out[i] = too_early && ends[i] ? -std::numeric_limits<float>::infinity() : x + bias[i];
+    }
+  }
+
+  // Leaves out the tokens whose bits are not set; `out` may be `logits`.
+  static void mask(const uint32_t* allowed, const float* logits, int64_t V, float* out) {
+    for (int64_t i = 0; i < V; i += 32) {
+      const uint32_t word = allowed[i / 32];
+      const int64_t end = std::min<int64_t>(V - i, 32);
+      for (int64_t bit = 0; bit < end; ++bit)
+        out[i + bit] = word >> bit & 1 ? logits[i + bit] : -std::numeric_limits<float>::infinity();
     }
   }
 

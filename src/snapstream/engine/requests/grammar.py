@@ -1,0 +1,209 @@
+"""Grammars of structured outputs: compiled within limits, and followed token by token.
+
+The work is llguidance's. Whatever a client sends, compiling takes a second or two at most, and a mask some
+milliseconds, because sizes and steps are limited. A grammar that exceeds a limit is refused, or ends its own request.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from snapstream.config import StructuredOutputs
+from snapstream.errors import RequestError, missing_extra
+from snapstream.kernels.sampling import mask_words
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_CHARACTERS = 2**17
+"""Maximum length of a schema or a grammar."""
+MOST_SYMBOLS, MOST_STATES = 50_000, 25_000
+"""Limits of a grammar's size, and on the states of its lexer, which take 1 to 2 KiB each."""
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Whitespace between JSON tokens. Without a limit, small models write nothing else at times."""
+KEPT = 32
+"""Compiled grammars that are kept for further requests."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model; may be used from several threads.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab_size: Number of the model's logits.
+        ends: Tokens that end an output.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def start(self, wanted: StructuredOutputs) -> OutputGrammar:
+        """Begin an output; the grammar is compiled unless :meth:`compile` was called.
+
+        Raises:
+            RequestError: It cannot be used; the message says why.
+        """
+        return OutputGrammar(self.compile(wanted).deep_copy(), self._vocab_size, self._ends)
+
+    def compile(self, wanted: StructuredOutputs) -> LLMatcher:
+        """Compile a grammar, or find it among the last ones.
+
+        Raises:
+            RequestError: It cannot be used; the message says why.
+        """
+        kind, text = wanted.kind, wanted.text
+        if len(text) > MOST_CHARACTERS:
+            raise RequestError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MOST_CHARACTERS}")
+        with self._lock:  # one at a time, so that they never take more than one core
+            known = self._compiled.get((kind, text))
+            if known is None:
+                known = self._compiled[kind, text] = self._make(kind, text)
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end((kind, text))
+            return known
+
+    def _make(self, kind: str, text: str) -> LLMatcher:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise RequestError(str(missing_extra("structured outputs need llguidance", "structured"))) from None
+        vocabulary = self._vocabulary or self._read_vocabulary()
+        try:
+            grammar = _definition(kind, text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
+        limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, max_lexer_states=MOST_STATES, verbose_errors=False)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds rows that are too long, and warms what copies share
+        if matcher.is_error():
+            raise RequestError(f"the {_NAMES[kind]} cannot be used: {_brief(matcher.get_error())}")
+        return matcher
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        """Read the vocabulary, which takes some seconds for a large one."""
+        from llguidance.hf import from_tokenizer
+
+        size = max(self._vocab_size, len(self._tokenizer))
+        try:
+            self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+        except Exception as error:  # the library raises several kinds
+            raise RequestError(f"structured outputs are not possible with this model's tokenizer: {error}") from error
+        return self._vocabulary
+
+
+class OutputGrammar:
+    """Where one output is in its grammar.
+
+    Attributes:
+        forced: Tokens that come next, because the grammar allows no other text.
+        finished: Whether the output is complete.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._row = torch.zeros(mask_words(max(vocab_size, 1)), dtype=torch.int32)
+        self._ends = _bits(ends, vocab_size)
+        self.finished = False
+        self.forced: list[int] = self._next_forced()
+
+    def accept(self, token: int) -> None:
+        """Take the next token of the output.
+
+        Raises:
+            RequestError: The grammar has exceeded its limits, or does not allow the token.
+        """
+        if self.forced and self.forced[0] == token:
+            self.forced.pop(0)
+        else:
+            self.forced = []
+        if not self._matcher.consume_token(token):
+            raise RequestError(f"the grammar cannot be followed further: {_brief(self._matcher.get_error())}")
+        self.finished = self._matcher.is_stopped()
+        if not self.forced and not self.finished:
+            self.forced = self._next_forced()
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the grammar allows next."""
+        return int(self._matcher.validate_tokens(list(tokens))) if tokens else 0
+
+    def masks(self, following: Sequence[int], most: int, *, early: int) -> Tensor:
+        """The tokens that are allowed next, and after each of some tokens that may follow.
+
+        Args:
+            following: Tokens that are allowed to follow.
+            most: How many masks are needed; the last ones.
+            early: How many places, from the first, may not end the output unless nothing else is allowed.
+
+        Returns:
+            One bit per token, int32 ``[most, words]``; all of them where the grammar has failed, which
+            :meth:`accept` says.
+        """
+        places = range(len(following) + 1 - most, len(following) + 1)
+        rows = torch.full((most, len(self._row)), -1, dtype=torch.int32)
+        taken = 0
+        for row, place in zip(rows, places, strict=True):
+            step = following[taken:place]
+            if step and self._matcher.try_consume_tokens(list(step)) < len(step):
+                break
+            taken = place
+            if self._matcher.is_stopped():
+                break
+            self._write(row, may_end=place >= early)
+        if taken and not self._matcher.is_error():
+            self._matcher.rollback(taken)
+        return rows
+
+    def _write(self, row: Tensor, *, may_end: bool) -> None:
+        mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        if not self._matcher.is_error():
+            row.copy_(mask[: len(row)])
+            if self._vocab_size % 32:
+                row[-1] &= (1 << self._vocab_size % 32) - 1
+            if not may_end and bool((row & ~self._ends).any()):
+                row &= ~self._ends
+
+    def _next_forced(self) -> list[int]:
+        tokens = list(self._matcher.compute_ff_tokens())
+        is_known = all(token < self._vocab_size for token in tokens) and self.valid(tokens) == len(tokens)
+        return tokens if is_known else []
+
+
+_NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}
+
+
+def _definition(kind: str, text: str) -> str:
+    """A grammar in the library's form."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+    if kind == "choice":
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text)))))
+    return str(grammar_from("grammar" if kind == "grammar" else "regex", text))
+
+
+def _bits(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    """A mask of these tokens."""
+    flat = torch.zeros(mask_words(vocab_size) * 4, 8, dtype=torch.uint8)
+    for token in tokens:
+        if token < vocab_size:
+            flat[token // 8, token % 8] = 1 << token % 8
+    return flat.sum(1, dtype=torch.uint8).view(torch.int32)
+
+
+def _brief(message: str) -> str:
+    """The first line of an error, which may quote what a client has sent."""
+    line = next(iter(message.strip().splitlines()), "unknown")
+    return line if len(line) <= 300 else f"{line[:299]}…"
