@@ -120,12 +120,6 @@ def test_what_templates_get(server, source, messages, text):
         # What another message says as well is no trace of this one.
         (DEVELOPER, [{"role": "system", "content": "w5"}, USER], "messages[0].role", "role 'system' here"),
         (THINKS, [USER, CALL, RESULT], "messages[1].tool_calls", "does not write tool calls"),
-        (
-            QWEN,
-            [USER, {"role": "assistant", "content": "w6", "reasoning_content": "w7"}],
-            "messages[1].reasoning_content",
-            "leave it out",
-        ),
         (PICKY, [USER, {"role": "tool", "content": "w77"}], "messages[1].role", "role 'tool' here"),
     ],
 )

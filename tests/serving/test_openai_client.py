@@ -417,7 +417,11 @@ def test_models_and_what_clients_send_along(create, server):
         ({"prompt": "w5", "suffix": "x"}, "suffix is not supported: a text can only be continued at its end"),
         ({"prompt": "w5", "best_of": 3}, "best_of is not supported: every answer is returned; set n"),
         ({"prompt": "w5", "extra_body": {"prompt_logprobs": 3}}, "ask /v1/completions for echo with logprobs"),
-        ({"prompt": "w5", "extra_body": {"guided_json": {"type": "object"}}}, "the output is free text"),
+        ({"prompt": "w5", "extra_body": {"guided_json": {"type": "object"}}}, "with this model's tokenizer"),
+        (
+            {"prompt": "w5", "extra_body": {"guided_whitespace_pattern": " "}},
+            "guided_whitespace_pattern is not supported",
+        ),
         ({"prompt": "w5", "stop": ["a"] * 17}, "stop: List should have at most 16 items"),
         ({"prompt": "w5", "stop": ["a", ""]}, "stop[1]: String should have at least 1 character"),
         ({"prompt": [1, 2, -3]}, "prompt[2]: Input should be greater than or equal to 0"),
@@ -433,10 +437,9 @@ def test_models_and_what_clients_send_along(create, server):
         ({"messages": MESSAGES, "top_logprobs": 1, "kind": "chat"}, "needs logprobs"),
         (
             {"messages": MESSAGES, "tools": [{"type": "function"}], "kind": "chat"},
-            "tools is not supported: the output",
+            "tools[0].function: Field required",
         ),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}, "kind": "chat"}, "response_format is not"),
-        ({"messages": MESSAGES, "reasoning_effort": "low", "kind": "chat"}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "functions": [{"name": "f"}], "kind": "chat"}, "use tools and tool_choice"),
         (
             {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": {"tokenize": True}}, "kind": "chat"},
             "chat_template_kwargs: tokenize cannot be set here",

@@ -36,6 +36,7 @@ from snapstream.config import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
+from snapstream.serving.tools.formats import find_format
 from snapstream.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,22 @@ def serve(
         Path | None,
         typer.Option(help="A file with a Jinja chat template. Default: the model's own.", rich_help_panel=MODEL),
     ] = None,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: auto (by its chat template), hermes, qwen3_coder, llama3_json, "
+            "pythonic, mistral, mistral_args, deepseek, deepseek_v31, gemma4, functiongemma, or gpt_oss.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="auto: reasoning between the tags that the chat template shows is apart from the text; none: it is "
+            "part of it.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto",
     max_model_len: MaxLength = None,
     budget: Budget = None,
     policy: Policy = DEFAULT_POLICY,
@@ -184,6 +201,7 @@ def serve(
     """Serve a model over HTTP: OpenAI's API, a web page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
+    find_format(tool_parser, "")  # a wrong name is reported before the model is loaded
     settings = ServerSettings(
         model_name=served_model_name or (Path(name).resolve().name if Path(name).exists() else name),
         api_keys=tuple(api_key or _keys_of_environment()),
@@ -194,6 +212,8 @@ def serve(
         request_timeout=request_timeout,
         keep_alive_seconds=keep_alive_seconds,
         drain_timeout=drain_timeout,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         session_ttl=session_ttl,
         session_dir=session_dir,
         session_disk=int(session_disk * 2**30),

@@ -223,6 +223,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RequestOutput:
         """Generate the next turn of a conversation, using the model's chat template.
 
@@ -230,14 +231,18 @@ class LLM:
             messages: Messages with ``role`` and ``content``.
             params: Sampling parameters; greedy with 128 tokens by default.
             chat_template_kwargs: See :meth:`chat_text`.
+            tools: See :meth:`chat_text`. Calls are part of the output's text; a server splits them off.
 
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return self.generate(self.chat_prompt(messages, chat_template_kwargs), params)[0]
+        return self.generate(self.chat_prompt(messages, chat_template_kwargs, tools), params)[0]
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Apply the model's chat template to a conversation, and tokenize the result.
 
@@ -247,16 +252,20 @@ class LLM:
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return self.engine.texts.encode(self.chat_text(messages, chat_template_kwargs), special=False).tokens
+        return self.engine.texts.encode(self.chat_text(messages, chat_template_kwargs, tools), special=False).tokens
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Apply the model's chat template to a conversation, up to where the answer begins.
 
         Args:
             messages: Messages with ``role`` and ``content``.
             chat_template_kwargs: Variables of the template, such as ``{"enable_thinking": False}`` for Qwen3.
+            tools: Tools that the model may call, in OpenAI's form, for templates that show them.
 
         Raises:
             RequestError: The model has no chat template, it rejects the messages, or a variable cannot be set by the
@@ -275,6 +284,7 @@ class LLM:
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
+                tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=True,
                 chat_template=self.chat_template,

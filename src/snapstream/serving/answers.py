@@ -83,6 +83,7 @@ class CompletionLogprobs(BaseModel):
 class _Choice(BaseModel):
     index: int
     finish_reason: str | None
+    stop_reason: str | int | None = Field(None, description="The stop string or stop token that has ended the answer.")
     cache: CacheUse | None = None
 
 
@@ -93,11 +94,38 @@ class Choice(_Choice):
     logprobs: CompletionLogprobs | None = None
 
 
+class CalledFunction(BaseModel):
+    """The tool that is called, and its arguments in JSON; of a part of a call, what it adds."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallPart(BaseModel):
+    """A part of a call: first its id and its name, then its arguments in pieces."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class ChatAnswer(BaseModel):
     """The message of an answer."""
 
     role: str = "assistant"
-    content: str
+    content: str | None = Field(description="The text; null if there are only calls.")
+    reasoning_content: str | None = Field(None, description="The reasoning before the text, if the model reasons.")
+    reasoning: str | None = Field(None, description="The same.")
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Choice):
@@ -112,6 +140,9 @@ class ChatDelta(BaseModel):
 
     role: str = "assistant"
     content: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
 
 
 class ChatPart(_Choice):

@@ -28,6 +28,7 @@ from snapstream.serving.parts import Parts
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.sessions import SessionStore
 from snapstream.serving.settings import ServerSettings
+from snapstream.serving.tools.formats import find_answers
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,9 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     driver = EngineDriver(llm, max_queue=settings.max_queue, listener=metrics, on_death=on_death)
     stores = _stores(llm, settings)
     sessions, contexts = SessionStore(stores[0]), ContextStore(stores[1])
-    reader = PromptReader(llm, settings.template_timeout)
-    parts = Parts(llm, settings, driver, reader, sessions, contexts, metrics)
+    answers = find_answers(llm, settings)
+    reader = PromptReader(llm, settings.template_timeout, answers.form.describe)
+    parts = Parts(llm, settings, driver, reader, sessions, contexts, metrics, answers)
     metrics.watch(lambda: operation.gauges(parts))
 
     async def sweep() -> None:

@@ -57,9 +57,9 @@ class Body(BaseModel):
         """Drop fields that have no effect and unsupported ones that request nothing; refuse other unknown fields."""
         if not isinstance(data, dict):
             return data
-        kept, unknown, whole = {}, [], _integers(cls)
+        kept, unknown, whole, known = {}, [], _integers(cls), _names(cls)
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = int(value) if name in whole and type(value) is float and value.is_integer() else value
             elif not (value is None or name in cls.unused or value in cls.neutral.get(name, ())):
                 unknown.append(name)
@@ -86,6 +86,12 @@ class Body(BaseModel):
     def elsewhere(cls, name: str) -> str:
         """Message that says where an unknown field belongs; empty if nowhere."""
         return ""
+
+
+@functools.cache
+def _names(kind: type[Body]) -> frozenset[str]:
+    """The fields, as clients call them."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 @functools.cache

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from snapstream.config import SamplingParams
+from snapstream.config import SamplingParams, StructuredOutputs
 from snapstream.engine import RequestOutput
 from snapstream.serving.answers import CompletionDetails, PromptDetails, Usage
 from snapstream.serving.driver import Batch
@@ -14,6 +14,9 @@ from snapstream.serving.parts import Parts
 from snapstream.serving.past import Past
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import Generate, budget_of
+from snapstream.serving.tools.base import Tools
+from snapstream.serving.tools.definitions import ToolFields
+from snapstream.serving.tools.formats import AnswerReader
 
 _STANDARD = {
     "temperature": 1.0,
@@ -36,10 +39,22 @@ class Call:
         past: What it continues from.
         max_tokens: Maximum number of tokens of an answer.
         logprobs: Number of most likely tokens to report per token; ``None`` for no log-probabilities.
+        tools: The JSON schema of the arguments of each tool that may be called; ``None`` for plain texts.
     """
 
-    def __init__(self, parts: Parts, body: Generate, past: Past, *, max_tokens: int, logprobs: int | None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        body: Generate,
+        past: Past,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        tools: Tools | None = None,
+    ) -> None:
         self.parts, self.body, self.past, self.logprobs = parts, body, past, logprobs
+        self._tools, self._is_chat = tools or {}, tools is not None
+        self._shape: StructuredOutputs | None = None
         self.number = body.n or 1
         self.prompts: Sequence[Prompt] = ()
         self._max_tokens, self._prompt_tokens, self._cached = max_tokens, 0, 0
@@ -61,6 +76,8 @@ class Call:
             salt: See :class:`Job`.
         """
         self.prompts = prompts
+        wanted = self._wanted(prompts[0])
+        self._shape = None if wanted is None else await self.parts.reader.compiled(wanted)
         jobs: list[Job] = []
         for prompt in prompts:
             tokens, past = self.past.new_tokens(prompt), self.past.sequence
@@ -70,6 +87,31 @@ class Call:
         self._cached = len(prompts) * self.past.tokens
         self._prompt_tokens = self._cached + sum(len(job.tokens) for job in jobs[:: self.number])
         self._batch = await self.parts.driver.submit(jobs)
+
+    @property
+    def shows_special(self) -> bool:
+        """Whether texts have special tokens: requested, or needed to tell the parts of answers apart."""
+        needed = self._is_chat and self.parts.answers.shows_special(tools=bool(self._tools))
+        return needed or self.body.skip_special_tokens is False
+
+    def reader(self, prompt: Prompt) -> AnswerReader:
+        """What splits an answer into its parts."""
+        if not self._is_chat:
+            return AnswerReader(None, None)
+        parallel = not isinstance(self.body, ToolFields) or self.body.parallel
+        return self.parts.answers.reader(self.parts.reader.ending(prompt), self._tools, parallel=parallel)
+
+    def _wanted(self, prompt: Prompt) -> Callable[[], StructuredOutputs] | None:
+        """What makes the shape of the answers; ``None`` if they may be any text."""
+        shape, body, answers = self.body.shape(), self.body, self.parts.answers
+        if not self._is_chat or not isinstance(body, ToolFields):
+            return None if shape is None else lambda: shape
+        ending, tools = self.parts.reader.ending(prompt), self._tools
+        if tools and body.must_call:
+            return lambda: answers.must_call(ending, tools, parallel=body.parallel)
+        if tools and (shape is not None or body.is_strict):
+            return lambda: answers.may_call(ending, tools, shape, parallel=body.parallel)
+        return None if shape is None else lambda: answers.after_reasoning(ending, shape)
 
     def close(self) -> None:
         """Abort what still runs."""
@@ -143,7 +185,8 @@ class Call:
             stop=tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop or [])),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=not self.shows_special,
+            structured_outputs=self._shape,
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
             return_kept_tokens=body.kept_tokens is True,

@@ -10,14 +10,17 @@ from fastapi.responses import Response
 
 from snapstream.engine import Context
 from snapstream.serving.call import Call
+from snapstream.serving.chat_writer import ChatWriter
 from snapstream.serving.clients import Incoming
+from snapstream.serving.completion_writer import CompletionWriter
 from snapstream.serving.errors import ApiError
 from snapstream.serving.parts import Parts
 from snapstream.serving.past import Past
 from snapstream.serving.prompts import Prompt
 from snapstream.serving.protocol import ChatRequest, CompletionRequest, Generate
 from snapstream.serving.streams import EventStream
-from snapstream.serving.writer import AnswerWriter
+from snapstream.serving.tools.base import Tools
+from snapstream.serving.writer import Writer
 
 T = TypeVar("T")
 
@@ -63,23 +66,31 @@ class Completions:
 
         longest = self._parts.llm.engine.max_model_len
         limit = 16 if body.max_tokens is None else longest if body.max_tokens < 0 else body.max_tokens
-        return await self._answer(body, request, read, max_tokens=limit, logprobs=body.logprobs)
+        return await self._answer(body, request, read, CompletionWriter, max_tokens=limit, logprobs=body.logprobs)
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer ``/v1/chat/completions``."""
+    async def chat(self, body: ChatRequest, request: Request, writer: type[Writer] = ChatWriter) -> Response:
+        """Answer ``/v1/chat/completions``, or a conversation in another API's form.
+
+        Args:
+            body: The conversation.
+            request: The request.
+            writer: Writes the answer.
+        """
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         self._check_choices(body, body.n or 1)
+        tools, shown = body.callable_tools(), [tool.for_template() for tool in body.shown_tools()]
+        variables = self._parts.reader.variables(body)
 
         async def read(context: Context | None) -> list[Prompt]:
-            reader, variables, offsets = self._parts.reader, body.chat_template_kwargs, body.session_id is not None
+            reader, offsets = self._parts.reader, body.session_id is not None
             if context is not None:
-                return [await reader.messages_after(context, body.messages, variables)]
-            return [await reader.messages(body.messages, variables, offsets=offsets)]
+                return [await reader.messages_after(context, body.messages, variables, shown)]
+            return [await reader.messages(body.messages, variables, shown, offsets=offsets)]
 
         limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.engine.max_model_len
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._answer(body, request, read, max_tokens=limit, logprobs=wanted)
+        return await self._answer(body, request, read, writer, max_tokens=limit, logprobs=wanted, tools=tools)
 
     def _check_choices(self, body: Generate, number: int) -> None:
         most = self._parts.settings.max_choices
@@ -105,32 +116,34 @@ class Completions:
         body: Generate,
         request: Request,
         read: Callable[[Context | None], Awaitable[list[Prompt]]],
+        writer: type[Writer],
         *,
         max_tokens: int,
         logprobs: int | None,
+        tools: Tools | None = None,
     ) -> Response:
         self.check_model(body.model)
         incoming, past = Incoming(request, self._parts.settings.request_timeout), Past(self._parts)
-        call = Call(self._parts, body, past, max_tokens=max_tokens, logprobs=logprobs)
+        call = Call(self._parts, body, past, max_tokens=max_tokens, logprobs=logprobs, tools=tools)
 
         def close() -> None:
             past.release()
             call.close()
             incoming.log.update(call.for_log())
 
-        async def work() -> AnswerWriter | bytes:
+        async def work() -> Writer | bytes:
             await past.take(incoming.owner, body)
             prompts = await self.in_turn(lambda: read(past.context))
             await call.start(prompts, asked=incoming.began, salt=incoming.owner)
-            writer = AnswerWriter(call, incoming.request_id, incoming.created)
-            return writer if body.stream else await writer.collect()
+            writing = writer(call, incoming.request_id, incoming.created)
+            return writing if body.stream else await writing.collect()
 
         try:
             answer = await incoming.answer(work)
         except BaseException:
             close()
             raise
-        if isinstance(answer, AnswerWriter):
+        if isinstance(answer, Writer):
             return EventStream(
                 answer.stream,
                 close,

@@ -11,6 +11,7 @@ from snapstream.serving.metrics import ServerMetrics
 from snapstream.serving.prompts import PromptReader
 from snapstream.serving.sessions import SessionStore
 from snapstream.serving.settings import ServerSettings
+from snapstream.serving.tools.formats import AnswerFormat
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Parts:
         sessions: The store of sessions.
         contexts: The store of contexts.
         metrics: The server's metrics.
+        answers: How the model writes reasoning and calls of tools.
     """
 
     llm: LLM
@@ -34,3 +36,4 @@ class Parts:
     sessions: SessionStore
     contexts: ContextStore
     metrics: ServerMetrics
+    answers: AnswerFormat

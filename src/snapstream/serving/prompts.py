@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from snapstream.config import StructuredOutputs
 from snapstream.engine import LLM, Context
 from snapstream.errors import ContextLengthError, RequestError
 from snapstream.serving.messages import Message
-from snapstream.serving.templates import Templates
+from snapstream.serving.protocol import ChatRequest
+from snapstream.serving.templates import Describe, Templates
 
 T = TypeVar("T")
 
@@ -51,15 +53,16 @@ class PromptReader:
     Args:
         llm: The engine; only its tokenizer and chat template are used.
         template_timeout: Maximum time of a chat template in seconds.
+        describe: Describes tools, for chat templates that do not.
         threads: Number of texts, of conversations and of answers that are processed concurrently.
     """
 
-    def __init__(self, llm: LLM, template_timeout: float, threads: int = 2) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, template_timeout: float, describe: Describe, threads: int = 2) -> None:
+        self._llm, self._describe = llm, describe
         self._layouts = Templates(llm, template_timeout)
         # Templates may take long, so they have their own limiter, and nothing else waits for them.
         self._reading, self._templates, self._writing = (anyio.CapacityLimiter(threads) for _ in range(3))
-        self._long = anyio.CapacityLimiter(1)
+        self._long, self._compiling = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self.token_text = functools.lru_cache(2**16)(self._token_text)
 
     async def text(self, prompt: str, *, offsets: bool = False) -> Prompt:
@@ -72,13 +75,19 @@ class PromptReader:
         return await anyio.to_thread.run_sync(encode, limiter=self._limiter(len(prompt), self._reading))
 
     async def messages(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, *, offsets: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        offsets: bool = False,
     ) -> Prompt:
         """Apply the chat template to a conversation, and tokenize the result.
 
         Args:
             messages: The conversation.
             variables: Variables of the chat template.
+            tools: Tools that the model may call, in OpenAI's form.
             offsets: Whether to return where each token begins.
 
         Raises:
@@ -86,9 +95,10 @@ class PromptReader:
         """
 
         def read() -> Prompt:
-            return self._encode(self._layouts.apply(messages, variables)[1], False, offsets)
+            return self._encode(self._layouts.apply(messages, variables, tools, self._describe)[1], False, offsets)
 
-        return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
+        characters = _characters(messages) + sum(len(str(tool)) for tool in tools)
+        return await anyio.to_thread.run_sync(read, limiter=self._limiter(characters, self._templates))
 
     async def context(
         self, text: str | Sequence[int], *, chat: bool | None, system: str | None
@@ -116,7 +126,11 @@ class PromptReader:
         return Prompt(await anyio.to_thread.run_sync(read, limiter=self._limiter(len(prompt), self._reading)), prompt)
 
     async def messages_after(
-        self, context: Context, messages: Sequence[Message], variables: Mapping[str, Any] | None
+        self,
+        context: Context,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """Apply the chat template to a conversation that continues a context, and tokenize the result.
 
@@ -125,10 +139,46 @@ class PromptReader:
         """
 
         def read() -> Prompt:
+            if tools:
+                raise RequestError("tools are part of the prompt before a context; name them in the context's text")
             plain, _ = self._layouts.apply(messages, variables)
             return Prompt(self._llm.context_prompt(context, plain, self._layouts.render(variables)))
 
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
+
+    def variables(self, body: ChatRequest) -> Mapping[str, Any]:
+        """Variables of the chat template that a request sets; its fields about thinking, if the template knows them."""
+        source, given = self._llm.template_source, dict(body.chat_template_kwargs or {})
+        thinks = body.enable_thinking
+        if thinks is None and body.reasoning_effort == "none":
+            thinks = False
+        for name, value in (("reasoning_effort", body.reasoning_effort), ("enable_thinking", thinks)):
+            if value is not None and name in source:
+                given.setdefault(name, value)
+        return given
+
+    async def compiled(self, wanted: Callable[[], StructuredOutputs]) -> StructuredOutputs:
+        """Compile the grammar of a shape, so that the engine finds it.
+
+        Args:
+            wanted: Returns the shape, for which the vocabulary may be needed; that takes a while the first time.
+
+        Raises:
+            RequestError: The shape cannot be used.
+        """
+
+        def compile_it() -> StructuredOutputs:
+            shape = wanted()
+            self._llm.engine.grammars.compile(shape)
+            return shape
+
+        return await anyio.to_thread.run_sync(compile_it, limiter=self._compiling)
+
+    def ending(self, prompt: Prompt) -> str:
+        """The end of a prompt's text."""
+        if prompt.text is not None:
+            return prompt.text[-64:]
+        return str(self._llm.tokenizer.decode(list(prompt.tokens[-16:])))
 
     def tokens(self, tokens: Sequence[int]) -> Prompt:
         """Take token ids unchanged.

@@ -13,6 +13,8 @@ from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.body import Body, Text, Token, Tokens, encodable
 from snapstream.serving.messages import Messages, TemplateVariables
+from snapstream.serving.shapes import Shaped
+from snapstream.serving.tools.definitions import Tool, ToolFields
 from snapstream.serving.unsupported import NEUTRAL, UNSUPPORTED, UNUSED
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
@@ -66,7 +68,7 @@ class Request(Body):
         return f"; it belongs to {' and '.join(routes)}" if routes else ""
 
 
-class Generate(Request):
+class Generate(Request, Shaped):
     """Fields that completions and chat completions share."""
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
@@ -166,10 +168,14 @@ class CompletionRequest(Generate):
     )
 
 
-class ChatRequest(Generate):
+class ChatRequest(Generate, ToolFields):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages
+    reasoning_effort: Annotated[Text, Field(max_length=32)] | None = Field(
+        None, description="How much to think, for chat templates that know it; none turns thinking off where possible."
+    )
+    enable_thinking: bool | None = Field(None, description="Whether to think, for chat templates that know it.")
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description='Variables of the model\'s chat template, such as {"enable_thinking": false}.'
     )
@@ -208,6 +214,7 @@ class TokenizeRequest(Request):
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = False
 

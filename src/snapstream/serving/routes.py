@@ -106,7 +106,8 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         if body.prompt is not None:
             prompt = await reader.text(body.prompt)
         else:
-            prompt = await reader.messages(body.messages or [], body.chat_template_kwargs)
+            tools = [tool.for_template() for tool in body.tools or []]
+            prompt = await reader.messages(body.messages or [], body.chat_template_kwargs, tools)
 
         def write() -> bytes:
             tokens = list(prompt.tokens)

@@ -49,6 +49,9 @@ class ServerSettings:
         session_disk: Maximum size of this directory in bytes.
         context_dir: Directory for contexts, so that they outlive the server; ``None`` to keep them in memory only.
         context_disk: Maximum size of this model's files in this directory, in bytes.
+        tool_parser: How the model writes calls of tools: ``auto``, by its chat template, or the name of a format.
+        reasoning_parser: ``auto``: reasoning between tags that the chat template shows is not part of an answer's
+            text; ``none``: it is.
         example: Example prompt of the page.
     """
 
@@ -70,6 +73,8 @@ class ServerSettings:
     session_disk: int = 4 * 2**30
     context_dir: Path | None = None
     context_disk: int = 4 * 2**30
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     example: Example | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +90,8 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_choices", "session_disk", "context_disk"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"server: {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.reasoning_parser not in ("auto", "none"):
+            raise ConfigurationError(f"server: reasoning_parser is {self.reasoning_parser!r}; it must be auto or none")
         if self.max_queue < 0:
             raise ConfigurationError(f"server: max_queue is {self.max_queue}; it must be 0 or more")
         for name in ("request", "body", "flush", "template", "stall"):

@@ -11,10 +11,20 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from snapstream.serving.clients import DisconnectedError, until_disconnect
-from snapstream.serving.errors import as_api_error
+from snapstream.serving.errors import ApiError, as_api_error
 
 Emit = Callable[[str], Awaitable[None]]
-"""Sends an event, in JSON."""
+"""Sends an event, as :func:`event` writes it."""
+
+
+def event(data: str, name: str = "") -> str:
+    """A server-sent event."""
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+def error_event(error: ApiError, request_id: str) -> str:
+    """The event of an error, in OpenAI's format."""
+    return event(json.dumps(error.body(request_id), allow_nan=False))
 
 
 @asynccontextmanager
@@ -62,6 +72,7 @@ class EventStream(Response):
         request_id: Id of the request, for the error.
         keep_alive: Seconds of silence after which a comment is sent; 0 for none.
         progress: Returns the text of the comment, which describes the request's progress.
+        write_error: Writes the event of an error.
     """
 
     media_type = "text/event-stream"
@@ -75,11 +86,12 @@ class EventStream(Response):
         *,
         keep_alive: float,
         progress: Callable[[], str],
+        write_error: Callable[[ApiError, str], str] = error_event,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._produce, self._cancel, self._deadline, self._request_id = produce, cancel, deadline, request_id
-        self._keep_alive, self._progress = keep_alive, progress
+        self._keep_alive, self._progress, self._write_error = keep_alive, progress, write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
@@ -93,8 +105,7 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async with kept_alive(send_part, self._keep_alive, self._progress) as send_event:
                     try:
-                        await self._produce(lambda event: send_event(_as_event(event)))
-                        await send_event(_as_event("[DONE]"))
+                        await self._produce(lambda text: send_event(text.encode()))
                     except Exception as error:
                         failure = error
             if until.cancelled_caught:
@@ -102,8 +113,7 @@ class EventStream(Response):
             if failure is not None:
                 # A client that does not read does not receive the error either.
                 with anyio.move_on_after(1):
-                    last = json.dumps(as_api_error(failure).body(self._request_id), allow_nan=False)
-                    await send_part(_as_event(last))
+                    await send_part(self._write_error(as_api_error(failure), self._request_id).encode())
 
         try:
             await until_disconnect(receive, work)
@@ -114,7 +124,3 @@ class EventStream(Response):
             scope["state"]["log"]["disconnected"] = True
         finally:
             self._cancel()
-
-
-def _as_event(text: str) -> bytes:
-    return f"data: {text}\n\n".encode()

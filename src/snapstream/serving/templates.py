@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from snapstream.serving.errors import ApiError
 from snapstream.serving.messages import Message
 
 T = TypeVar("T")
+Describe = Callable[[Sequence[Mapping[str, Any]]], str | None]
+"""Describes tools, in OpenAI's form; ``None`` if they cannot be asked for in words."""
 
 
 class Templates:
@@ -28,18 +31,29 @@ class Templates:
     def __init__(self, llm: LLM, seconds: float) -> None:
         self._llm, self._seconds = llm, seconds
 
-    def render(self, variables: Mapping[str, Any] | None) -> Render:
+    def render(self, variables: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] = ()) -> Render:
         """The chat template as a function of messages, with the time limit."""
-        return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables))
+        return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables, tools))
 
     def apply(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        describe: Describe = lambda tools: None,
     ) -> tuple[list[dict[str, Any]], str]:
         """Convert messages to the form that the template expects, and render them.
 
         1. The role ``developer`` becomes ``system`` if the template does not have it.
         2. Arguments of tool calls become objects, unless the template needs the original strings.
-        3. Every message must occur in the template's output, because many templates leave out what they do not know.
+        3. A template that shows no tools gets them in the system message, and calls and their results as text.
+        4. Every message must occur in the template's output, because many templates leave out what they do not know.
+
+        Args:
+            messages: The conversation.
+            variables: Variables of the template.
+            tools: Tools that the model may call, in OpenAI's form.
+            describe: Describes tools, for templates that do not; ``None`` if that is not possible.
 
         Returns:
             The messages in this form, and the text of the conversation.
@@ -48,14 +62,20 @@ class Templates:
             ApiError: A message would not occur in the prompt; the error names it.
             RequestError: There is no chat template, it rejects the messages, or it takes too long.
         """
-        source, render = self._llm.template_source, self.render(variables)
-        for index, message in enumerate(messages):
-            thought = "reasoning_content" if message.reasoning_content else "reasoning" if message.reasoning else None
-            if thought and "reasoning" not in source:
-                raise _lost(index, thought, f"this model's chat template does not support {thought}; leave it out")
+        source, described = self._llm.template_source, None
+        if tools and not self._shows_tools(variables):
+            described = describe(tools)
+            if described is None:
+                message = (
+                    "this model's chat template shows no tools to the model; start the server with --tool-parser hermes"
+                )
+                raise ApiError(400, message, param="tools")
+        render = self.render(variables, tools if described is None else ())
 
         def form(*, objects: bool) -> list[dict[str, Any]]:
             given = [message.for_template(objects=objects) for message in messages]
+            if described is not None:
+                given = in_plain_words(given, described)
             if "developer" not in source:
                 given = [one | {"role": "system"} if one["role"] == "developer" else one for one in given]
             return given
@@ -71,8 +91,17 @@ class Templates:
         self._check(given, text, render)
         return given, text
 
+    def _shows_tools(self, variables: Mapping[str, Any] | None) -> bool:
+        """Whether the template writes the names of tools."""
+        asked = {"role": "user", "content": "."}
+        tool = {"type": "function", "function": {"name": _mark(0), "description": "", "parameters": _NO_PARAMETERS}}
+        try:
+            return _mark(0) in self.render(variables, [tool])([asked])
+        except RequestError:
+            return "tools" in self._llm.template_source
+
     def _check(self, given: Sequence[Mapping[str, Any]], text: str, render: Render) -> None:
-        """Step 3: render the conversation with a unique mark in place of each message's content, and find the marks."""
+        """Step 4: render the conversation with a unique mark in place of each message's content, and find the marks."""
         try:
             marked = render([_marked(message, _mark(index)) for index, message in enumerate(given)])
         except RequestError:  # the template depends on the content of messages
@@ -88,6 +117,7 @@ class Templates:
 
 
 _CALLS = "tool_calls", "tool calls"
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def _mark(index: int) -> str:
@@ -110,6 +140,40 @@ def _with_name(call: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _lost(index: int, field: str, why: str) -> ApiError:
     place = f"messages[{index}].{field}"
     return ApiError(400, f"{place}: {why}", param=place)
+
+
+def in_plain_words(given: Sequence[dict[str, Any]], described: str) -> list[dict[str, Any]]:
+    """A conversation with tools for a template that knows none: their calls and results are text.
+
+    Args:
+        given: The messages.
+        described: The description of the tools, for the system message.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in given:
+        calls, content = message.get("tool_calls") or (), str(message["content"])
+        if message["role"] in ("tool", "function"):
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if plain and plain[-1].get("is_result"):  # many templates want users and assistants to take turns
+                plain[-1]["content"] += f"\n{result}"
+            else:
+                plain.append({"role": "user", "content": result, "is_result": True})
+        elif calls:
+            written = "\n".join(f"<tool_call>\n{json.dumps(_plain_call(call))}\n</tool_call>" for call in calls)
+            plain.append({"role": message["role"], "content": f"{content}\n{written}".strip()})
+        else:
+            plain.append(dict(message))
+    if plain and plain[0]["role"] in ("system", "developer"):
+        plain[0]["content"] = f"{plain[0]['content']}\n\n{described}".strip()
+    else:
+        plain.insert(0, {"role": "system", "content": described})
+    return [{name: value for name, value in message.items() if name != "is_result"} for message in plain]
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else call
+    return {"name": function.get("name"), "arguments": function.get("arguments", {})}
 
 
 class _TooLongError(BaseException):

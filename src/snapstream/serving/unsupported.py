@@ -13,22 +13,18 @@ UNUSED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "tool_choice",
+        "guided_decoding_backend",
     )
 )
 """Fields that have no effect here; they are accepted with any value."""
 
 TEXT_ONLY = "this server reads and writes text only"
-_NO_CALLS = "the output is not parsed for calls; describe what you need in a message"
-_FREE_TEXT = "the output is free text and cannot be constrained to a format"
 _NO_BEAMS = "it is part of beam search, which only the cache for transformers supports"
 _OWN_ANSWER = "the model always starts a new answer; /v1/completions continues a text"
 
 _REASONS: Sequence[tuple[Sequence[str], str]] = (
-    (("tools", "functions", "function_call"), _NO_CALLS),
-    (("response_format", "structured_outputs"), _FREE_TEXT),
-    (("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FREE_TEXT),
+    (("functions", "function_call"), "use tools and tool_choice"),
+    (("guided_whitespace_pattern",), "whitespace between JSON tokens is limited to 40 characters"),
     (("modalities", "audio", "prompt_embeds", "mm_processor_kwargs"), TEXT_ONLY),
     (("use_beam_search", "length_penalty", "early_stopping"), _NO_BEAMS),
     (("add_generation_prompt", "continue_final_message"), _OWN_ANSWER),
@@ -38,10 +34,6 @@ _REASONS: Sequence[tuple[Sequence[str], str]] = (
     (
         ("prediction",),
         "tokens are drafted from the prompt and the output, with --speculative lookup; put the text into the prompt",
-    ),
-    (
-        ("reasoning_effort",),
-        "set a variable of the model's chat template in chat_template_kwargs, such as enable_thinking",
     ),
     (("verbosity",), "say in a message how long the answer should be"),
     (("web_search_options",), "nothing is fetched from the web; put what the model should know into a message"),
@@ -62,10 +54,8 @@ UNSUPPORTED: Mapping[str, str] = {
 """Error messages for requests that use unsupported fields."""
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "tools": ([],),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),

@@ -1,167 +1,157 @@
-"""Writes the answer to a request in OpenAI's format, complete or streamed."""
+"""Writes the answer to a request, whole or as a stream; each API has its own writer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from snapstream import __version__
 from snapstream.engine import RequestOutput
-from snapstream.serving.answers import (
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatPart,
-    Choice,
-    Completion,
-    CompletionChunk,
-    CompletionLogprobs,
-    LogprobWriter,
-    dumps,
-)
+from snapstream.serving.answers import LogprobWriter, dumps
 from snapstream.serving.call import Call
 from snapstream.serving.errors import ApiError
 from snapstream.serving.prompts import Prompt
-from snapstream.serving.protocol import ChatRequest
-from snapstream.serving.streams import Emit
+from snapstream.serving.streams import Emit, event
+from snapstream.serving.tools.events import Event, Said
 
 
-class AnswerWriter:
+class Writer(ABC):
     """Writes the answers of a call that has started.
 
-    Args:
-        call: The call.
-        request_id: Id of the request.
-        created: When it arrived, in seconds since 1970.
+    Attributes:
+        prefix: What ids of answers begin with.
+        said: The answers so far.
     """
 
+    prefix: ClassVar[str]
+
     def __init__(self, call: Call, request_id: str, created: int) -> None:
-        self._call, self._parts, self._body = call, call.parts, call.body
-        self._is_chat = isinstance(call.body, ChatRequest)
-        self._frame: dict[str, Any] = {
-            "id": ("chatcmpl-" if self._is_chat else "cmpl-") + request_id,
-            "created": created,
-            "model": self._parts.settings.model_name,
-            "system_fingerprint": f"snapstream-{__version__}",
-        }
-        engine = self._parts.llm.engine
-        silent = engine.special_tokens if call.body.skip_special_tokens is not False else frozenset()
-        text_of = self._parts.reader.token_text
-        self._logprobs = [
-            LogprobWriter(text_of, self._prompt_of(index), silent) for index in range(len(call.batch.generations))
-        ]
+        """Create a writer.
+
+        Args:
+            call: The call.
+            request_id: Id of the request.
+            created: When it arrived, in seconds since 1970.
+        """
+        self.call, self.parts, number = call, call.parts, len(call.batch.generations)
+        self.id, self.created = self.prefix + request_id, created
+        self.said = [Said() for _ in range(number)]
+        self._readers = [call.reader(self.prompt_of(index)) for index in range(number)]
 
     async def collect(self) -> bytes:
         """Wait for the complete answer, and return it as JSON."""
-        texts = await self._echoes()
-        async for index, text, output in self._call.batch.changes():
-            texts[index] += text
-            _check(output)
-        return await self._parts.reader.write(lambda: dumps(self._whole(texts)).encode())
+        await self.begin()
+        async for index, text, output in self.call.batch.changes():
+            self.take(index, text, output)
+        return await self.parts.reader.write(lambda: dumps(self.whole()).encode())
 
     async def stream(self, emit: Emit) -> None:
         """Send the answer while it is generated."""
-        options = self._body.stream_options
-        with_usage = bool(options and options.include_usage)
-        always = bool(options and options.continuous_usage_stats)
+        await self.begin()
+        for piece in self.opening():
+            await emit(piece)
+        async for index, text, output in self.call.batch.changes():
+            make = partial(self._pieces, index, text, output)
+            for piece in await self.parts.reader.write(make) if self.is_long(index) else make():
+                await emit(piece)
+        for piece in self.closing():
+            await emit(piece)
 
-        def chunk(choice: Choice | ChatPart, **more: Any) -> str:
-            counts = {"usage": self._call.usage()} if always else {"usage": None} if with_usage else {}
-            return dumps(self._chunk([choice], **(counts | more)))
+    async def begin(self) -> None:  # noqa: B027
+        """Prepare what answers begin with."""
 
-        def with_text(index: int, text: str, output: RequestOutput) -> str:
-            logprobs = self._new_logprobs(index, output)
-            return chunk(self._part(index, text, logprobs=logprobs, finish_reason=None))
+    def is_long(self, index: int) -> bool:
+        """Whether the next piece of an answer takes long to write."""
+        return False
 
-        def last(index: int, text: str, output: RequestOutput) -> str:
-            said = None if self._is_chat else text  # the last chunk of a chat has no content
-            return chunk(self._part(index, said, **self._rest(index, output)), **self._session())
+    @abstractmethod
+    def whole(self) -> BaseModel:
+        """The complete answer."""
 
-        write, echoes = self._parts.reader.write, await self._echoes()
-        for index in range(len(echoes)):
-            if self._is_chat:
-                first = ChatDelta(role="assistant", content="")
-                await emit(chunk(ChatPart(index=index, delta=first, logprobs=None, finish_reason=None)))
-            elif echoes[index] and self._call.logprobs is None:
-                await emit(chunk(Choice(index=index, text=echoes[index], logprobs=None, finish_reason=None)))
-                echoes[index] = ""
-        async for index, new_text, output in self._call.batch.changes():
-            _check(output)
-            # An echo with log-probabilities waits for those of the prompt, which are known only now and may be many.
-            is_long = bool(echoes[index])
-            text, echoes[index] = echoes[index] + new_text, ""
-            if not (text or output.finished or self._call.logprobs is not None):
-                continue
-            if not output.finished or (self._is_chat and text):
-                event = partial(with_text, index, text, output)
-                await emit(await write(event) if is_long else event())
-            if output.finished:
-                await emit(await write(partial(last, index, text, output)))
-        if with_usage:
-            await emit(dumps(self._chunk([], usage=self._call.usage())))
+    @abstractmethod
+    def opening(self) -> Iterable[str]:
+        """Events at the beginning of a stream."""
 
-    def _part(self, index: int, text: str | None, **rest: Any) -> Choice | ChatPart:
-        """A part of an answer; without text, it adds nothing to a chat."""
-        if not self._is_chat:
-            return Choice(index=index, text=text or "", **rest)
-        return ChatPart(index=index, delta=ChatDelta() if text is None else ChatDelta(content=text), **rest)
+    @abstractmethod
+    def pieces(self, index: int, events: list[Event], output: RequestOutput) -> Iterable[str]:
+        """Events for what is new of an answer."""
 
-    def _chunk(self, choices: list[Any], **more: Any) -> BaseModel:
-        if self._is_chat:
-            return ChatChunk(**self._frame, object="chat.completion.chunk", choices=choices, **more)
-        return CompletionChunk(**self._frame, object="text_completion", choices=choices, **more)
+    @abstractmethod
+    def closing(self) -> Iterable[str]:
+        """Events at the end of a stream."""
 
-    def _whole(self, texts: Sequence[str]) -> BaseModel:
-        more = {"usage": self._call.usage()} | self._session()
-        outputs = [generation.output for generation in self._call.batch.generations]
-        rests = [self._rest(index, output) for index, output in enumerate(outputs) if output is not None]
-        if self._is_chat:
-            messages = (ChatAnswer(role="assistant", content=text) for text in texts)
-            chats = [
-                ChatChoice(index=index, message=message, **rest)
-                for index, (message, rest) in enumerate(zip(messages, rests, strict=True))
-            ]
-            return ChatCompletion(**self._frame, object="chat.completion", choices=chats, **more)
-        choices = [
-            Choice(index=index, text=text, **rest) for index, (text, rest) in enumerate(zip(texts, rests, strict=True))
-        ]
-        return Completion(**self._frame, object="text_completion", choices=choices, **more)
+    def take(self, index: int, text: str, output: RequestOutput) -> list[Event]:
+        """Add new text to an answer; returns what it is.
 
-    def _rest(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """What an answer has besides its text."""
-        rest = {"logprobs": self._new_logprobs(index, output), "finish_reason": output.finish_reason}
-        return rest | ({"cache": output.cache} if self._body.kept_tokens else {})
+        Raises:
+            ApiError: The answer has failed.
+        """
+        if output.finish_reason == "error":
+            raise ApiError(500, f"the request failed: {output.error}", code="request_failed")
+        events = self._readers[index].feed(text, last=output.finished)
+        for each in events:
+            self.said[index].add(each)
+        return events
 
-    def _new_logprobs(self, index: int, output: RequestOutput) -> ChatLogprobs | CompletionLogprobs | None:
-        if self._call.logprobs is None:
-            return None
-        writer = self._logprobs[index]
-        return writer.chat(output) if self._is_chat else writer.completion(output)
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of an answer."""
+        return self.call.prompts[index // self.call.number]
 
-    def _session(self) -> dict[str, Any]:
-        used = self._call.past.report()
+    def finish_reason(self, index: int, output: RequestOutput) -> str | None:
+        """Why an answer has ended: the engine's reason, or because tools are called."""
+        return "tool_calls" if output.finish_reason == "stop" and self.said[index].calls else output.finish_reason
+
+    def ended(self) -> list[RequestOutput]:
+        """The last output of each answer."""
+        return [generation.output for generation in self.call.batch.generations if generation.output is not None]
+
+    def _pieces(self, index: int, text: str, output: RequestOutput) -> list[str]:
+        return list(self.pieces(index, self.take(index, text, output), output))
+
+
+class OpenAIWriter(Writer):
+    """What the writers of OpenAI's two routes for completions share."""
+
+    def __init__(self, call: Call, request_id: str, created: int) -> None:
+        """Create a writer; see :class:`Writer`."""
+        super().__init__(call, request_id, created)
+        engine, text_of = self.parts.llm.engine, self.parts.reader.token_text
+        self.frame: dict[str, Any] = {
+            "id": self.id,
+            "created": created,
+            "model": self.parts.settings.model_name,
+            "system_fingerprint": f"snapstream-{__version__}",
+        }
+        silent = frozenset() if call.shows_special else engine.special_tokens
+        self.logprobs = [LogprobWriter(text_of, self.prompt_of(index), silent) for index in range(len(self.said))]
+        options = call.body.stream_options
+        self._with_usage = bool(options and options.include_usage)
+        self._always = bool(options and options.continuous_usage_stats)
+
+    @abstractmethod
+    def chunk(self, choices: list[Any], **more: Any) -> BaseModel:
+        """A chunk of the stream."""
+
+    def closing(self) -> Iterable[str]:
+        """Token counts, if requested, and the end."""
+        if self._with_usage:
+            yield event(dumps(self.chunk([], usage=self.call.usage())))
+        yield event("[DONE]")
+
+    def send(self, choice: BaseModel, **more: Any) -> str:
+        """The event of a chunk with one choice."""
+        counts = {"usage": self.call.usage()} if self._always else {"usage": None} if self._with_usage else {}
+        return event(dumps(self.chunk([choice], **(counts | more))))
+
+    def session(self) -> dict[str, Any]:
+        """How the session was used."""
+        used = self.call.past.report()
         return {} if used is None else {"session": used}
 
-    def _prompt_of(self, index: int) -> Prompt:
-        return self._call.prompts[index // self._call.number]
-
-    async def _echoes(self) -> list[str]:
-        """The text that each answer begins with: its prompt, if echoed. Token ids are decoded in a thread."""
-        if not getattr(self._body, "echo", False):
-            return [""] * len(self._call.batch.generations)
-        texts = await self._parts.reader.write(lambda: [self._text_of(prompt) for prompt in self._call.prompts])
-        return [text for text in texts for _ in range(self._call.number)]
-
-    def _text_of(self, prompt: Prompt) -> str:
-        return prompt.text if prompt.text is not None else str(self._parts.llm.tokenizer.decode(list(prompt.tokens)))
-
-
-def _check(output: RequestOutput) -> None:
-    if output.finish_reason == "error":
-        raise ApiError(500, f"the request failed: {output.error}", code="request_failed")
+    def cache(self, output: RequestOutput) -> dict[str, Any]:
+        """What was kept of the prompt, if requested."""
+        return {"cache": output.cache} if self.call.body.kept_tokens else {}

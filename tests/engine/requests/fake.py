@@ -93,7 +93,7 @@ class FakeText:
     """Tokens without any text."""
 
     def __init__(self):
-        self.produced = Produced()
+        self.produced, self.stopped_by = Produced(), None
 
     @property
     def tokens(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,14 +73,23 @@ class GrammarCompiler:
             self._compiled.move_to_end((kind, text))
             return known
 
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that no text in a grammar stands for, by their text; a grammar names them by their number.
+
+        Raises:
+            RequestError: Grammars are not possible.
+        """
+        with self._lock:
+            vocabulary = self._vocabulary or self._read_vocabulary()
+            added = self._tokenizer.added_tokens_decoder
+            return {token.content: at for at, token in added.items() if vocabulary.is_special_token(at)}
+
     def _make(self, kind: str, text: str) -> LLMatcher:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            raise RequestError(str(missing_extra("structured outputs need llguidance", "structured"))) from None
         vocabulary = self._vocabulary or self._read_vocabulary()
+        from llguidance import LLMatcher, LLParserLimits
+
         try:
-            grammar = _definition(kind, text)
+            grammar = definition(kind, text)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
         limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, max_lexer_states=MOST_STATES, verbose_errors=False)
@@ -93,8 +102,10 @@ class GrammarCompiler:
 
     def _read_vocabulary(self) -> LLTokenizer:
         """Read the vocabulary, which takes some seconds for a large one."""
-        from llguidance.hf import from_tokenizer
-
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise RequestError(str(missing_extra("structured outputs need llguidance", "structured"))) from None
         size = max(self._vocab_size, len(self._tokenizer))
         try:
             self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
@@ -183,10 +194,12 @@ class OutputGrammar:
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}
 
 
-def _definition(kind: str, text: str) -> str:
+def definition(kind: str, text: str) -> str:
     """A grammar in the library's form."""
     from llguidance import LLMatcher, grammar_from
 
+    if kind == "grammar" and text.startswith('{"grammars":'):
+        return text
     if kind == "json":
         return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
     if kind == "choice":

@@ -142,6 +142,7 @@ class RequestOutput:
         drafted: Draft tokens that were verified, with speculative decoding.
         accepted: Draft tokens that were accepted.
         finished: Whether this is the last output.
+        stopped_by: The stop string or the token of ``stop_token_ids`` that has ended it.
         finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort`` or ``error``.
         error: What went wrong, with ``finish_reason="error"``.
         cache: Cache use of the prompt; ``None`` until prefill has ended.
@@ -161,6 +162,7 @@ class RequestOutput:
     accepted: int
     finished: bool
     finish_reason: FinishReason | None
+    stopped_by: str | int | None
     error: str | None
     cache: CacheUse | None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None

@@ -16,11 +16,13 @@ class OutputText:
 
     Attributes:
         produced: Tokens, log-probabilities, and text that has been returned.
+        stopped_by: The stop string or the token of ``stop_token_ids`` that has ended the output.
     """
 
     def __init__(self, params: SamplingParams, stop_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         self.params, self.stop_ids, self.detokenizer = params, stop_ids, detokenizer
         self.produced = Produced()
+        self.stopped_by: str | int | None = None
         self._tail = ""
         self._handed_out = 0
         # Per token, the length of the text after it; -1 if the detokenizer still holds some of it back.
@@ -53,6 +55,8 @@ class OutputText:
             self.produced.logprobs.append(logprobs)
         is_early = len(self.tokens) <= max(len(self.params.forced), self.params.min_tokens)
         at_stop = token in self.stop_ids and not is_early
+        if at_stop and token in self.params.stop_token_ids:
+            self.stopped_by = token
         if not at_stop:
             self._tail += self.detokenizer.add(token)
             self._ends.append(-1 if self.detokenizer.pending else self.length)
@@ -89,9 +93,10 @@ class OutputText:
     def _cut_at_stop_string(self) -> bool:
         """Truncate at the first stop string, searched after the tokens that may not end the output; return if found."""
         start = max(self._early - self._handed_out, 0)
-        found = [at for at in (self._tail.find(stop, start) for stop in self.params.stop) if at >= 0]
+        found = [(at, stop) for stop in self.params.stop if (at := self._tail.find(stop, start)) >= 0]
         if found:
-            self._tail = self._tail[: min(found)]
+            end, self.stopped_by = min(found)
+            self._tail = self._tail[:end]
         return bool(found)
 
 

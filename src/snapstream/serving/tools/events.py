@@ -1,0 +1,172 @@
+"""What an answer consists of: text, reasoning, and calls of tools."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from snapstream.serving.tools.source import NotACallError
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+class Text(NamedTuple):
+    """A piece of text."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """A piece of the reasoning before the answer."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A call begins.
+
+    Attributes:
+        number: Its number in the answer.
+        call_id: Its id.
+        name: The tool.
+    """
+
+    number: int
+    call_id: str
+    name: str
+
+
+class Arguments(NamedTuple):
+    """A piece of the arguments of a call, in JSON."""
+
+    number: int
+    text: str
+
+
+Event = Text | Reasoning | CallBegin | Arguments
+
+
+@dataclass
+class Call:
+    """A whole call."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def function(self) -> dict[str, str]:
+        """Its name and its arguments."""
+        return {"name": self.name, "arguments": self.arguments}
+
+
+@dataclass
+class Said:
+    """An answer so far."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Add what is new."""
+        if isinstance(event, Text):
+            self.text += event.text
+        elif isinstance(event, Reasoning):
+            self.reasoning += event.text
+        elif isinstance(event, CallBegin):
+            self.calls.append(Call(event.call_id, event.name))
+        else:
+            self.calls[event.number].arguments += event.text
+
+
+class Sink:
+    """Collects the events of one answer.
+
+    Args:
+        tools: Names of the tools that may be called.
+        short_ids: Whether ids of calls are nine letters and digits, as Mistral's templates want them.
+    """
+
+    def __init__(self, tools: Collection[str], *, short_ids: bool = False) -> None:
+        self._tools, self._short = tools, short_ids
+        self._events: list[Event] = []
+        self._spaces = ""
+        self.calls = 0
+        self.begun = False
+
+    def text(self, text: str) -> None:
+        """Add text; whitespace around calls is left out."""
+        if not text:
+            return
+        kept = text.rstrip()
+        if not kept:
+            self._spaces += text
+            return
+        before = "" if self.calls and self._after_call else self._spaces
+        kept_from = kept.lstrip() if self.calls and self._after_call else kept
+        self._add(Text(before + kept_from))
+        self._spaces, self._after_call = text[len(kept) :], False
+
+    _after_call = False
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        if text:
+            self._add(Reasoning(text))
+
+    def begin(self, name: str) -> None:
+        """Begin a call.
+
+        Raises:
+            NotACallError: There is no such tool.
+        """
+        self.check(name)
+        letters = "".join(secrets.choice(_LETTERS) for _ in range(9 if self._short else 24))
+        self._add(CallBegin(self.calls, letters if self._short else f"call_{letters}", name))
+        self.calls, self.begun, self._spaces, self._after_call = self.calls + 1, True, "", True
+
+    def check(self, name: object) -> None:
+        """Check that a tool exists.
+
+        Raises:
+            NotACallError: It does not.
+        """
+        if name not in self._tools:
+            raise NotACallError
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the call that has begun."""
+        if text:
+            self._add(Arguments(self.calls - 1, text))
+
+    def call(self, name: str, arguments: object) -> None:
+        """Add a whole call."""
+        self.begin(name)
+        self.arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self.begun = False
+
+    def end(self) -> None:
+        """End the answer: whitespace that was held back belongs to its text, unless it follows a call."""
+        if self._spaces and not self._after_call:
+            self._add(Text(self._spaces))
+        self._spaces = ""
+
+    def take(self) -> list[Event]:
+        """The new events."""
+        new, self._events = self._events, []
+        return new
+
+    def _add(self, event: Event) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            self._events[-1] = Text(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            self._events[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            self._events[-1] = Arguments(event.number, last.text + event.text)
+        else:
+            self._events.append(event)

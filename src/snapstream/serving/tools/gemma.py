@@ -1,0 +1,152 @@
+"""Calls as Gemma 4 and FunctionGemma write them. Gemma 3 has no format of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call
+from snapstream.serving.tools.events import Sink
+from snapstream.serving.tools.grammar import GrammarWriter
+from snapstream.serving.tools.source import NotACallError, Reading, Source, loads
+
+DEEPEST = 32
+"""How deep values may be nested."""
+
+
+class Gemma(ToolFormat):
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>``."""
+
+    name = "gemma4"
+    marks = ("<|tool_call>",)
+    openings = ("<|tool_call>",)
+    closing: ClassVar[str] = "<tool_call|>"
+    quote: ClassVar[str] = '<|"|>'
+
+    @override
+    def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
+        yield from source.expect(self.openings[0])
+        yield from source.expect("call:")
+        name = yield from source.name()
+        yield from source.expect("{")
+        sink.begin(name)
+        sink.arguments("{")
+        yield from self._pairs(source, sink, 0)
+        sink.arguments("}")
+        end_call(source, sink)
+        yield from source.accept(self.closing)
+
+    def _pairs(self, source: Source, sink: Sink, depth: int) -> Reading[None]:
+        """Read pairs up to the end of the object, which is read."""
+        separator = ""
+        while True:
+            yield from source.spaces()
+            if (yield from source.accept("}")):
+                return
+            yield from source.accept(",")
+            yield from source.spaces()
+            key = yield from self._key(source)
+            yield from source.spaces()
+            sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._value(source, sink, depth)
+            separator = ", "
+
+    def _key(self, source: Source) -> Reading[str]:
+        parts: list[str] = []
+        if (yield from source.accept(self.quote)):
+            yield from source.until((self.quote,), parts.append)
+            yield from source.expect(":")
+        elif not (yield from source.until((":",), parts.append)):
+            raise NotACallError
+        return "".join(parts)
+
+    def _value(self, source: Source, sink: Sink, depth: int) -> Reading[None]:
+        if depth > DEEPEST:
+            raise NotACallError
+        if (yield from source.accept(self.quote)):
+            sink.arguments('"')
+            if not (yield from source.until((self.quote,), lambda text: sink.arguments(_escaped(text)))):
+                raise NotACallError
+            sink.arguments('"')
+        elif (yield from source.accept("{")):
+            sink.arguments("{")
+            yield from self._pairs(source, sink, depth + 1)
+            sink.arguments("}")
+        elif (yield from source.accept("[")):
+            sink.arguments("[")
+            separator = ""
+            while True:
+                yield from source.spaces()
+                if (yield from source.accept("]")):
+                    break
+                yield from source.accept(",")
+                yield from source.spaces()
+                sink.arguments(separator)
+                yield from self._value(source, sink, depth + 1)
+                separator = ", "
+            sink.arguments("]")
+        else:
+            text = yield from source.text_of_value()
+            loads(text)
+            sink.arguments(text)
+
+    @override
+    def block(self, call: str, write: GrammarWriter) -> str:
+        return write.repeated(write.rule(f"{call} {write.literal(self.closing)}"), write.literal(self.opening))
+
+    @override
+    def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
+        return f"{write.literal(f'call:{name}')} {self._object(schema, write, 0)}"
+
+    def _object(self, schema: Mapping[str, Any], write: GrammarWriter, depth: int) -> str:
+        """An object with its required properties first, and then any of the others."""
+        properties = schema.get("properties") or {}
+        required = [each for each in schema.get("required") or () if each in properties]
+        pairs = {
+            each: write.rule(f"{write.literal(f'{each}:')} {self._typed(properties[each], write, depth)}")
+            for each in properties
+        }
+        first = ' "," '.join(pairs[each] for each in required)
+        others = [pairs[each] for each in properties if each not in required]
+        some = f"({' | '.join(others)})"
+        if first and others:
+            inside = f'{first} ("," {some}){{0,{len(others)}}}'
+        else:
+            inside = first or (f'({some} ("," {some}){{0,{len(others)}}})?' if others else "")
+        return f'"{{" {inside} "}}"'
+
+    def _typed(self, schema: Any, write: GrammarWriter, depth: int) -> str:
+        schema = schema if isinstance(schema, Mapping) else {}
+        quote = write.literal(self.quote)
+        if schema.get("enum"):
+            return f"({' | '.join(self._constant(one, write) for one in schema['enum'])})"
+        kind = schema.get("type")
+        if kind == "object" and depth < DEEPEST:
+            return self._object(schema, write, depth + 1)
+        if kind == "array" and depth < DEEPEST:
+            item = write.rule(self._typed(schema.get("items"), write, depth + 1))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind in ("integer", "number", "boolean", "null"):
+            return write.json(schema)
+        text = f"{quote} /[^<]*/ {quote}"
+        return text if kind == "string" else f"({text} | {write.json({'type': ['number', 'boolean', 'null']})})"
+
+    def _constant(self, value: Any, write: GrammarWriter) -> str:
+        return write.literal(f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value))
+
+
+class FunctionGemma(Gemma):
+    """``<start_function_call>call:name{key:<escape>text<escape>}<end_function_call>``."""
+
+    name = "functiongemma"
+    marks = ("<start_function_call>",)
+    openings = ("<start_function_call>",)
+    closing = "<end_function_call>"
+    quote = "<escape>"
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
