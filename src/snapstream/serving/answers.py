@@ -83,7 +83,9 @@ class CompletionLogprobs(BaseModel):
 class _Choice(BaseModel):
     index: int
     finish_reason: str | None
-    stop_reason: str | int | None = Field(None, description="The stop string or stop token that has ended the answer.")
+    stop_reason: str | int | None = Field(
+        default=None, description="The stop string or stop token that has ended the answer."
+    )
     cache: CacheUse | None = None
 
 

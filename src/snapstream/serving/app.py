@@ -18,6 +18,7 @@ from snapstream.cache import SequenceDirectory, SequenceStore
 from snapstream.engine import LLM
 from snapstream.errors import ConfigurationError
 from snapstream.serving import context_routes, errors, operation, page, routes
+from snapstream.serving.apis import routes as api_routes
 from snapstream.serving.bodies import BodyMiddleware
 from snapstream.serving.completions import Completions
 from snapstream.serving.contexts import ContextStore
@@ -93,6 +94,7 @@ def create_app(llm: LLM, settings: ServerSettings, *, on_death: Callable[[], Non
     errors.install(app)
     completions = Completions(parts)
     app.include_router(routes.router(parts, completions))
+    app.include_router(api_routes.router(parts, completions))
     app.include_router(context_routes.router(parts, completions))
     app.include_router(operation.router(parts))
     app.include_router(page.router(settings.example))

@@ -51,7 +51,7 @@ class BodyMiddleware:
             if body is not None:
                 body = b"" if not wanted else body if inflate is None else await anyio.to_thread.run_sync(inflate, body)
         except ApiError as error:
-            answer = respond(error, scope["state"]["request_id"])
+            answer = respond(error, scope)
             answer.headers["Connection"] = "close"  # the rest of the body is not read
             await answer(scope, receive, send)
             return

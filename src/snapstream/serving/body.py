@@ -65,11 +65,11 @@ class Body(BaseModel):
                 unknown.append(name)
         if unknown:  # report only one: a body may have a million of them
             name = str(unknown[0]).encode("utf-8", "replace").decode()
-            raise PydanticCustomError(REFUSED, "{reason}", {"field": name, "reason": cls.refusal(name)})
+            raise PydanticCustomError(REFUSED, "{reason}", {"field": name, "reason": cls.refused(name)})
         return kept
 
     @classmethod
-    def refusal(cls, name: str) -> str:
+    def refused(cls, name: str) -> str:
         """Message that says why a field is refused, and what to do instead."""
         if name in cls.reasons:
             return cls.reasons[name]

@@ -23,6 +23,8 @@ from snapstream.serving.tools.base import Tools
 from snapstream.serving.writer import Writer
 
 T = TypeVar("T")
+MakeWriter = Callable[[Call, str, int], Writer]
+"""Makes the writer of an answer, given the call, the id of the request, and when it arrived."""
 
 MAX_SCORES = 2**20
 """Maximum number of prompt log-probabilities per request; each takes about a hundred bytes until it is sent."""
@@ -68,7 +70,7 @@ class Completions:
         limit = 16 if body.max_tokens is None else longest if body.max_tokens < 0 else body.max_tokens
         return await self._answer(body, request, read, CompletionWriter, max_tokens=limit, logprobs=body.logprobs)
 
-    async def chat(self, body: ChatRequest, request: Request, writer: type[Writer] = ChatWriter) -> Response:
+    async def chat(self, body: ChatRequest, request: Request, writer: MakeWriter = ChatWriter) -> Response:
         """Answer ``/v1/chat/completions``, or a conversation in another API's form.
 
         Args:
@@ -116,7 +118,7 @@ class Completions:
         body: Generate,
         request: Request,
         read: Callable[[Context | None], Awaitable[list[Prompt]]],
-        writer: type[Writer],
+        writer: MakeWriter,
         *,
         max_tokens: int,
         logprobs: int | None,
@@ -151,6 +153,7 @@ class Completions:
                 incoming.request_id,
                 keep_alive=self._parts.settings.keep_alive_seconds,
                 progress=call.progress,
+                write_error=answer.error_event,
             )
         close()
         return Response(status_code=499) if answer is None else Response(answer, media_type="application/json")

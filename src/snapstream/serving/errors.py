@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from snapstream.errors import ContextLengthError, RequestError
 from snapstream.serving.body import REFUSED
@@ -49,7 +50,15 @@ _MEANINGS = {
 }
 
 
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/contexts": "text"}
+_ANTHROPIC = {408: "timeout_error", 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+"""Types of errors that Anthropic's API calls otherwise."""
+_PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/contexts": "text",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 """The field that contains the prompt, by path."""
 
 
@@ -99,8 +108,8 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
-    def body(self, request_id: str | None) -> dict[str, Any]:
-        """The response body."""
+    def body(self, request_id: str | None, *, anthropic: bool = False) -> dict[str, Any]:
+        """The response body, in OpenAI's format or in Anthropic's."""
         message = _printable(self.message, 2000)
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         detail = ErrorDetail(
@@ -110,7 +119,11 @@ class ApiError(Exception):
             code=self.code,
             request_id=request_id,
         )
-        return ErrorBody(error=detail).model_dump()
+        body = ErrorBody(error=detail).model_dump()
+        if not anthropic:
+            return body
+        body["error"]["type"] = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else kind)
+        return {"type": "error"} | body | {"request_id": request_id}
 
 
 def _printable(text: str, length: int) -> str:
@@ -139,39 +152,36 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"unexpected error: {type(error).__name__}")
 
 
-def respond(error: Exception, request_id: str | None) -> JSONResponse:
-    """The response to an exception."""
-    answer = as_api_error(error)
-    return JSONResponse(answer.body(request_id), answer.status, headers=answer.headers)
+def respond(error: Exception, scope: Scope) -> JSONResponse:
+    """The response to an exception, in the format of the API that was called."""
+    answer, request_id = as_api_error(error), scope.get("state", {}).get("request_id")
+    anthropic = scope["path"].startswith("/v1/messages")
+    return JSONResponse(answer.body(request_id, anthropic=anthropic), answer.status, headers=answer.headers)
 
 
 def install(app: FastAPI) -> None:
     """Make the application answer all errors in this format, including those of the framework."""
-
-    def request_id(request: Request) -> str | None:
-        name: str | None = request.scope.get("state", {}).get("request_id")
-        return name
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         kind = request.headers.get("content-type", "none")
         if "json" not in kind and request.method == "POST":
             problem = ApiError(400, f"the body must be JSON, sent as application/json; its Content-Type is {kind}")
-            return respond(problem, request_id(request))
-        return respond(_first_problem(error), request_id(request))
+            return respond(problem, request.scope)
+        return respond(_first_problem(error), request.scope)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
         if error.status_code == 404:
             answer.message = f"there is no {request.url.path} here; see /openapi.json"
-        return respond(answer, request_id(request))
+        return respond(answer, request.scope)
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
         answer = as_api_error(error)
         if isinstance(error, ContextLengthError):
             answer.param = _PROMPTS.get(request.url.path)
-        return respond(answer, request_id(request))
+        return respond(answer, request.scope)
 
     for kind in (ApiError, RequestError, QueueFullError, UnavailableError, EngineError, TimeoutError):
         app.add_exception_handler(kind, failed)

@@ -137,7 +137,7 @@ class ErrorMiddleware:
         except Exception as error:
             if began or scope["type"] != "http":
                 raise  # the response has started, so the connection can only be aborted
-            await respond(error, scope["state"]["request_id"])(scope, receive, send)
+            await respond(error, scope)(scope, receive, send)
 
 
 class KeyMiddleware:
@@ -157,8 +157,10 @@ class KeyMiddleware:
         if scope["type"] != "http" or not self.api_keys or is_open(scope):
             await self.app(scope, receive, send)
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        given = key.strip().encode("latin-1", "replace")
         # All keys are compared, each in constant time, so that timing reveals nothing about them.
         matches = [hmac.compare_digest(given, known) for known in self.api_keys]
         if any(matches):
@@ -169,11 +171,11 @@ class KeyMiddleware:
             return
         refusal = ApiError(
             401,
-            "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+            "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await respond(refusal, scope["state"]["request_id"])(scope, receive, send)
+        await respond(refusal, scope)(scope, receive, send)
 
 
 def is_open(scope: Scope) -> bool:

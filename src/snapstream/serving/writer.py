@@ -15,7 +15,7 @@ from snapstream.serving.answers import LogprobWriter, dumps
 from snapstream.serving.call import Call
 from snapstream.serving.errors import ApiError
 from snapstream.serving.prompts import Prompt
-from snapstream.serving.streams import Emit, event
+from snapstream.serving.streams import Emit, error_event, event
 from snapstream.serving.tools.events import Event, Said
 
 
@@ -83,6 +83,11 @@ class Writer(ABC):
     @abstractmethod
     def closing(self) -> Iterable[str]:
         """Events at the end of a stream."""
+
+    @staticmethod
+    def error_event(error: ApiError, request_id: str) -> str:
+        """The event of an error that ends a stream."""
+        return error_event(error, request_id)
 
     def take(self, index: int, text: str, output: RequestOutput) -> list[Event]:
         """Add new text to an answer; returns what it is.

@@ -62,7 +62,10 @@ def _is_shown(form: ToolFormat, template: str) -> bool:
 
 def find_tags(template: str, vocabulary: Mapping[str, int]) -> Tags | None:
     """The tags of reasoning that a chat template or a vocabulary shows; ``None`` for a model without any."""
-    return next((each for each in KNOWN if each.end in template or each.end.strip() in vocabulary), None)
+    def is_shown(tags: Tags) -> bool:
+        return any(tag in template or tag.strip() in vocabulary for tag in tags)
+
+    return next(filter(is_shown, KNOWN), None)
 
 
 class AnswerReader:

@@ -1,0 +1,1 @@
+"""Other APIs than OpenAI's completions: thin layers over chat completions, which convert requests and answers."""
