@@ -1,6 +1,9 @@
 """Load test of a server: hundreds of concurrent requests, some aborted, some invalid; all finished answers are checked.
 
     python benchmarks/server_load.py            # starts `snapstream serve` on the shipped model; prints a table
+    python benchmarks/server_load.py --model FILE.gguf --structured
+
+With ``--structured``, a third of the requests ask for an answer that fits a schema, or for a call of a tool.
 
 First, each of a number of different requests is answered alone on the idle server. Every round then sends each of them
 several times, in random order, with limited concurrency. Some requests are aborted at a random moment, and some are
@@ -55,38 +58,69 @@ class Round:
     tokens: int = 0
 
 
-def make_requests(number: int, seed: int, text: str, most_characters: int = 16_000) -> list[dict[str, Any]]:
-    """Requests of mixed lengths; half are sampled with a seed, half stream."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "kind": {"enum": ["person", "place", "thing"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "kind", "count"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "save", "description": "Save a note.", "parameters": SCHEMA}}
+
+
+def structured(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A request for a structured answer, or for a call of a tool."""
+    body = {name: value for name, value in body.items() if name not in ("ignore_eos", "logprobs")} | {"max_tokens": 128}
+    if rng.random() < 0.5:
+        return body | {"guided_json": SCHEMA}
+    messages = [{"role": "user", "content": f"{body.pop('prompt')}\n\nSave a note about this."}]
+    return body | {"messages": messages, "tools": [TOOL], "tool_choice": "required"}
+
+
+def make_requests(
+    number: int, seed: int, text: str, most_characters: int = 16_000, *, shaped: bool = False
+) -> list[dict[str, Any]]:
+    """Requests of mixed lengths; half are sampled with a seed, half stream; a third may be structured."""
     rng = random.Random(seed)
     requests = []
     for index in range(number):
         length = int(20 * (most_characters / 20) ** rng.random())  # log-uniform
         start = rng.randrange(max(1, len(text) - length))
-        requests.append(
-            {
-                "prompt": text[start : start + length],
-                "max_tokens": rng.choice([1, 4, 16, 64, 128]),
-                "temperature": rng.choice([0, 1.0]),
-                "seed": index,
-                "stream": rng.random() < 0.5,
-                "ignore_eos": True,
-                **({"kv_budget": rng.choice([64, 128, 256])} if rng.random() < 0.3 else {}),
-                **({"logprobs": 2} if rng.random() < 0.2 else {}),
-            }
-        )
+        made = {
+            "prompt": text[start : start + length],
+            "max_tokens": rng.choice([1, 4, 16, 64, 128]),
+            "temperature": rng.choice([0, 1.0]),
+            "seed": index,
+            "stream": rng.random() < 0.5,
+            "ignore_eos": True,
+            **({"kv_budget": rng.choice([64, 128, 256])} if rng.random() < 0.3 else {}),
+            **({"logprobs": 2} if rng.random() < 0.2 else {}),
+        }
+        requests.append(structured(made, rng) if shaped and index % 3 == 0 else made)
     return requests
+
+
+def said(choice: dict[str, Any]) -> str:
+    """What a choice, or a part of it, says: its text, and names and arguments of calls."""
+    message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return (message.get("content") or "") + "".join(f"{call.get('name', '')}{call['arguments']}" for call in calls)
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], cut_after: float | None = None) -> str:
     """Return the text of an answer; after ``cut_after`` seconds, if given, the connection is closed."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     if not body.get("stream"):
-        reply = await asyncio.wait_for(client.post("/v1/completions", json=body), cut_after)
+        reply = await asyncio.wait_for(client.post(path, json=body), cut_after)
         reply.raise_for_status()
-        return str(reply.json()["choices"][0]["text"])
+        return said(reply.json()["choices"][0])
 
     async def read() -> str:
         parts = []
-        async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async with client.stream("POST", path, json=body) as reply:
             if reply.status_code >= 400:
                 await reply.aread()
             reply.raise_for_status()
@@ -95,7 +129,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], cut_after: float 
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise RuntimeError(event["error"]["message"])
-                    parts.append(event["choices"][0]["text"])
+                    parts.append(said(event["choices"][0]))
                 elif line == "data: [DONE]":
                     return "".join(parts)
         raise RuntimeError("the stream ended early")
@@ -137,7 +171,7 @@ async def run_round(
     async def attempt(index: int, kind: str) -> None:
         body = requests[index]
         if kind == "abort":
-            body = body | {"max_tokens": 2000}
+            body = body | {"max_tokens": 2000, "ignore_eos": "guided_json" not in body and "tools" not in body}
             with contextlib.suppress(asyncio.TimeoutError, httpx.HTTPStatusError):
                 await ask(client, body, rng.choice([0.001, 0.05, 0.5, 2.0]))
             result.aborted += 1
@@ -193,10 +227,10 @@ async def left_over(url: str) -> dict[str, float]:
             await asyncio.sleep(0.2)
 
 
-async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int) -> bool:
+async def drive(url: str, *, number: int, copies: int, at_once: int, rounds: int, shaped: bool = False) -> bool:
     """Run all rounds against a server and print the table; returns whether everything was correct."""
     text = json.loads(EXAMPLE.read_text())["text"]
-    requests = make_requests(number, 0, text)
+    requests = make_requests(number, 0, text, shaped=shaped)
     ok = True
     # A client keeps connections of some aborted requests open, so each round uses a new client.
     async with client_of(url) as client:
@@ -261,12 +295,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-queue", type=int, default=200)
+    parser.add_argument(
+        "--structured", action="store_true", help="a third of the requests are structured, or call tools"
+    )
+    parser.add_argument("--model", help="a model to serve instead of the shipped one")
     parser.add_argument("--url", help="address of a server that is already running")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("number", "copies", "at_once", "rounds")}
+    options["shaped"] = arguments.structured
     if arguments.url:
         sys.exit(not asyncio.run(drive(arguments.url, **options)))
     options_of_server = ["--budget", "512", "--slots", str(arguments.slots), "--max-queue", str(arguments.max_queue)]
+    if arguments.model:
+        options_of_server += ["--model", arguments.model, "--max-model-len", "8192"]
     with serving(*options_of_server) as client:
         ok = asyncio.run(drive(str(client.base_url), **options))
     sys.exit(not ok)

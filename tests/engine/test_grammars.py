@@ -8,13 +8,13 @@ import jsonschema
 import pytest
 import torch
 
+from benchmarks.schemas import random_schema
 from snapstream import RequestError, SamplingParams
 from snapstream.config import StructuredOutputs
 from snapstream.engine.requests import grammar
 from snapstream.engine.requests.grammar import GrammarCompiler
 from tests.bytelevel import MERGES, byte_tokenizer, save_model
 from tests.engine.test_engine import BUDGET, make
-from tests.schemas import random_schema
 
 
 @pytest.fixture(scope="module")

@@ -48,10 +48,10 @@ def drawing(vocab, slots, seed, spread, coarse):
     # Grammars: in half of the slots, with from one to nearly all tokens.
     state.masked.copy_(torch.rand(slots, generator=generator) < 0.5)
     shares = torch.tensor([0.0, 0.02, 0.5, 0.98])[torch.randint(0, 4, (slots, 1), generator=generator)]
-    allowed = torch.rand(slots, state.allowed.shape[1] * 32, generator=generator) < shares
+    allowed = torch.rand(slots, state.allowed.shape[2] * 32, generator=generator) < shares
     allowed[:, 1] = True  # never only tokens that end the output, which min_tokens may forbid
     words = (allowed.view(slots, -1, 8) * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
-    state.allowed.copy_(words.view(torch.int32))
+    state.allowed[0].copy_(words.view(torch.int32))
     logits = torch.randn(slots, vocab, generator=generator) * spread
     if coarse:  # many are equal
         logits = logits.round()
@@ -94,7 +94,7 @@ def test_the_loop_draws_as_torch_does(vocab, spread, coarse):
         assert operation.state.output_counts[1].sum() == 0
         for step, slot in ((step, slot) for step in range(STEPS) for slot in range(8) if slot != 1):
             token = int(mine.slots.taken[step, slot])
-            is_allowed = int(operation.state.allowed[slot, token // 32]) >> token % 32 & 1
+            is_allowed = int(operation.state.allowed[0, slot, token // 32]) >> token % 32 & 1
             assert is_allowed or not operation.state.masked[slot] or (step, slot) == (1, 0)
 
 

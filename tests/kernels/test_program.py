@@ -88,11 +88,14 @@ def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, st
         accepted=None if drafted is None else torch.zeros(slots, dtype=torch.int64),
     )
     operations, logits = [*model.operations()], BufferView("logits", spec.vocab_size, dtype=torch.float32)
+    wanted = SamplingState(slots, spec.vocab_size, 1, CPU, places=tokens)
+    wanted.masked[0] = True  # by grammars that differ from token to token
+    wanted.allowed.random_(-(2**31), 2**31 - 1, generator=torch.Generator().manual_seed(tokens))
     if drafted is not None:
         settling = [replace(each, settles=True) for each in operations if isinstance(each, Recur)]
-        operations += [Verify(logits), *settling, Commit(), Advance()]
+        operations += [Verify(logits, wanted), *settling, Commit(), Advance()]
     elif tokens == 1:
-        operations.append(Draw(logits, SamplingState(slots, spec.vocab_size, 1, CPU)))
+        operations.append(Draw(logits, wanted))
     buffers = allocate_buffers((part for each in operations for part in each.parts()), slots * tokens, dtype)
     pending, held = caches(tokens) if tokens > 1 else [], caches()
     pending = [own if isinstance(own, StateCache) else each for each, own in zip(pending, held, strict=False)]
@@ -334,6 +337,7 @@ def test_forced_tokens_and_ties(checkpoint):
     assert m.slots.forced[1].tolist() == [23, 24, -1, -1, -1]
     assert m.slots.forced[0].tolist() == [-1] * 5
     take = operations[-1]
+    take.state.masked.fill_(False)
     m.buffers["logits"][:] = -1.0
     m.buffers["logits"][:, [40, 77, 95]] = 3.5
     m.slots.forced.fill_(-1)

@@ -11,7 +11,7 @@ from snapstream.serving.apis.history import ResponseHistory
 from tests.bytelevel import MERGES, save_model
 from tests.engine.test_engine import make
 from tests.serving.servers import idle, post, running, wait_until
-from tests.serving.test_tools import SCHEMA, TEMPLATE
+from tests.serving.test_tools import SCHEMA, TEMPLATE, THINKING
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 FUNCTIONS = [
@@ -37,6 +37,15 @@ def llm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(llm):
     with running(llm, api_keys=("secret", "other")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A server whose model reasons if it is asked to."""
+    made = make(save_model(tmp_path_factory.mktemp("bytes"), MERGES), 64, max_model_len=3000, slots=3)
+    made.chat_template = THINKING
+    with running(made) as one:
         yield one
 
 
@@ -123,7 +132,7 @@ def test_responses_that_are_not_there(client, server):
 
 def test_calls_of_a_response(client):
     got = respond(client, tools=[*FUNCTIONS, {"type": "web_search"}], tool_choice="required")
-    (item,) = got.output
+    item = got.output[-1]
     want = chat(client, USER, tools=CHAT, tool_choice="required").message.tool_calls[0]
     assert (item.type, item.name, item.arguments) == ("function_call", want.function.name, want.function.arguments)
     json.loads(item.arguments)
@@ -136,7 +145,7 @@ def test_calls_of_a_response(client):
     assert respond(client, input=stated, tools=FUNCTIONS, max_output_tokens=5).output_text == next_one.output_text
     assert next_one.output_text == chat(client, *history, tools=CHAT, max_tokens=5).message.content
     named = respond(client, tools=FUNCTIONS, tool_choice={"type": "function", "name": "stop"})
-    assert named.output[0].name == "stop"
+    assert named.output[-1].name == "stop"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +154,6 @@ def test_calls_of_a_response(client):
         {"max_output_tokens": 9},
         {"tools": FUNCTIONS, "tool_choice": "required"},
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
-        {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "max_output_tokens": 9},
     ],
 )
 def test_a_streamed_response_says_the_same(client, body):
@@ -199,7 +207,7 @@ def test_a_message(client, claude):
 
 def test_calls_of_a_message(client, claude):
     got = ask(claude, tools=CUSTOM, tool_choice={"type": "any"})
-    (block,) = got.content
+    block = got.content[-1]
     tools = [
         {"type": "function", "function": {"name": each["name"], "parameters": each["input_schema"]}} for each in CUSTOM
     ]
@@ -217,7 +225,7 @@ def test_calls_of_a_message(client, claude):
     history = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
     history += [{"role": "tool", "tool_call_id": block.id, "content": "done"}]
     assert answer.content[0].text == chat(client, *history, tools=tools, max_tokens=5).message.content
-    assert ask(claude, tools=CUSTOM, tool_choice={"type": "tool", "name": "stop"}).content[0].name == "stop"
+    assert ask(claude, tools=CUSTOM, tool_choice={"type": "tool", "name": "stop"}).content[-1].name == "stop"
     assert ask(claude, tools=CUSTOM, tool_choice={"type": "none"}, max_tokens=5).content[0].type == "text"
 
 
@@ -260,13 +268,31 @@ def test_a_stop_sequence_is_named(claude):
     assert got.content[0].text == free[: free.index(stop)]
 
 
-def test_thinking_is_a_block(claude):
-    got = ask(claude, max_tokens=9, extra_body={"thinking": {"type": "enabled", "budget_tokens": 1024}})
-    assert got.content[0].type == "thinking"
-    off = ask(claude, max_tokens=9, extra_body={"thinking": {"type": "disabled"}})
-    assert off.content[0].type == "text"
-    history = [USER, {"role": "assistant", "content": [*got.content, {"type": "text", "text": "Yes."}]}, USER]
-    assert ask(claude, messages=history, max_tokens=3).content
+def test_thinking_is_a_block(thinker):
+    with anthropic.Anthropic(base_url=thinker.url, api_key="none", max_retries=0) as claude:
+        thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+        got = ask(claude, max_tokens=9, extra_body=thinking)
+        assert [block.type for block in got.content] == ["thinking"]
+        with claude.messages.stream(
+            model="tiny", max_tokens=9, messages=[USER], extra_body=thinking | {"temperature": 0}
+        ) as stream:
+            assert stream.get_final_message().content[0].thinking == got.content[0].thinking
+        off = ask(claude, max_tokens=9, extra_body={"thinking": {"type": "disabled"}})
+        assert off.content[0].type == "text"
+        history = [USER, {"role": "assistant", "content": [*got.content, {"type": "text", "text": "Yes."}]}, USER]
+        assert ask(claude, messages=history, max_tokens=3).content
+
+
+def test_reasoning_is_an_item(thinker):
+    with openai.OpenAI(base_url=thinker.url + "/v1", api_key="none", max_retries=0) as client:
+        body = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "max_output_tokens": 9}
+        got = respond(client, **body)
+        assert [item.type for item in got.output] == ["reasoning"]
+        events = list(respond(client, stream=True, **body))
+        assert events[-1].response.output[0].content == got.output[0].content
+        said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert said == got.output[0].content[0].text
+        assert respond(client, input="And?", previous_response_id=got.id, max_output_tokens=3).output
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.bytelevel import MERGES, save_model
 from tests.checkpoints import prompt
+from tests.engine.test_engine import make
 from tests.serving.servers import idle, post, running, wait_until
+from tests.serving.test_tools import TEMPLATE
 
 WORDS = " ".join(f"w{token}" for token in prompt(100))
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/contexts", "/tokenize", "/detokenize"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/contexts",
+    "/tokenize",
+    "/detokenize",
+]
 BROKEN = {
     "nothing": b"",
     "not JSON": b"hello",
@@ -51,6 +63,16 @@ BROKEN = {
     "an unknown role": b'{"messages": [{"role": "root", "content": "w5"}]}',
     "tool calls of anything": b'{"messages": [{"role": "assistant", "tool_calls": [{"a": 1e308}]}], "n": 0}',
 }
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A model whose tokenizer takes any text, so that grammars and tools can be used."""
+    made = make(
+        save_model(tmp_path_factory.mktemp("bytes"), MERGES), max_model_len=2000, sessions=2, context_bytes=2**20
+    )
+    made.chat_template = TEMPLATE
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +142,72 @@ def test_long_lists_of_errors_are_cheap(server, body):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB; the body itself takes some
 
 
+ATTACKS = {
+    "many values": {"guided_json": {"enum": [f"value {at}" for at in range(9000)]}},
+    "too many values": {"guided_json": {"enum": [f"value {at}" for at in range(300_000)]}},
+    "many properties": {"guided_json": {"properties": {f"p{at}": {} for at in range(8000)}}},
+    "many required ones": {"guided_json": {"properties": {f"p{at}": {} for at in range(4000)}, "required": ["p1"]}},
+    "many alternatives": {
+        "guided_json": {"anyOf": [{"properties": {f"k{at}": {"pattern": f"(a|b)*c{{{at}}}"}}} for at in range(900)]}
+    },
+    "products of alternatives": {
+        "guided_json": {"allOf": [{"anyOf": [{"properties": {f"k{a}{b}": {}}} for a in range(8)]} for b in range(8)]}
+    },
+    "deep arrays": {"guided_json": '{"items":' * 10_000 + "{}" + "}" * 10_000},
+    "a circle": {"guided_json": {"$ref": "#"}},
+    "a circle of two": {
+        "guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    },
+    "an endless tree": {
+        "guided_json": {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": {
+                    "properties": {f"p{at}": {"$ref": "#/$defs/a"} for at in range(50)},
+                    "required": [f"p{at}" for at in range(50)],
+                }
+            },
+        }
+    },
+    "a file": {"guided_json": {"$ref": "file:///etc/passwd"}},
+    "another host": {"guided_json": {"$ref": "http://127.0.0.1:1/schema"}},
+    "long strings": {"guided_json": {"type": "string", "minLength": 10**9, "maxLength": 10**9}},
+    "long arrays": {"guided_json": {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}},
+    "large numbers": {
+        "guided_json": {"type": "integer", "minimum": -(10**300), "maximum": 10**300, "multipleOf": 7919}
+    },
+    "an exponential pattern": {"guided_json": {"type": "string", "pattern": "^(.*a.{0,2000}){5}$"}},
+    "nested repetition": {"guided_regex": "((a{0,100}){0,100}){0,100}"},
+    "catastrophic backtracking": {"guided_regex": "(x+x+)+y"},
+    "many states": {"guided_regex": "(a|b|c|d|e)*a(a|b|c|d|e){400}"},
+    "large classes": {"guided_regex": "[\\p{L}\\p{N}]{1,5000}x{5000}"},
+    "deep groups": {"guided_regex": "(" * 60_000 + "a" + ")" * 60_000},
+    "a long regex": {"guided_regex": "a|" * 60_000 + "b"},
+    "ambiguous rules": {"guided_grammar": 'start: s\ns: s s | s s s | "a" | ""'},
+    "left recursion": {"guided_grammar": "start: start"},
+    "many rules": {
+        "guided_grammar": "start: r0\n"
+        + "\n".join(f'r{at}: r{at + 1} r{at + 1} | "x"' for at in range(3000))
+        + '\nr3000: "y"'
+    },
+    "many choices": {"guided_choice": [f"choice {at}" for at in range(8000)]},
+    "one long choice": {"guided_choice": ["x" * 100_000]},
+    "GBNF": {"guided_grammar": 'root ::= ("a" | root root)*'},
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_grammars_under_attack(server, name):
+    """Each is followed or refused, within seconds and bounded memory; the requests beside it never notice."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reply = post(server, timeout=60, prompt="w5", max_tokens=8, temperature=1, **ATTACKS[name])
+    assert reply.status_code in (200, 400) or "cannot be followed" in reply.text, reply.text[:300]
+    assert time.monotonic() - began < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+    if reply.status_code == 200:
+        assert len(reply.json()["choices"][0]["text"]) < 5000
+
+
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/xml", "multipart/form-data; boundary=x", "\xff"])
 def test_other_content_types(server, kind):
     headers = [(b"Content-Type", kind.encode("latin-1"))]
@@ -151,11 +239,17 @@ FIELDS = [
     "stop", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "kv_budget", "return_kept_tokens", "telemetry", "session_id", "echo",
     "user", "tools", "response_format", "vllm_xargs", "stop_token_ids", "ignore_eos", "tokens", "return_token_strs",
-    "suffix", "context_id", "text", "chat", "system", "name",
+    "suffix", "context_id", "text", "chat", "system", "name", "tool_choice", "parallel_tool_calls",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort",
+    "enable_thinking", "input",
+    "instructions", "previous_response_id", "reasoning", "thinking", "stop_sequences", "output_config", "store",
 ]  # fmt: skip
 good = {
     "/v1/completions": {"prompt": "w5 w6", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3},
+    "/v1/responses": {"input": "w5", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "w5"}]},
     "/v1/contexts": {"text": "w5 w6"},
     "/tokenize": {"prompt": "w5"},
     "/detokenize": {"tokens": [5]},

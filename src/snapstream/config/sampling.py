@@ -149,7 +149,7 @@ class SamplingParams:
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the next token is simply the largest logit: no draw, mask, penalty or log-probabilities."""
+        """Whether the next token is simply the largest logit that is allowed: no draw, penalty or log-probabilities."""
         no_penalty = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        any_token = not self.logit_bias and not self.min_tokens and self.structured_outputs is None
+        any_token = not self.logit_bias and (not self.min_tokens or self.structured_outputs is not None)
         return self.temperature == 0 and no_penalty and any_token and self.logprobs is None

@@ -31,7 +31,7 @@ from snapstream.engine.requests.output import Token, TokenLogprobs
 from snapstream.engine.requests.request import Request
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
-from snapstream.kernels.sampling import Sampled, SamplingState, sample
+from snapstream.kernels.sampling import Sampled, SamplingState, sample, shapes_may_vary
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
@@ -260,7 +260,7 @@ class ModelRunner:
         active = torch.ones(1, dtype=torch.bool, device=self.device)
         forced = to_device([*_forced(request)[:1], -1][:1], self.device)
         if request.grammar is not None:
-            self._first_token.allowed.copy_(request.grammar.masks((), 1, early=request.params.min_tokens))
+            self._first_token.allowed[0].copy_(request.grammar.masks((), 1, early=request.params.min_tokens))
         with current_device(self.device):
             sampled = Sampled(*to_host(sample(logits, self._first_token, position, active, forced)))
         return Token(int(sampled.tokens[0]), _logprobs_of(sampled, 0, request.params.logprobs))
@@ -287,9 +287,10 @@ class ModelRunner:
             for request in batch
             if request.grammar is not None
         }
+        greedy = _greedy(batch, self.device)
         with current_device(self.device):
             self.decoder.allow(masks)
-            results = self.decoder.launch(steps, greedy=_greedy(batch), logprobs=logprobs, forced=forced, keep=keep)
+            results = self.decoder.launch(steps, greedy=greedy, logprobs=logprobs, forced=forced, keep=keep)
             # One copy per kind of result, for all steps of the launch.
             kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
             stacked = to_host([torch.stack(kind) for kind in kinds])
@@ -308,10 +309,11 @@ class ModelRunner:
             for request in batch
             if request.grammar is not None
         }
+        greedy = _greedy(batch, self.device)
         with current_device(self.device):
             self.decoder.allow(masks)
             results, certain = self.decoder.verify(
-                dict(guesses), greedy=_greedy(batch), forced=forced, keep=any(request.keep for request in batch)
+                dict(guesses), greedy=greedy, forced=forced, keep=any(request.keep for request in batch)
             )
             kinds = zip(*(step[: None if logprobs else 1] for step in results), strict=True)
             *stacked, counts = to_host([*(torch.stack(kind) for kind in kinds), certain])
@@ -389,9 +391,10 @@ def smaller_budgets(budget: CacheBudget, entries: int, kept_queries: int) -> lis
     return [each for each in budgets if enough_queries(each.queries, kept_queries)]
 
 
-def _greedy(batch: Sequence[Request]) -> bool:
-    """Whether all requests want the most likely token and nothing else."""
-    return all(request.params.plain_greedy for request in batch)
+def _greedy(batch: Sequence[Request], device: torch.device) -> bool:
+    """Whether all requests want the most likely token and nothing else, and no grammar needs a sampled step for it."""
+    is_plain = all(request.params.plain_greedy for request in batch)
+    return is_plain and (shapes_may_vary(device) or all(request.grammar is None for request in batch))
 
 
 def _next_forced(batch: Sequence[Request], steps: Mapping[int, int]) -> dict[int, Sequence[int]]:

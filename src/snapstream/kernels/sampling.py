@@ -45,7 +45,18 @@ class Sampled(NamedTuple):
 class SamplingState:
     """Sampling parameters and token counts of every slot, in device tensors at fixed addresses."""
 
-    def __init__(self, slots: int, vocab_size: int, max_logprobs: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, vocab_size: int, max_logprobs: int, device: torch.device, *, places: int = 1
+    ) -> None:
+        """Allocate the state of idle slots.
+
+        Args:
+            slots: Number of slots.
+            vocab_size: Number of tokens.
+            max_logprobs: Maximum number of log-probabilities per token.
+            device: The device.
+            places: Tokens per slot that one step may take; each has a mask of its own.
+        """
         self.vocab_size = vocab_size
         self.max_logprobs = min(max_logprobs, vocab_size)
 
@@ -70,7 +81,7 @@ class SamplingState:
         self.end_from = column(0, torch.int64)
         # Tokens that a grammar allows next, one bit each.
         self.masked = column(False, torch.bool)
-        self.allowed = torch.full((slots, mask_words(vocab_size)), -1, dtype=torch.int32, device=device)
+        self.allowed = torch.full((places, slots, mask_words(vocab_size)), -1, dtype=torch.int32, device=device)
 
     def assign(self, slot: int, params: SamplingParams, seed: int, prompt: Tensor, ends: Iterable[int] = ()) -> None:
         """Set up a slot for a request.
@@ -109,7 +120,7 @@ class SamplingState:
     def copy_row(self, slot: int, source: SamplingState, row: int) -> None:
         """Copy a row of another state into a slot."""
         for name, mine in vars(self).items():
-            if isinstance(mine, Tensor):
+            if isinstance(mine, Tensor) and name != "allowed":  # which is set for every step
                 mine[slot] = vars(source)[name][row]
 
 
@@ -118,8 +129,13 @@ def mask_words(vocab_size: int) -> int:
     return (vocab_size + 31) // 32
 
 
-def sample_greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row of ``[B, vocab]``; the first one in case of a tie."""
+def sample_greedy(logits: Tensor, state: SamplingState, active: Tensor, place: int = 0) -> Tensor:
+    """The most likely token of each row of ``[B, vocab]``; the first one in case of a tie.
+
+    Grammars are followed on a CPU only: on CUDA, where it would take time in every step, :func:`sample` does it.
+    """
+    if shapes_may_vary(logits.device) and bool((active & state.masked).any()):
+        logits = _mask(logits, state.masked, state.allowed[place])
     return logits.argmax(-1)
 
 
@@ -134,7 +150,7 @@ def sample(
     position: Tensor,
     active: Tensor,
     forced: Tensor,
-    allowed: Tensor | None = None,
+    place: int = 0,
 ) -> Sampled:
     """Draw a token for every slot and count it.
 
@@ -147,12 +163,12 @@ def sample(
         position: Position of the new token, int64 ``[B]``.
         active: Which slots hold a running request, bool ``[B]``.
         forced: Token to take instead of the drawn one, int64 ``[B]``; -1 for none.
-        allowed: Masks of grammars, int32 ``[B, words]``; those of the state by default.
+        place: Which of the tokens of this step it is.
     """
     on_cpu = shapes_may_vary(logits.device)
     adjusted = logits if on_cpu and not _is_penalized(state, position, active) else _penalize(logits, state, position)
     if not on_cpu or bool((active & state.masked).any()):
-        adjusted = _mask(adjusted, state.masked, state.allowed if allowed is None else allowed)
+        adjusted = _mask(adjusted, state.masked, state.allowed[place])
     greedy = state.temperature == 0
     scaled = adjusted / state.temperature.where(~greedy, 1.0)[:, None]
     limits = _Limits(state.top_k, state.top_p, state.min_p, state.seed * 1_000_003 + position)

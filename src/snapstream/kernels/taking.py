@@ -11,7 +11,7 @@ from typing_extensions import override
 from snapstream.cache import StateCache
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.sampling import SamplingState, sample
+from snapstream.kernels.sampling import SamplingState, sample, sample_greedy
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ def accept(slots: Slots, tokens: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Verify(Operation):
-    """Take the most likely token after each token, or the forced one; see :func:`accept`."""
+    """Take the most likely token after each token that a grammar allows, or the forced one; see :func:`accept`."""
 
     logits: BufferView
+    state: SamplingState
 
     @override
     def run(self, m: StepBuffers) -> None:
         slots = m.slots
-        likeliest = self.logits.of(m.buffers)[:, 0].argmax(-1).view_as(slots.token)
+        logits = self.logits.of(m.buffers)[:, 0].view(*slots.token.shape, -1)
+        each = [sample_greedy(logits[:, t], self.state, slots.active, t) for t in range(slots.tokens)]
+        likeliest = torch.stack(each, 1)
         forced = slots.forced[:, : slots.tokens]
         accept(slots, torch.where(forced >= 0, forced, likeliest))
 

@@ -108,10 +108,7 @@ class Decode:
         self.logits = torch.zeros(slots, spec.vocab_size, device=device)
         # Tokens taken by a launch of the native loop, or by a verification step.
         self.taken = torch.zeros((most, slots), dtype=torch.int64, device=device)
-        self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device)
-        # Masks of grammars: for the next token, and for those after draft tokens.
-        self._allowed = self.sampling.allowed.repeat(guesses + 1, 1, 1)
-        self.sampling.allowed = self._allowed[0]
+        self.sampling = SamplingState(slots, spec.vocab_size, max_logprobs, device, places=guesses + 1)
         state = Slots(
             token=self.tokens,
             position=self.position,
@@ -132,9 +129,7 @@ class Decode:
             self.mtp = Mtp(model, programs, slots, sizes=sizes, guesses=guesses, captured=captured)
         follow = None if self.mtp is None else self.mtp.follow
         self.verifications = {
-            tokens: Verification(
-                *programs.verification(tokens, follow), self.sampling, self._allowed, captured=captured
-            )
+            tokens: Verification(*programs.verification(tokens, follow), self.sampling, captured=captured)
             for tokens in sizes
         }
         self.evicted = Evicted(spec.groups, self.layers, most) if goes_on else None
@@ -344,7 +339,7 @@ class Decode:
                 a launch, the first mask holds for all its tokens, except forced ones.
         """
         for slot, mask in masks.items():
-            self._allowed[: len(mask), slot].copy_(mask)
+            self.sampling.allowed[: len(mask), slot].copy_(mask)
 
     def launch(
         self,
@@ -451,7 +446,7 @@ class Decode:
 
     def _greedy_step(self) -> Tensor:
         self._read_tokens()
-        tokens = impose(sample_greedy(self.logits), self.forced[:, 0])
+        tokens = impose(sample_greedy(self.logits, self.sampling, self.active), self.forced[:, 0])
         self._advance(tokens)
         return tokens
 

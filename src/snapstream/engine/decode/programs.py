@@ -55,6 +55,7 @@ class Programs:
             sampling: What the requests in the slots want.
         """
         self._backend, self._spec, self._layers, self._slots = backend, model.spec, layers, slots
+        self._sampling = sampling
         self._operations, self.dtype = list(model.operations()), dtype
         self.reading = len(self._operations)
         self._logits = BufferView("logits", self._spec.vocab_size, dtype=torch.float32)
@@ -110,7 +111,7 @@ class Programs:
             tokens: At most so many, two or more.
             follow: Makes what comes, in every step, between noting what is right and keeping it.
         """
-        every = [*self._operations, Verify(self._logits), *self.settling(), Commit(), Advance()]
+        every = [*self._operations, Verify(self._logits, self._sampling), *self.settling(), Commit(), Advance()]
         work = self.work(every, self.slots(tokens))
         program = self._backend.program(every, work)
         read = functools.partial(program.run, last=self.reading)

@@ -47,21 +47,18 @@ class Parts:
 class Verification:
     """Steps of up to ``T`` tokens per slot."""
 
-    def __init__(
-        self, parts: Parts, work: StepBuffers, sampling: SamplingState, allowed: Tensor, *, captured: bool
-    ) -> None:
+    def __init__(self, parts: Parts, work: StepBuffers, sampling: SamplingState, *, captured: bool) -> None:
         """Wrap the parts of a step.
 
         Args:
             parts: The parts of a step on ``work``.
             work: The step's buffers and slots, with ``T`` tokens per slot.
             sampling: Sampling state of the slots.
-            allowed: Masks of grammars for each token, int32 ``[T, B, words]``.
             captured: Whether to capture steps as CUDA graphs.
         """
         device = work.slots.token.device
         self.program = parts.program
-        self._parts, self._work, self._sampling, self._allowed = parts, work, sampling, allowed
+        self._parts, self._work, self._sampling = parts, work, sampling
         self._stops_early = device.type == "cpu"
         self._greedy_step = StaticGraph(parts.greedy, device, captured=captured)
         self._look_step = StaticGraph(parts.look, device, captured=captured)
@@ -98,7 +95,7 @@ class Verification:
         certain, drawn, used = slots.active, list[Sampled](), slots.used()
         for t in range(slots.tokens):
             position, forced = slots.position + 1 + t, slots.forced[:, t]
-            drawn.append(sample(logits[:, t], self._sampling, position, certain, forced, self._allowed[t]))
+            drawn.append(sample(logits[:, t], self._sampling, position, certain, forced, t))
             if t + 1 < slots.tokens:
                 certain = used[:, t + 1] & certain & (slots.token[:, t + 1] == drawn[-1].tokens)
                 if self._stops_early and not certain.any():

@@ -86,8 +86,10 @@ class GrammarCompiler:
 
     def _make(self, kind: str, text: str) -> LLMatcher:
         vocabulary = self._vocabulary or self._read_vocabulary()
-        from llguidance import LLMatcher, LLParserLimits
-
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise _missing() from None
         try:
             grammar = definition(kind, text)
         except (ValueError, RecursionError) as error:
@@ -105,7 +107,7 @@ class GrammarCompiler:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise RequestError(str(missing_extra("structured outputs need llguidance", "structured"))) from None
+            raise _missing() from None
         size = max(self._vocab_size, len(self._tokenizer))
         try:
             self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
@@ -205,6 +207,10 @@ def definition(kind: str, text: str) -> str:
     if kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text)))))
     return str(grammar_from("grammar" if kind == "grammar" else "regex", text))
+
+
+def _missing() -> RequestError:
+    return RequestError(str(missing_extra("structured outputs need llguidance", "structured")))
 
 
 def _bits(tokens: Sequence[int], vocab_size: int) -> Tensor:

@@ -37,7 +37,7 @@ _STRUCTURES = {
         "const float* temperature, top_p, min_p, presence, frequency, repetition, bias;"
         "const int64_t* top_k, seed, end_from;"
         "const bool* biased, in_prompt, ends, masked;"
-        "const uint32_t* allowed;"  # [slots, words], one bit per token
+        "const uint32_t* allowed;"  # [tokens, slots, words], one bit per token
         "int32_t* output_counts"
     ),
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are

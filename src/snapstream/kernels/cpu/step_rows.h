@@ -60,6 +60,20 @@ inline int64_t likeliest(const float* logits, int64_t count) {
   return best == count ? 0 : best;
 }
 
+// The same among the tokens whose bits are set.
+inline int64_t likeliest(const float* logits, int64_t count, const uint32_t* allowed) {
+  int64_t best = 0;
+  float top = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < count; i += LANES) {
+    const uint32_t word = allowed[i / 32] >> (i % 32);
+    const int64_t size = std::min<int64_t>(count - i, LANES);
+    if (word == 0 || (size == LANES && !any(load(logits + i) > top))) continue;
+    for (int64_t lane = 0; lane < size; ++lane)
+      if ((word >> lane & 1) && logits[i + lane] > top) best = i + lane, top = logits[best];
+  }
+  return best;
+}
+
 // `count` numbers of a vector, at most LANES, from `at` on.
 inline vec some(const Vector& from, int64_t at, int64_t count) {
   return with_type(from.type, [&](auto n) { return some(numbers<decltype(n)>(from) + at, count); });
@@ -216,7 +230,7 @@ class RowOperations {
     const int64_t* guesses = s.p.token + slot * s.p.token_row + 1;
     int64_t t = 0;
     for (;; ++t) {
-      const int64_t token = token_after(o.logits, slot, t);
+      const int64_t token = token_after(o, slot, t);
       s.p.taken[t * s.p.slots + slot] = token;
       if (t + 1 == s.tokens_of(slot) || guesses[t] != token) break;
     }
@@ -246,11 +260,13 @@ class RowOperations {
   }
 
  private:
-  // The most likely token after the t-th of a slot (of equal ones, the first), or the forced one.
-  int64_t token_after(const BufferView& source, int64_t slot, int64_t t) {
-    const int64_t forced = s.p.forced[slot * s.p.most_steps + t];
+  // The most likely token after the t-th of a slot (of equal ones, the first) that a grammar allows, or the forced one.
+  int64_t token_after(const Verify& o, int64_t slot, int64_t t) {
+    const int64_t forced = s.p.forced[slot * s.p.most_steps + t], vocabulary = o.logits.size;
     if (forced >= 0) return forced;
-    return likeliest(at<float>(source, slot * s.p.tokens + t), source.size);
+    const float* logits = at<float>(o.logits, slot * s.p.tokens + t);
+    if (!o.state.masked[slot]) return likeliest(logits, vocabulary);
+    return likeliest(logits, vocabulary, o.state.allowed + (t * s.p.slots + slot) * ((vocabulary + 31) / 32));
   }
 
   Step& s;

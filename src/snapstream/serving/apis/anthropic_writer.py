@@ -58,7 +58,7 @@ class AnthropicWriter(Writer):
         content: list[dict[str, Any]] = []
         if said.reasoning:
             content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.text or not said.calls:
+        if said.text or not (said.calls or said.reasoning):
             content.append({"type": "text", "text": said.text})
         for call in said.calls:
             content.append(

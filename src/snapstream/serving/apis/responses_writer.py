@@ -129,7 +129,7 @@ class ResponseWriter(Writer):
     def _events_of(said: Said) -> list[Event]:
         """The events of a whole answer."""
         events: list[Event] = [Reasoning(said.reasoning)] if said.reasoning else []
-        if said.text or not said.calls:
+        if said.text or not (said.calls or said.reasoning):
             events.append(Text(said.text))
         for call in said.calls:
             events.append(CallBegin(0, call.call_id, call.name))

@@ -62,6 +62,7 @@ def _is_shown(form: ToolFormat, template: str) -> bool:
 
 def find_tags(template: str, vocabulary: Mapping[str, int]) -> Tags | None:
     """The tags of reasoning that a chat template or a vocabulary shows; ``None`` for a model without any."""
+
     def is_shown(tags: Tags) -> bool:
         return any(tag in template or tag.strip() in vocabulary for tag in tags)
 

@@ -70,7 +70,7 @@ def _pattern(choose, depth):
 
 
 def _format(choose, depth):
-    return {"type": "string", "format": choose.choice(["date", "time", "uuid", "ipv4", "date-time"])}
+    return {"type": "string", "format": choose.choice(["date", "uuid", "ipv4", "ipv6"])}
 
 
 def _any_of(choose, depth):
