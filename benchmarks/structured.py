@@ -66,9 +66,14 @@ def check_answers(llm: LLM, number: int, budget: int) -> None:
     )
 
 
-def rate(llm: LLM, params: Sequence[SamplingParams], prompt: Sequence[int], counted: int) -> float:
+def rate(llm: LLM, params: Sequence[SamplingParams], counted: int) -> float:
     """Tokens per second and sequence of the first ``counted`` ones, from when all are decoded."""
-    names = [llm.engine.add_request([*prompt, 100 + at], each) for at, each in enumerate(params)]
+    asked = "List 60 cities as a JSON array, without any other text. An example of one: "
+    examples = (
+        json.dumps({"name": name, "population": 1000, "country": "Utopia", "capital": False}) for name in "ABCD"
+    )
+    prompts = [llm.chat_prompt([{"role": "user", "content": asked + example}]) for example in examples]
+    names = [llm.engine.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=False)]
     first, last = {}, {}
     while len(last) < len(names):
         for output in llm.engine.step():
@@ -83,9 +88,6 @@ def rate(llm: LLM, params: Sequence[SamplingParams], prompt: Sequence[int], coun
 
 def compare_speed(llm: LLM, rounds: int) -> None:
     """Print speeds with and without a schema, measured in turn."""
-    prompt = llm.chat_prompt(
-        [{"role": "user", "content": f"List 60 cities as JSON that fits this schema: {json.dumps(CITIES)}"}]
-    )
     free = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     shaped = SamplingParams(max_tokens=TOKENS, ignore_eos=True, structured_outputs=StructuredOutputs(json=CITIES))
     cases = {
@@ -93,10 +95,10 @@ def compare_speed(llm: LLM, rounds: int) -> None:
         "4 sequences": ([free] * 4, [shaped] * 4, 4),
         "3 free ones beside 1 with a schema": ([free] * 4, [free] * 3 + [shaped], 3),
     }
-    rate(llm, [shaped], prompt, 1)
+    rate(llm, [shaped], 1)
     print("| | tokens/s, free | with a schema | ratio |\n|---|---|---|---|")
     for name, (plain, other, counted) in cases.items():
-        pairs = [(rate(llm, plain, prompt, counted), rate(llm, other, prompt, counted)) for _ in range(rounds)]
+        pairs = [(rate(llm, plain, counted), rate(llm, other, counted)) for _ in range(rounds)]
         ratios = sorted(second / first for first, second in pairs)
         means = [statistics.median(column) for column in zip(*pairs, strict=True)]
         print(
