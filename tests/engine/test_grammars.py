@@ -210,7 +210,6 @@ def test_a_stop_string_ends_a_structured_output(of_pairs):
     [
         ({"json": {"type": "string", "format": "nonsense"}}, "JSON schema cannot be used: Unknown format: nonsense"),
         ({"json": "{"}, "JSON schema is invalid"),
-        ({"json": False}, "JSON schema is invalid"),
         ({"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}, "JSON schema cannot be used"),
         ({"regex": "("}, "regular expression cannot be used"),
         ({"grammar": "start: missing"}, "grammar cannot be used"),
@@ -251,6 +250,37 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request(of_pairs, monke
     assert "the grammar cannot be followed further" in outputs[0].error
     assert outputs[1].token_ids == alone.token_ids
     assert llm.generate("x", good)[0].token_ids == alone.token_ids
+
+
+def test_a_grammar_that_has_become_too_complex_can_be_asked_for_again(of_pairs, monkeypatch):
+    """Outputs share a lexer, whose states are limited; at the limit, it is compiled anew."""
+    llm = make(of_pairs, BUDGET)
+    monkeypatch.setattr(grammar, "MOST_STATES", 60)
+    bad = shaped(200, 1.0, regex="(([a-c]{0,30}[0-9]{0,30}){0,30}x){0,30}")
+    counts = []
+    for _ in range(3):
+        output = llm.generate("a", bad)[0]
+        counts.append((output.finish_reason, output.token_count))
+    assert counts == counts[:1] * 3
+    assert counts[0][1] > 1
+
+
+def test_who_finds_a_grammar_does_not_wait_for_the_compilation_of_another(pairs):
+    compiler = GrammarCompiler(pairs, len(pairs), [pairs.eos_token_id])
+    compiler.compile(StructuredOutputs(choice=["ready"]))
+    with compiler._compiling:  # as if another thread were compiling
+        assert compiler.start(StructuredOutputs(choice=["ready"])).forced
+
+
+def test_tokens_that_would_end_the_output_too_early_belong_to_the_grammar(of_pairs):
+    llm = make(of_pairs, BUDGET)
+    seven = llm.tokenizer.encode("7", add_special_tokens=False)[0]
+    for seed in range(6):
+        more = {"min_tokens": 20, "stop_token_ids": (seven,)}
+        output = llm.generate("a", shaped(60, 1.0, seed, regex="[0-9]{50}", params=more))[0]
+        assert output.token_count >= 20
+        assert output.text.isdigit()
+        assert output.finish_reason == "stop"
 
 
 def test_without_the_library_the_error_names_the_extra(of_pairs, monkeypatch):

@@ -116,6 +116,13 @@ def test_responses_follow_each_other(client):
     assert again.output_text == second.output_text, "a response can be followed more than once"
 
 
+def test_ids_of_responses_are_their_own(server):
+    """Whatever id a client gives its requests."""
+    headers = {"Authorization": "Bearer secret", "X-Request-Id": "always-the-same"}
+    answers = [post(server, "/v1/responses", headers=headers, input="x", max_output_tokens=1).json() for _ in range(2)]
+    assert answers[0]["id"] != answers[1]["id"]
+
+
 def test_responses_that_are_not_there(client, server):
     kept = respond(client, max_output_tokens=2)
     unkept = respond(client, max_output_tokens=2, store=False)
@@ -326,6 +333,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ("/v1/responses", {"input": "x", "tools": [{"type": "function"}]}, "a function needs a name"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "give a schema"),
         ("/v1/responses", {"input": "x", "tool_choice": "required"}, "there are no tools"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [0] * 100_000}]}, "input[0].content"),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 1, "system": [0] * 100_000}, "system"),
     ],
 )
 def test_errors_are_in_the_format_of_the_api(server, path, body, message):
@@ -374,8 +383,10 @@ def test_history_is_bounded():
     assert history.get("you", "r0") is None
     history.put("me", "long", [{"role": "user", "content": "x" * 2000}])
     assert history.get("me", "long") is None
-    assert not history._known
-    assert history._size == 0
+    assert history.get("me", "r0"), "what is too large drops nothing else"
+    for _ in range(100):
+        history.put("me", "again", [{"role": "user", "content": "x" * 300}])
+    assert history._size == sum(map(len, history._known.values())) <= 1000
 
 
 def test_documents_are_text(claude, server):

@@ -294,6 +294,10 @@ def test_reasoning_can_stay_in_the_text(tmp_path_factory):
         ({"guided_choice": []}, "one or more strings", "guided_choice"),
         ({"guided_grammar": "start: nothing"}, "the grammar cannot be used", None),
         ({"functions": [{"name": "x"}]}, "use tools", "functions"),
+        ({"tools": [tool("a", {"properties": ["x"]})]}, "it must map names", "tools[0].function.parameters.properties"),
+        ({"tools": [tool("a", {"required": True})]}, "it must be a list", "tools[0].function.parameters.required"),
+        ({"tools": TOOLS, "guided_json": "no json"}, "the json is invalid", None),
+        ({"tools": TOOLS, "guided_grammar": "root ::= ("}, "invalid", None),
     ],
 )
 def test_bad_requests(server, body, message, param):

@@ -24,7 +24,7 @@ class StructuredOutputs:
         grammar: A grammar in Lark's or GBNF's syntax; see the documentation of llguidance.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
+    json: str | Mapping[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -49,7 +49,7 @@ class StructuredOutputs:
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
                 raise RequestError(f"structured_outputs: {name} must be a non-empty string")
-        if self.json is not None and not isinstance(self.json, str | Mapping | bool):
+        if self.json is not None and not isinstance(self.json, str | Mapping):
             raise RequestError("structured_outputs: json must be a JSON schema: an object, or its text")
 
     @property
@@ -70,7 +70,7 @@ class StructuredOutputs:
         if isinstance(value, str):
             return value
         try:
-            return json.dumps(value if isinstance(value, Mapping | bool) else list(value), allow_nan=False)
+            return json.dumps(value if isinstance(value, Mapping) else list(value), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {self.kind} cannot be written as JSON: {error}") from error
 

@@ -45,8 +45,8 @@ class StepResult:
 
     Attributes:
         tokens: Per request, its tokens; those after its end are of no use.
-        drafted: Per request, draft tokens that were verified; ``None`` without any. All tokens of a request but one are
-            then accepted draft tokens.
+        drafted: Per request, draft tokens that were verified; ``None`` without any. Of a request with any, all tokens
+            but one are accepted draft tokens; others may have forced ones.
     """
 
     tokens: Sequence[Sequence[Token]]

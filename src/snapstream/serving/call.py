@@ -59,7 +59,6 @@ class Call:
         self.prompts: Sequence[Prompt] = ()
         self._max_tokens, self._prompt_tokens, self._cached = max_tokens, 0, 0
         self._batch: Batch | None = None
-        self._error: str | None = None
 
     @property
     def batch(self) -> Batch:
@@ -99,7 +98,8 @@ class Call:
         if not self._is_chat:
             return AnswerReader(None, None)
         parallel = not isinstance(self.body, ToolFields) or self.body.parallel
-        return self.parts.answers.reader(self.parts.reader.ending(prompt), self._tools, parallel=parallel)
+        ending, strict = self.parts.reader.ending(prompt), self._shape is not None
+        return self.parts.answers.reader(ending, self._tools, parallel=parallel, strict=strict)
 
     def _wanted(self, prompt: Prompt) -> Callable[[], StructuredOutputs] | None:
         """What makes the shape of the answers; ``None`` if they may be any text."""

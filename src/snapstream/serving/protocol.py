@@ -14,7 +14,7 @@ from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.body import Body, Text, Token, Tokens, encodable
 from snapstream.serving.messages import Messages, TemplateVariables
 from snapstream.serving.shapes import Shaped
-from snapstream.serving.tools.definitions import Tool, ToolFields
+from snapstream.serving.tools.definitions import MOST_TOOLS, Tool, ToolFields
 from snapstream.serving.unsupported import NEUTRAL, UNSUPPORTED, UNUSED
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_BIASES = 16, 1024, 1024
@@ -214,7 +214,7 @@ class TokenizeRequest(Request):
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = False
 

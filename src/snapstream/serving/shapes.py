@@ -25,7 +25,7 @@ class JsonSchema(Body):
 
     name: Text | None = None
     description: Text | None = None
-    schema_: Schema | bool | None = Field(None, alias="schema")
+    schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Accepted; an answer always fits its schema.")
 
     @classmethod
@@ -55,11 +55,11 @@ class Shaped(Body):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="One of json, json_object, regex, choice and grammar (Lark or GBNF), as in vLLM."
     )
-    guided_json: dict[str, Any] | Text | bool | None = Field(
-        None, description="An older name of structured_outputs.json."
-    )
+    guided_json: dict[str, Any] | Text | None = Field(None, description="An older name of structured_outputs.json.")
     guided_regex: Text | None = Field(None, description="An older name of structured_outputs.regex.")
-    guided_choice: list[Text] | None = Field(None, description="An older name of structured_outputs.choice.")
+    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
+        None, description="An older name of structured_outputs.choice."
+    )
     guided_grammar: Text | None = Field(None, description="An older name of structured_outputs.grammar.")
 
     _older: ClassVar[Mapping[str, str]] = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}

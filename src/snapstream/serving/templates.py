@@ -158,6 +158,8 @@ def in_plain_words(given: Sequence[dict[str, Any]], described: str) -> list[dict
                 plain[-1]["content"] += f"\n{result}"
             else:
                 plain.append({"role": "user", "content": result, "is_result": True})
+        elif message["role"] == "user" and plain and plain[-1].get("is_result"):
+            plain[-1]["content"] += f"\n{content}"
         elif calls:
             written = "\n".join(f"<tool_call>\n{json.dumps(_plain_call(call))}\n</tool_call>" for call in calls)
             plain.append({"role": message["role"], "content": f"{content}\n{written}".strip()})

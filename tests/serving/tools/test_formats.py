@@ -8,7 +8,7 @@ import pytest
 
 from snapstream.config import StructuredOutputs
 from snapstream.engine.requests.grammar import GrammarCompiler
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.tools.base import CallReader
 from snapstream.serving.tools.events import Arguments, CallBegin, Said
 from snapstream.serving.tools.formats import FORMATS, AnswerFormat, find_format, find_tags
@@ -145,6 +145,9 @@ TEXTS = [
     "Use <tool_call> to call a tool, as in <tool_call>{...}</tool_call>.",
     '{"name": "Paul", "age": 3}',
     '{"name": 3}',
+    '{"name": {"first": "John"}, "age": 3}',
+    '{"name": []}',
+    '{"name": "stop", "age": 5}',
     '{"a": 1',
     '```json\n{"cities": ["Rome"]}\n```',
     "```python\nprint(1)\n```",
@@ -279,6 +282,43 @@ def test_unknown_formats_are_refused():
         find_format("nonsense", "")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"arguments": {"city": 3}, "name": "get_weather"}</tool_call>',
+        '<tool_call>{"name": "get_weather", "more": 1, "arguments": {"city": 3}}</tool_call>',
+        '{"name": "get_weather", "arguments": "{}"}',
+    ],
+)
+def test_strictly_read_only_what_a_grammar_knows_is_a_call(text):
+    for strict in (False, True):
+        reader, said = CallReader(NAMES["hermes"], TOOLS, strict=strict), Said()
+        for event in [*reader.feed(text), *reader.feed("", last=True)]:
+            said.add(event)
+        assert bool(said.calls) is not strict
+        assert said.text == (text if strict else "")
+
+
+def test_a_missing_brace_leaves_no_mark_behind():
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "x"}</tool_call>\nDone.'
+    said, _ = read(NAMES["hermes"], text, 1)
+    assert [call.name for call in said.calls] == ["get_weather"]
+    assert said.text == "Done."
+
+
+def test_special_tokens_without_a_meaning_are_left_out():
+    answers = AnswerFormat(NAMES["mistral"], None, ["[TOOL_CALLS]", "[INST]", "</s>"], None)
+    reader, said = answers.reader("", TOOLS), Said()
+    for event in [
+        *reader.feed("a[INST]b"),
+        *reader.feed('[TOOL_CALLS][{"name": "stop"}]</s>'),
+        *reader.feed("", last=True),
+    ]:
+        said.add(event)
+    assert said.text == "ab"
+    assert [call.name for call in said.calls] == ["stop"]
+
+
 # -- grammars ---------------------------------------------------------------------------------------------------------
 
 SPECIAL = (
@@ -341,6 +381,80 @@ def test_what_a_grammar_allows_is_read_as_a_call_that_fits(compiler, tokenizer, 
                 assert call.name in chosen
                 jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
     assert complete > 1
+
+
+PLACES = {
+    "type": "object",
+    "properties": {
+        "from": {"$ref": "#/$defs/Place"},
+        "$to": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "größe": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["from", "$to", "größe"],
+    "additionalProperties": False,
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "integer", "minimum": 0, "maximum": 9},
+                "name": {"type": "string", "maxLength": 5},
+            },
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_definitions_and_odd_names(compiler, tokenizer, name):
+    answers = AnswerFormat(NAMES[name], None, tokenizer.all_special_tokens, compiler)
+    schema = PLACES
+    if name == "pythonic":
+        with pytest.raises(RequestError, match="argument named"):
+            answers.must_call("", {"go": schema}, parallel=False)
+        renamed = {"to" if key == "$to" else key: value for key, value in PLACES["properties"].items()}
+        renamed = {{"from": "start", "größe": "size"}.get(key, key): value for key, value in renamed.items()}
+        schema = PLACES | {"properties": renamed, "required": ["start", "to", "size"]}
+    shape, choose, complete = answers.must_call("", {"go": schema}, parallel=False), random.Random(name), 0
+    for _ in range(8):
+        text, finished = walk(compiler, tokenizer, shape, choose)
+        said, _ = read(NAMES[name], text, tools={"go": schema})
+        if finished:
+            complete += 1
+            (call,) = said.calls
+            arguments = json.loads(call.arguments)
+            if name in ("gemma4", "functiongemma", "qwen3_coder"):  # lengths of strings are not enforced
+                for each in (value for value in arguments.values() if isinstance(value, dict)):
+                    each.pop("name", None)
+            jsonschema.validate(arguments, schema)
+    assert complete > 1
+
+
+def test_a_shape_of_gpt_oss_is_in_its_final_channel(compiler, tokenizer):
+    answers = AnswerFormat(NAMES["gpt_oss"], None, tokenizer.all_special_tokens, compiler)
+    for shape in (
+        answers.after_reasoning("", StructuredOutputs(choice=["yes"])),
+        answers.may_call("", TOOLS, StructuredOutputs(choice=["yes"]), parallel=True),
+    ):
+        for text in (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            "<|channel|>final<|message|>yes",
+        ):
+            grammar = compiler.start(shape)
+            for token in tokenizer.encode(text, add_special_tokens=False):
+                grammar.accept(token)
+            said, _ = read(NAMES["gpt_oss"], text)
+            assert said.text == "yes"
+
+
+@pytest.mark.parametrize("shape", [{"json": "no json"}, {"grammar": "root ::= ("}, {"grammar": '{"grammars": []}'}])
+def test_bad_shapes_after_the_reasoning_are_refused(compiler, tokenizer, shape):
+    answers = AnswerFormat(NAMES["hermes"], Tags("<think>", "</think>"), tokenizer.all_special_tokens, compiler)
+    with pytest.raises(RequestError):
+        compiler.compile(answers.after_reasoning("", StructuredOutputs(**shape)))
+    with pytest.raises(RequestError):
+        compiler.compile(answers.may_call("", TOOLS, StructuredOutputs(**shape), parallel=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

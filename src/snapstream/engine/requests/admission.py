@@ -93,6 +93,7 @@ class Admission:
         known = tokens if past is None else [*past.tokens[-CONTEXT:], *tokens]
         stop_ids = {*params.stop_token_ids, *stop_tokens(params.stop, self._special)}
         stop_ids |= set() if params.ignore_eos else self.end_tokens
+        wanted = params.structured_outputs
         return Request(
             request_id=name,
             prompt=tokens,
@@ -107,7 +108,7 @@ class Admission:
                     self.tokenizer, self.special_tokens, known[-CONTEXT:], skip_special=params.skip_special_tokens
                 ),
             ),
-            grammar=None if params.structured_outputs is None else self.grammars.start(params.structured_outputs),
+            grammar=None if wanted is None else self.grammars.start(wanted, stop_ids),
             past=past,
             keep=keep,
             salt=salt,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from snapstream.config import StructuredOutputs
+from snapstream.engine.requests.tokenizing import give_memory_back
 from snapstream.errors import RequestError, missing_extra
 from snapstream.kernels.sampling import mask_words
 
@@ -43,17 +44,23 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
-        self._lock = threading.Lock()
+        # A compilation may take seconds; who finds what is compiled does not wait for it.
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
+        self._special: Mapping[str, int] | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
-    def start(self, wanted: StructuredOutputs) -> OutputGrammar:
+    def start(self, wanted: StructuredOutputs, ends: Iterable[int] = ()) -> OutputGrammar:
         """Begin an output; the grammar is compiled unless :meth:`compile` was called.
+
+        Args:
+            wanted: The shape.
+            ends: Tokens that end this output, besides the model's.
 
         Raises:
             RequestError: It cannot be used; the message says why.
         """
-        return OutputGrammar(self.compile(wanted).deep_copy(), self._vocab_size, self._ends)
+        return OutputGrammar(self.compile(wanted).deep_copy(), self._vocab_size, {*self._ends, *ends})
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """Compile a grammar, or find it among the last ones.
@@ -64,13 +71,27 @@ class GrammarCompiler:
         kind, text = wanted.kind, wanted.text
         if len(text) > MOST_CHARACTERS:
             raise RequestError(f"the {_NAMES[kind]} has {len(text)} characters; at most {MOST_CHARACTERS}")
-        with self._lock:  # one at a time, so that they never take more than one core
+        known = self._find(kind, text)
+        if known is None:
+            with self._compiling:  # one at a time, so that they never take more than one core
+                known = self._find(kind, text) or self._make(kind, text)
+                with self._lock:
+                    self._compiled[kind, text] = known
+                    while len(self._compiled) > KEPT:
+                        self._compiled.popitem(last=False)
+        return known
+
+    def _find(self, kind: str, text: str) -> LLMatcher | None:
+        """A compiled grammar, unless outputs have brought what they share to its limits."""
+        with self._lock:
             known = self._compiled.get((kind, text))
-            if known is None:
-                known = self._compiled[kind, text] = self._make(kind, text)
-                while len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end((kind, text))
+            if known is not None:
+                self._compiled.move_to_end((kind, text))
+                copy = known.deep_copy()
+                copy.compute_bitmask()
+                if copy.is_error():
+                    del self._compiled[kind, text]
+                    return None
             return known
 
     def special_tokens(self) -> Mapping[str, int]:
@@ -79,10 +100,12 @@ class GrammarCompiler:
         Raises:
             RequestError: Grammars are not possible.
         """
-        with self._lock:
-            vocabulary = self._vocabulary or self._read_vocabulary()
-            added = self._tokenizer.added_tokens_decoder
-            return {token.content: at for at, token in added.items() if vocabulary.is_special_token(at)}
+        if self._special is None:
+            with self._compiling:
+                vocabulary = self._vocabulary or self._read_vocabulary()
+                added = self._tokenizer.added_tokens_decoder
+                self._special = {token.content: at for at, token in added.items() if vocabulary.is_special_token(at)}
+        return self._special
 
     def _make(self, kind: str, text: str) -> LLMatcher:
         vocabulary = self._vocabulary or self._read_vocabulary()
@@ -95,7 +118,10 @@ class GrammarCompiler:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
         limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, max_lexer_states=MOST_STATES, verbose_errors=False)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        try:
+            matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        except Exception as error:  # text that is no text, for one
+            raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds rows that are too long, and warms what copies share
         if matcher.is_error():
@@ -113,6 +139,7 @@ class GrammarCompiler:
             self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
         except Exception as error:  # the library raises several kinds
             raise RequestError(f"structured outputs are not possible with this model's tokenizer: {error}") from error
+        give_memory_back()  # the tokenizer has been a text of its own size in between
         return self._vocabulary
 
 
@@ -124,7 +151,7 @@ class OutputGrammar:
         finished: Whether the output is complete.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Iterable[int]) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._row = torch.zeros(mask_words(max(vocab_size, 1)), dtype=torch.int32)
         self._ends = _bits(ends, vocab_size)
@@ -167,10 +194,9 @@ class OutputGrammar:
         rows = torch.full((most, len(self._row)), -1, dtype=torch.int32)
         taken = 0
         for row, place in zip(rows, places, strict=True):
-            step = following[taken:place]
-            if step and self._matcher.try_consume_tokens(list(step)) < len(step):
+            taken += self._matcher.try_consume_tokens(list(following[taken:place]))
+            if taken < place:
                 break
-            taken = place
             if self._matcher.is_stopped():
                 break
             self._write(row, may_end=place >= early)
@@ -213,7 +239,7 @@ def _missing() -> RequestError:
     return RequestError(str(missing_extra("structured outputs need llguidance", "structured")))
 
 
-def _bits(tokens: Sequence[int], vocab_size: int) -> Tensor:
+def _bits(tokens: Iterable[int], vocab_size: int) -> Tensor:
     """A mask of these tokens."""
     flat = torch.zeros(mask_words(vocab_size) * 4, 8, dtype=torch.uint8)
     for token in tokens:

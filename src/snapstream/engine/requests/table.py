@@ -171,7 +171,7 @@ class RequestTable:
                 break
             is_last = request.remaining <= 1
             grammar, is_complete = request.grammar, False
-            if grammar is not None and token.token_id not in request.text.stop_ids:
+            if grammar is not None and not request.text.ends_at(token.token_id):
                 grammar.accept(token.token_id)
                 is_complete = grammar.finished
             if request.text.append(token.token_id, token.logprobs, last=is_last or is_complete) or is_complete:

@@ -53,7 +53,7 @@ class OutputText:
         self.tokens.append(token)
         if logprobs is not None:
             self.produced.logprobs.append(logprobs)
-        is_early = len(self.tokens) <= max(len(self.params.forced), self.params.min_tokens)
+        is_early = len(self.tokens) <= self._early_tokens
         at_stop = token in self.stop_ids and not is_early
         if at_stop and token in self.params.stop_token_ids:
             self.stopped_by = token
@@ -65,6 +65,15 @@ class OutputText:
         if is_early:
             self._early = self.length
         return self._cut_at_stop_string() or at_stop
+
+    @property
+    def _early_tokens(self) -> int:
+        """Number of tokens of which none ends the output."""
+        return max(len(self.params.forced), self.params.min_tokens)
+
+    def ends_at(self, token: int) -> bool:
+        """Whether this token would end the output if it came next."""
+        return token in self.stop_ids and len(self.tokens) >= self._early_tokens
 
     def take_new(self, *, finished: bool) -> str:
         """Return the text that is final and was not returned before."""

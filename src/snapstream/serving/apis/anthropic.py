@@ -84,10 +84,11 @@ class ToolResultBlock(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[TextBlock] | None = None
+    content: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
+Texts = Annotated[list[TextBlock], Field(fail_fast=True)]
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock | TextDocument
 _KINDS = frozenset(("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document"))
 
@@ -96,7 +97,7 @@ class AnthropicMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Annotated[Block, Field(discriminator="type")]]
+    content: Text | Annotated[list[Annotated[Block, Field(discriminator="type")]], Field(fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +183,7 @@ class CountRequest(Body):
 
     model: Text | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Text | list[TextBlock] | None = None
+    system: Text | Texts | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
@@ -220,7 +221,7 @@ class MessagesRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Annotated[list[Text], Field(fail_fast=True)] | None = None
     session_id: Text | None = Field(None, description="See chat completions.")
     kv_budget: Annotated[int, Field(ge=1)] | None = Field(None, description="See chat completions.")
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from snapstream.engine import RequestOutput
 from snapstream.serving.errors import ApiError
 from snapstream.serving.streams import event
-from snapstream.serving.tools.events import CallBegin, Event, Reasoning, Text
+from snapstream.serving.tools.events import CallBegin, Event, Part, Reasoning, Text
 from snapstream.serving.writer import Writer
 
 
@@ -54,16 +54,16 @@ class AnthropicWriter(Writer):
 
     @override
     def whole(self) -> AnthropicAnswer:
-        said, (output,) = self.said[0], self.ended()
+        (output,) = self.ended()
         content: list[dict[str, Any]] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.text or not (said.calls or said.reasoning):
-            content.append({"type": "text", "text": said.text})
-        for call in said.calls:
-            content.append(
-                {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _object(call.arguments)}
-            )
+        for part in self.said[0].parts or [Part("text")]:
+            if part.kind == "call":
+                block = {"id": part.call_id, "name": part.name, "input": _object(part.text)}
+                content.append({"type": "tool_use"} | block)
+            elif part.kind == "text":
+                content.append({"type": "text", "text": part.text})
+            else:
+                content.append({"type": "thinking", "thinking": part.text, "signature": ""})
         return self._message(content, output)
 
     @override

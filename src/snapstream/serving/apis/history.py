@@ -25,6 +25,9 @@ class ResponseHistory:
     def put(self, owner: str, name: str, messages: Sequence[dict[str, Any]]) -> None:
         """Store a conversation under the id of its last response; one that is too large is not stored."""
         data = json.dumps(messages).encode()
+        self.delete(owner, name)
+        if len(data) > self._max_bytes:
+            return
         self._size += len(data)
         self._known[owner, name] = data
         while self._size > self._max_bytes:

@@ -54,7 +54,7 @@ class Part(Body):
         return "a part"
 
 
-Content = Text | list[Part]
+Content = Text | Annotated[list[Part], Field(fail_fast=True)]
 
 
 class Item(Body):
@@ -69,7 +69,7 @@ class Item(Body):
     name: Text | None = None
     arguments: Text | None = None
     output: Content | None = None
-    summary: list[Part] | None = None
+    summary: Annotated[list[Part], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="before")
     @classmethod

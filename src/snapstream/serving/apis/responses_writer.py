@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from snapstream.serving.apis.responses import ResponseRequest
 from snapstream.serving.call import Call
 from snapstream.serving.errors import ApiError
 from snapstream.serving.streams import event
-from snapstream.serving.tools.events import Arguments, CallBegin, Event, Reasoning, Said, Text
+from snapstream.serving.tools.events import Arguments, CallBegin, Event, Part, Reasoning, Said, Text
 from snapstream.serving.writer import Writer
 
 Item = dict[str, Any]
@@ -82,12 +83,13 @@ class ResponseWriter(Writer):
 
         Args:
             call: See :class:`Writer`.
-            request_id: See :class:`Writer`.
+            request_id: Not used: a response has an id of its own.
             created: See :class:`Writer`.
             body: The request.
             keep: Stores what was said, for later requests, given the response's id.
         """
-        super().__init__(call, request_id, created)
+        # Not the request's id, which clients may choose.
+        super().__init__(call, uuid.uuid4().hex, created)
         self._body, self._keep = body, keep
         self._numbers = itertools.count()
         self._items: list[Item] = []
@@ -128,12 +130,12 @@ class ResponseWriter(Writer):
     @staticmethod
     def _events_of(said: Said) -> list[Event]:
         """The events of a whole answer."""
-        events: list[Event] = [Reasoning(said.reasoning)] if said.reasoning else []
-        if said.text or not (said.calls or said.reasoning):
-            events.append(Text(said.text))
-        for call in said.calls:
-            events.append(CallBegin(0, call.call_id, call.name))
-            events.append(Arguments(0, call.arguments))
+        events: list[Event] = []
+        for part in said.parts or [Part("text")]:
+            if part.kind == "call":
+                events += [CallBegin(0, part.call_id, part.name), Arguments(0, part.text)]
+            else:
+                events.append(Text(part.text) if part.kind == "text" else Reasoning(part.text))
         return events
 
     # -- items --------------------------------------------------------------------------------------------------------
@@ -216,7 +218,8 @@ class ResponseWriter(Writer):
                 output_tokens_details=OutputDetails(reasoning_tokens=0),
                 total_tokens=counts.total_tokens,
             )
-        given = body.model_dump(by_alias=True, exclude_none=True)
+        shown = {"reasoning", "text", "tool_choice", "tools"}
+        given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
         return ResponseAnswer(
             id=self.id,
             object="response",

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call
+from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -23,6 +23,7 @@ class DeepSeek31(ToolFormat):
     name = "deepseek_v31"
     marks = (_CALLS,)
     openings = (_CALLS, _CALL)
+    marked = (_CALLS, _END_OF_CALLS, _CALL, _SEPARATOR, _END)
 
     @override
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
@@ -47,13 +48,13 @@ class DeepSeek31(ToolFormat):
         yield from source.spaces()
         if (yield from source.char()) != "{":
             raise NotACallError
-        sink.begin(name)
+        begin_call(source, sink, name)
         yield from source.value(sink.arguments)
-        end_call(source, sink)
         yield from source.spaces()
         if is_fenced:
             yield from source.accept("```")
         yield from source.accept(_END)
+        end_call(source, sink)
 
     @override
     def block(self, call: str, write: GrammarWriter) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -132,6 +133,7 @@ class ToolFields(Body):
             if tool.function.name in schemas:
                 place = f"tools[{at}].function.name"
                 raise ApiError(400, f"{place}: there are two tools named {tool.function.name!r}", param=place)
+            _check_schema(tool.schema_of_arguments, f"tools[{at}].function.parameters")
             schemas[tool.function.name] = tool.schema_of_arguments
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
@@ -141,3 +143,23 @@ class ToolFields(Body):
         if self.must_call and not schemas:
             raise ApiError(400, "tool_choice is 'required', but there are no tools", param="tool_choice")
         return schemas
+
+
+def _check_schema(schema: Mapping[str, Any], place: str) -> None:
+    """Check what every format relies on.
+
+    Raises:
+        ApiError: The schema is invalid.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    fits = properties is None or (
+        isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
+    )
+    if not fits:
+        raise ApiError(400, f"{place}.properties: it must map names to schemas", param=f"{place}.properties")
+    if required is not None and not (isinstance(required, list) and all(isinstance(each, str) for each in required)):
+        raise ApiError(400, f"{place}.required: it must be a list of names", param=f"{place}.required")
+    try:
+        json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{place}: it cannot be written as JSON: {error}", param=place) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Collection
@@ -51,52 +50,93 @@ Event = Text | Reasoning | CallBegin | Arguments
 
 
 @dataclass
-class Call:
-    """A whole call."""
+class Part:
+    """A part of a whole answer.
 
-    call_id: str
-    name: str
-    arguments: str = ""
+    Attributes:
+        kind: ``text``, ``reasoning`` or ``call``.
+        call_id: Id of a call.
+        name: The tool of a call.
+        pieces: Its text, or the arguments of the call.
+    """
+
+    kind: str
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of a call."""
+        return self.text
 
     def function(self) -> dict[str, str]:
-        """Its name and its arguments."""
-        return {"name": self.name, "arguments": self.arguments}
+        """The name and the arguments of a call."""
+        return {"name": self.name, "arguments": self.text}
 
 
 @dataclass
 class Said:
-    """An answer so far."""
+    """An answer so far.
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    Attributes:
+        parts: Its parts, in order.
+    """
+
+    parts: list[Part] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         """Add what is new."""
-        if isinstance(event, Text):
-            self.text += event.text
-        elif isinstance(event, Reasoning):
-            self.reasoning += event.text
-        elif isinstance(event, CallBegin):
-            self.calls.append(Call(event.call_id, event.name))
-        else:
-            self.calls[event.number].arguments += event.text
+        if isinstance(event, CallBegin):
+            self.parts.append(Part("call", event.call_id, event.name))
+            return
+        kind = "text" if isinstance(event, Text) else "reasoning" if isinstance(event, Reasoning) else "call"
+        if not self.parts or self.parts[-1].kind != kind:
+            self.parts.append(Part(kind))
+        self.parts[-1].pieces.append(event.text)
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return "".join(part.text for part in self.parts if part.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning."""
+        return "".join(part.text for part in self.parts if part.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[Part]:
+        """The calls."""
+        return [part for part in self.parts if part.kind == "call"]
 
 
 class Sink:
     """Collects the events of one answer.
 
-    Args:
-        tools: Names of the tools that may be called.
-        short_ids: Whether ids of calls are nine letters and digits, as Mistral's templates want them.
+    Attributes:
+        strict: Whether calls must be written as grammars write them.
+        calls: Number of calls so far.
+        begun: Whether the call that is being read has begun, so that it can no longer turn out to be text.
     """
 
-    def __init__(self, tools: Collection[str], *, short_ids: bool = False) -> None:
+    def __init__(self, tools: Collection[str], *, short_ids: bool = False, strict: bool = False) -> None:
+        """Create an empty answer.
+
+        Args:
+            tools: Names of the tools that may be called.
+            short_ids: Whether ids of calls are nine letters and digits, as Mistral's templates want them.
+            strict: See :attr:`strict`.
+        """
+        self.strict, self.calls, self.begun = strict, 0, False
         self._tools, self._short = tools, short_ids
         self._events: list[Event] = []
-        self._spaces = ""
-        self.calls = 0
-        self.begun = False
+        self._spaces, self._after_call = "", False
 
     def text(self, text: str) -> None:
         """Add text; whitespace around calls is left out."""
@@ -106,12 +146,8 @@ class Sink:
         if not kept:
             self._spaces += text
             return
-        before = "" if self.calls and self._after_call else self._spaces
-        kept_from = kept.lstrip() if self.calls and self._after_call else kept
-        self._add(Text(before + kept_from))
+        self._add(Text(kept.lstrip() if self._after_call else self._spaces + kept))
         self._spaces, self._after_call = text[len(kept) :], False
-
-    _after_call = False
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
@@ -135,7 +171,7 @@ class Sink:
         Raises:
             NotACallError: It does not.
         """
-        if name not in self._tools:
+        if not isinstance(name, str) or name not in self._tools:
             raise NotACallError
 
     def arguments(self, text: str) -> None:
@@ -143,11 +179,10 @@ class Sink:
         if text:
             self._add(Arguments(self.calls - 1, text))
 
-    def call(self, name: str, arguments: object) -> None:
+    def call(self, name: str, arguments: str) -> None:
         """Add a whole call."""
         self.begin(name)
-        self.arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-        self.begun = False
+        self.arguments(arguments)
 
     def end(self) -> None:
         """End the answer: whitespace that was held back belongs to its text, unless it follows a call."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from snapstream.config import StructuredOutputs
 from snapstream.engine import LLM
 from snapstream.engine.requests.grammar import GrammarCompiler, definition
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.settings import ServerSettings
 from snapstream.serving.tools.base import CallReader, ToolFormat, Tools
 from snapstream.serving.tools.deepseek import DeepSeek, DeepSeek31
@@ -72,12 +72,23 @@ def find_tags(template: str, vocabulary: Mapping[str, int]) -> Tags | None:
 class AnswerReader:
     """Splits one answer into reasoning, text and calls, as it comes in."""
 
-    def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None) -> None:
-        self._reasoning, self._calls = reasoning, calls
+    def __init__(
+        self, reasoning: ReasoningReader | None, calls: CallReader | None, hidden: re.Pattern[str] | None = None
+    ) -> None:
+        """Create a reader.
+
+        Args:
+            reasoning: Splits off the reasoning, if the model has any.
+            calls: Splits off calls, if there may be any.
+            hidden: Texts that are left out: special tokens that have no meaning here.
+        """
+        self._reasoning, self._calls, self._hidden = reasoning, calls, hidden
 
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
         """Take what comes next; ``last`` says that it is the end."""
         events: list[Event] = []
+        if self._hidden is not None:  # the text of a token comes in one piece
+            text = self._hidden.sub("", text)
         if self._reasoning is not None:
             events, text = self._reasoning.feed(text, last=last)
         if self._calls is not None:
@@ -105,10 +116,11 @@ class AnswerFormat:
             grammars: Knows what grammars have to name.
         """
         self.form, self.tags, self._special, self._grammars = form, tags, special, grammars
-        marks = (*form.openings, *form.first_openings)
-        self._calls_are_special = any(mark in special for mark in marks) or form.name in ("mistral_args", "gpt_oss")
-        own = {mark for mark in (*marks, *(tags or ())) if mark in special}
-        self._others = re.compile("|".join(re.escape(each) for each in special if each and each not in own) or "(?!)")
+        known = [each for each in form.marked if each in special]
+        self._calls_are_special = bool(known)
+        own = {*known, *(tag.strip() for tag in tags or ())}
+        others = [re.escape(each) for each in special if each and each not in own]
+        self._hidden = re.compile("|".join(others)) if others else None
 
     def is_open(self, prompt: str) -> bool:
         """Whether a prompt ends where the model is already reasoning."""
@@ -119,17 +131,20 @@ class AnswerFormat:
         of_tags = self.tags is not None and any(tag.strip() in self._special for tag in self.tags)
         return of_tags or self.form.name == "gpt_oss" or (tools and self._calls_are_special)
 
-    def reader(self, prompt: str, tools: Tools, *, parallel: bool = True) -> AnswerReader:
+    def reader(self, prompt: str, tools: Tools, *, parallel: bool = True, strict: bool = False) -> AnswerReader:
         """What splits an answer to a prompt.
 
         Args:
             prompt: The end of the prompt.
             tools: The tools that may be called.
             parallel: Whether there may be several calls; if not, the first one counts.
+            strict: Whether a grammar is followed, so that only what it knows as a call is one.
         """
         reasoning = None if self.tags is None else ReasoningReader(self.tags, is_open=self.is_open(prompt))
+        hidden = self._hidden if self.shows_special(tools=bool(tools)) else None
         is_needed = tools or self.form.name == "gpt_oss"  # its channels are there without any tools
-        return AnswerReader(reasoning, CallReader(self.form, tools, parallel=parallel) if is_needed else None)
+        calls = CallReader(self.form, tools, parallel=parallel, strict=strict) if is_needed else None
+        return AnswerReader(reasoning, calls, hidden)
 
     def must_call(self, prompt: str, tools: Tools, *, parallel: bool) -> StructuredOutputs:
         """The shape of an answer that calls one of the tools, after the reasoning."""
@@ -158,23 +173,31 @@ class AnswerFormat:
 
     def after_reasoning(self, prompt: str, shape: StructuredOutputs) -> StructuredOutputs:
         """A shape for what comes after the reasoning, if the model has any."""
-        if self.tags is None:
+        if self.tags is None and self.form.name != "gpt_oss":
             return shape
         return self._shaped(prompt, shape, GrammarWriter(self._grammars.special_tokens(), parallel=False))
 
     def _shaped(
         self, prompt: str, shape: StructuredOutputs, write: GrammarWriter, instead: str = ""
     ) -> StructuredOutputs:
-        """The reasoning, and then what fits a shape, or something ``instead``."""
+        """The reasoning, and then what fits a shape, or something ``instead``.
+
+        Raises:
+            RequestError: The shape is invalid.
+        """
         thought, inner = self._thought(prompt, write), None
-        if shape.kind == "json":
-            answer = write.json(json.loads(shape.text))
-        elif shape.kind == "choice":
-            answer = " | ".join(map(write.literal, json.loads(shape.text)))
-        else:
-            answer, given = "@answer", definition(shape.kind, shape.text)
-            inner = json.loads(given)["grammars"][0] if given.startswith("{") else {"lark_grammar": given}
-        whole = write.write(f"{thought} ({instead}{answer})")
+        try:
+            if shape.kind == "json":
+                answer = write.json(json.loads(shape.text))
+            elif shape.kind == "choice":
+                answer = f"({' | '.join(map(write.literal, json.loads(shape.text)))})"
+            else:
+                answer, given = "@answer", definition(shape.kind, shape.text)
+                (inner,) = json.loads(given)["grammars"] if given.startswith("{") else [{"lark_grammar": given}]
+                inner = dict(inner)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RequestError(f"structured outputs: the {shape.kind} is invalid: {str(error)[:300]}") from error
+        whole = write.write(f"{thought} ({instead}{self.form.before_text(write)} {answer})")
         if inner is None:
             return StructuredOutputs(grammar=whole)
         grammars = [{"name": "whole", "lark_grammar": whole}, inner | {"name": "answer"}]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call
+from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call, inherited, members, referenced
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source, loads
@@ -23,6 +23,7 @@ class Gemma(ToolFormat):
     name = "gemma4"
     marks = ("<|tool_call>",)
     openings = ("<|tool_call>",)
+    marked = ("<|tool_call>", "<tool_call|>", '<|"|>')
     closing: ClassVar[str] = "<tool_call|>"
     quote: ClassVar[str] = '<|"|>'
 
@@ -32,7 +33,7 @@ class Gemma(ToolFormat):
         yield from source.expect("call:")
         name = yield from source.name()
         yield from source.expect("{")
-        sink.begin(name)
+        begin_call(source, sink, name)
         sink.arguments("{")
         yield from self._pairs(source, sink, 0)
         sink.arguments("}")
@@ -103,8 +104,7 @@ class Gemma(ToolFormat):
 
     def _object(self, schema: Mapping[str, Any], write: GrammarWriter, depth: int) -> str:
         """An object with its required properties first, and then any of the others."""
-        properties = schema.get("properties") or {}
-        required = [each for each in schema.get("required") or () if each in properties]
+        properties, required = members(schema)
         pairs = {
             each: write.rule(f"{write.literal(f'{each}:')} {self._typed(properties[each], write, depth)}")
             for each in properties
@@ -121,18 +121,25 @@ class Gemma(ToolFormat):
     def _typed(self, schema: Any, write: GrammarWriter, depth: int) -> str:
         schema = schema if isinstance(schema, Mapping) else {}
         quote = write.literal(self.quote)
+        if "$ref" in schema and depth < DEEPEST:
+            return self._typed(referenced(schema), write, depth + 1)
+        alternatives = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(alternatives, list) and depth < DEEPEST:
+            inner = [self._typed(inherited(each, schema), write, depth + 1) for each in alternatives]
+            return f"({' | '.join(map(write.rule, inner))})"
+        kind, text = schema.get("type"), f"{quote} /[^<]*/ {quote}"
         if schema.get("enum"):
-            return f"({' | '.join(self._constant(one, write) for one in schema['enum'])})"
-        kind = schema.get("type")
-        if kind == "object" and depth < DEEPEST:
-            return self._object(schema, write, depth + 1)
-        if kind == "array" and depth < DEEPEST:
-            item = write.rule(self._typed(schema.get("items"), write, depth + 1))
-            return f'"[" ({item} ("," {item})*)? "]"'
-        if kind in ("integer", "number", "boolean", "null"):
-            return write.json(schema)
-        text = f"{quote} /[^<]*/ {quote}"
-        return text if kind == "string" else f"({text} | {write.json({'type': ['number', 'boolean', 'null']})})"
+            made = f"({' | '.join(self._constant(one, write) for one in schema['enum'])})"
+        elif kind == "object" and depth < DEEPEST:
+            made = self._object(schema, write, depth + 1)
+        elif kind == "array" and depth < DEEPEST:
+            item = write.rule(self._typed(inherited(schema.get("items"), schema), write, depth + 1))
+            made = f'"[" ({item} ("," {item})*)? "]"'
+        elif kind in ("integer", "number", "boolean", "null"):
+            made = write.json(schema)
+        else:
+            made = text if kind == "string" else f"({text} | {write.json({'type': ['number', 'boolean', 'null']})})"
+        return made
 
     def _constant(self, value: Any, write: GrammarWriter) -> str:
         return write.literal(f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value))
@@ -144,6 +151,7 @@ class FunctionGemma(Gemma):
     name = "functiongemma"
     marks = ("<start_function_call>",)
     openings = ("<start_function_call>",)
+    marked = ("<start_function_call>", "<end_function_call>", "<escape>")
     closing = "<end_function_call>"
     quote = "<escape>"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call
+from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import TEXT, GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -15,6 +15,7 @@ from snapstream.serving.tools.source import NotACallError, Reading, Source
 _CHANNEL, _MESSAGE, _START, _CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _TOOL = "to=functions."
+_ASIDES = ("analysis", "commentary")
 
 
 class GptOss(ToolFormat):
@@ -24,6 +25,7 @@ class GptOss(ToolFormat):
     marks = (_CHANNEL,)
     openings = (_CHANNEL, _START)
     opening = ""
+    marked = (_CHANNEL, _MESSAGE, _START, _CONSTRAIN, *_ENDS)
 
     @override
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
@@ -38,28 +40,37 @@ class GptOss(ToolFormat):
         head = "".join(header)
         name = head.partition(_TOOL)[2].partition("<")[0].split()
         if name and name[0] in tools:
-            sink.begin(name[0])
+            begin_call(source, sink, name[0])
             yield from source.until(_ENDS, sink.arguments)
             end_call(source, sink)
         elif "analysis" in head:
+            source.commit()
             yield from source.until(_ENDS, sink.reasoning)
         else:
+            source.commit()
             yield from source.until(_ENDS, sink.text)
         source.mark()
 
     @override
     def block(self, call: str, write: GrammarWriter) -> str:
-        head, end = f"{_CHANNEL}analysis{_MESSAGE}", f"{_ENDS[0]}{_START}assistant"
-        return f"({write.literal(head)} {TEXT} {write.literal(end)})? {call}"  # a call ends the answer
+        return f"{self._asides(write, 'analysis')} {call}"  # a call ends the answer
 
     @override
     def may_call(self, tools: Tools, write: GrammarWriter) -> str:
-        head, end = f"{_CHANNEL}final{_MESSAGE}", f"{_ENDS[0]}{_START}assistant"
-        aside = write.rule(
-            f"({write.literal(f'{_CHANNEL}analysis{_MESSAGE}')} | {write.literal(f'{_CHANNEL}commentary{_MESSAGE}')})"
-            f" {TEXT} {write.literal(end)}"
-        )
-        return f"{aside}* ({self.one_of(tools, write)} | {write.literal(head)} {TEXT})"
+        return f"{self._asides(write, *_ASIDES)} ({self.one_of(tools, write)} | {self._final(write)} {TEXT})"
+
+    @override
+    def before_text(self, write: GrammarWriter) -> str:
+        return f"{self._asides(write, *_ASIDES)} {self._final(write)}"
+
+    def _asides(self, write: GrammarWriter, *names: str) -> str:
+        """Channels before the one of the answer."""
+        heads = [write.literal(f"{_CHANNEL}{name}{_MESSAGE}") for name in names]
+        end = write.literal(f"{_ENDS[0]}{_START}assistant")
+        return write.rule(f"({' | '.join(heads)}) {TEXT} {end}") + "*"
+
+    def _final(self, write: GrammarWriter) -> str:
+        return write.literal(f"{_CHANNEL}final{_MESSAGE}")
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:

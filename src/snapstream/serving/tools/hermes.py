@@ -13,10 +13,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, json_call
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import TEXT, GrammarWriter
-from snapstream.serving.tools.source import Reading, Source
+from snapstream.serving.tools.source import NotACallError, Reading, Source
 
 _ENDS = {"<tool_call>": "</tool_call>", "```json": "```", "```": "```"}
 
@@ -28,6 +28,7 @@ class Hermes(ToolFormat):
     marks = ("<tool_call>",)
     openings = ("<tool_call>",)
     first_openings = ("```json", "```", "{")
+    marked = ("<tool_call>", "</tool_call>")
 
     @override
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
@@ -36,7 +37,12 @@ class Hermes(ToolFormat):
             if (yield from source.accept(opening)):
                 end = closing
                 break
-        yield from json_call(source, sink)
+        try:
+            yield from json_call(source, sink, marked=end == _ENDS[self.opening])
+        except NotACallError:
+            if not (sink.begun and end and (yield from source.starts_with(end))):
+                raise
+            end_call(source, sink)  # a brace is missing
         yield from source.spaces()
         if end:
             yield from source.accept(end)
@@ -55,7 +61,7 @@ class Hermes(ToolFormat):
     def may_call(self, tools: Tools, write: GrammarWriter) -> str:
         # With tags, or wherever else the object is: not all models write them.
         def one(name: str, schema: Mapping[str, Any]) -> str:
-            before = rf"\{{\s*\"name\":\s*{re.escape(json.dumps(name))},\s*\"arguments\":\s*"
+            before = rf"\{{\s*\"name\"\s*:\s*{re.escape(json.dumps(name))}\s*,\s*\"(arguments|parameters)\"\s*:\s*"
             return write.rule(rf"{write.text_until(before)} {write.json(schema)} /\s*\}}/")
 
         forms = [one(name, schema) for name, schema in tools.items()]

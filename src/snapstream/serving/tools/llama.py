@@ -10,7 +10,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call
+from snapstream.errors import RequestError
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call, members
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -25,17 +26,18 @@ class LlamaJson(ToolFormat):
     name = "llama3_json"
     marks = ("<|python_tag|>", '"parameters": dictionary of argument name')
     openings = ("<|python_tag|>",)
+    marked = openings
     first_openings = ("{",)
 
     @override
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
         yield from source.accept(self.openings[0])
-        yield from json_call(source, sink)
+        yield from json_call(source, sink, marked=False)
         while True:
             yield from source.spaces()
             if not (yield from source.accept(";")):
                 break
-            yield from json_call(source, sink)
+            yield from json_call(source, sink, marked=False)
 
     @override
     def block(self, call: str, write: GrammarWriter) -> str:
@@ -52,6 +54,7 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     marks = ("<|python_start|>", "[func_name1(")
     openings = ("<|python_start|>",)
+    marked = ("<|python_start|>", "<|python_end|>")
     first_openings = ("[",)
 
     @override
@@ -90,8 +93,10 @@ class Pythonic(ToolFormat):
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
-        properties = schema.get("properties") or {}
-        required = [each for each in schema.get("required") or () if each in properties]
+        properties, required = members(schema)
+        odd = next((each for each in properties if not (each.isidentifier() and each.isascii())), None)
+        if odd is not None:
+            raise RequestError(f"the tool {name!r}: an argument named {odd[:64]!r} cannot be written in this format")
         arguments = {each: f"{write.literal(f'{each}=')} {write.json(properties[each])}" for each in properties}
         optional = [write.rule(arguments[each]) for each in properties if each not in required]
         first = ' ", " '.join(write.rule(arguments[each]) for each in required)

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call
+from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call, json_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -22,6 +22,7 @@ class Mistral(ToolFormat):
     name = "mistral"
     marks = (_OPENING,)
     openings = (_OPENING,)
+    marked = (_OPENING, "[ARGS]", "[CALL_ID]")
     short_ids = True
 
     @override
@@ -47,7 +48,7 @@ class Mistral(ToolFormat):
         yield from source.spaces()
         if (yield from source.char()) != "{":
             raise NotACallError
-        sink.begin(name)
+        begin_call(source, sink, name)
         yield from source.value(sink.arguments)
         end_call(source, sink)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call
+from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call, members
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -20,6 +20,7 @@ class QwenCoder(ToolFormat):
     name = "qwen3_coder"
     marks = ("<function=",)
     openings = ("<tool_call>", "<function=")
+    marked = ("<tool_call>", "</tool_call>")
 
     @override
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
@@ -28,20 +29,21 @@ class QwenCoder(ToolFormat):
         yield from source.expect("<function=")
         name = yield from source.name()
         yield from source.expect(">")
-        sink.begin(name)
+        begin_call(source, sink, name)
         sink.arguments("{")
-        properties, separator = tools[name].get("properties") or {}, ""
+        (properties, _), separator = members(tools[name]), ""
         while True:
             yield from source.spaces()
             if not (yield from source.accept("<parameter=")):
                 break
-            key = yield from source.name()
-            yield from source.expect(">")
+            letters: list[str] = []
             parts: list[str] = []
+            yield from source.until((">",), letters.append)
+            key = "".join(letters)
             if not (yield from source.until(("</parameter>",), parts.append)):
                 raise NotACallError
             value = _value("".join(parts), properties.get(key))
-            sink.arguments(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+            sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}")
             separator = ", "
         sink.arguments("}")
         end_call(source, sink)
@@ -56,8 +58,7 @@ class QwenCoder(ToolFormat):
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
-        properties = schema.get("properties") or {}
-        required = [each for each in schema.get("required") or () if each in properties]
+        properties, required = members(schema)
         parts = {each: write.rule(self._parameter(each, properties[each], write)) for each in properties}
         needed = " ".join(parts[each] for each in required)
         optional = " | ".join(parts[each] for each in properties if each not in required)

@@ -36,16 +36,21 @@ class Source:
 
     def __init__(self) -> None:
         self.ended, self.at = False, 0
-        self._text, self._mark = "", 0
+        self._text, self._mark, self._keeps = "", 0, True
 
     def put(self, text: str) -> None:
         """Add text; what was read before the last mark is dropped."""
-        self._text = self._text[self._mark :] + text
-        self.at, self._mark = self.at - self._mark, 0
+        start = self._mark if self._keeps else self.at
+        self._text = self._text[start:] + text
+        self.at, self._mark = self.at - start, 0
 
     def mark(self) -> None:
         """Remember this place for :meth:`back`."""
-        self._mark = self.at
+        self._mark, self._keeps = self.at, True
+
+    def commit(self) -> None:
+        """Forget the mark: what is read need not be kept."""
+        self._keeps = False
 
     def back(self) -> None:
         """Return to the mark."""
