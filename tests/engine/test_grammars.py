@@ -283,6 +283,33 @@ def test_tokens_that_would_end_the_output_too_early_belong_to_the_grammar(of_pai
         assert output.finish_reason == "stop"
 
 
+def test_objects_have_no_other_properties_unless_their_schema_says_so():
+    one = {"properties": {"a": {"properties": {"b": {}}}}}
+    assert grammar.closed(one) == {
+        "properties": {"a": {"properties": {"b": {}}, "additionalProperties": False}},
+        "additionalProperties": False,
+    }
+    for left in (
+        {},
+        {"type": "object"},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"properties": {"a": {}}, "oneOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "oneOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"properties": {"b": {}}}}},
+        {"enum": [{"properties": {"a": 1}}]},
+    ):
+        assert grammar.closed(left) == left
+    several = {
+        "anyOf": [{"properties": {"a": {}}}, {"items": {"properties": {"b": {}}}}],
+        "$defs": {"x": {"properties": {}}},
+    }
+    made = grammar.closed(several)
+    assert made["anyOf"][0]["additionalProperties"] is False
+    assert made["anyOf"][1]["items"]["additionalProperties"] is False
+    assert made["$defs"]["x"]["additionalProperties"] is False
+
+
 def test_without_the_library_the_error_names_the_extra(of_pairs, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="structured"):

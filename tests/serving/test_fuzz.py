@@ -190,6 +190,22 @@ ATTACKS = {
         + "\n".join(f'r{at}: r{at + 1} r{at + 1} | "x"' for at in range(3000))
         + '\nr3000: "y"'
     },
+    "rules of rules": {
+        "guided_grammar": "start:r0\n" + "\n".join(f"r{at}:r{at + 1}" for at in range(9000)) + '\nr9000:"y"'
+    },
+    "references to references": {
+        "guided_json": {
+            "$ref": "#/$defs/0",
+            "$defs": {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(3500)} | {"3500": {}},
+        }
+    },
+    "definitions in definitions": {
+        "guided_json": {
+            "$ref": "#/$defs/0",
+            "$defs": {str(at): {"properties": {"p": {"$ref": f"#/$defs/{at + 1}"}}} for at in range(2000)}
+            | {"2000": {}},
+        }
+    },
     "many choices": {"guided_choice": [f"choice {at}" for at in range(8000)]},
     "one long choice": {"guided_choice": ["x" * 100_000]},
     "GBNF": {"guided_grammar": 'root ::= ("a" | root root)*'},

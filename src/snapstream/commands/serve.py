@@ -36,7 +36,6 @@ from snapstream.config import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
-from snapstream.serving.tools.formats import find_format
 from snapstream.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,6 @@ def serve(
     """Serve a model over HTTP: OpenAI's API, a web page at /, metrics. Needs the extra "serve"."""
     style = _log_format(log_format)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
-    find_format(tool_parser, "")  # a wrong name is reported before the model is loaded
     settings = ServerSettings(
         model_name=served_model_name or (Path(name).resolve().name if Path(name).exists() else name),
         api_keys=tuple(api_key or _keys_of_environment()),
@@ -243,6 +241,9 @@ def serve(
     with _listening(host, port) as listener:
         from snapstream.engine import LLM
         from snapstream.engine.settings import choose_device
+        from snapstream.serving.tools.formats import find_format
+
+        find_format(tool_parser, "")  # a wrong name is reported before the model is loaded
 
         has_to_build = choose_device(options.device).type == "cuda"
         logger.info("loading %s%s", name, "; the first start on a GPU builds kernels" if has_to_build else "")

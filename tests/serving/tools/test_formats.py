@@ -51,6 +51,8 @@ WRITTEN = [
     ("hermes", f'{{"name": "get_weather", "arguments": {PARIS_JSON}}}', "", BOTH[:1]),
     ("hermes", f'<tool_call>{{"arguments": {PARIS_JSON}, "name": "get_weather"}}</tool_call> Done.', "Done.", BOTH[:1]),
     ("hermes", '<tool_call>{"name": "stop"}</tool_call>', "", BOTH[1:]),
+    ("hermes", f'{{{{"name": "get_weather", "arguments":{PARIS_JSON}}}}}', "", BOTH[:1]),
+    ("hermes", f'```json\n{{{{"name": "get_weather", "arguments":{PARIS_JSON}}}}}\n```', "", BOTH[:1]),
     ("hermes", f'{{"name": "get_weather", "arguments": {json.dumps(NESTED_JSON)}}}', "", [("get_weather", NESTED)]),
     (
         "hermes",
@@ -250,7 +252,7 @@ def test_only_one_call_if_they_may_not_be_parallel():
 
 
 def test_ids_of_mistral_have_nine_characters():
-    said, _ = read(NAMES["mistral"], WRITTEN[14][1])
+    said, _ = read(NAMES["mistral"], next(text for name, text, _, _ in WRITTEN if name == "mistral"))
     assert all(len(call.call_id) == 9 and call.call_id.isalnum() for call in said.calls)
 
 

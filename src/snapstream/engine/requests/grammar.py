@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Whitespace between JSON tokens. Without a limit, small models write nothing else at times."""
 KEPT = 32
 """Compiled grammars that are kept for further requests."""
+STACK = 512 * 2**20
+"""Stack for constructing a grammar, of which only what is needed takes memory; enough for any of this length."""
+T = TypeVar("T")
+_starting = threading.Lock()
 
 
 class GrammarCompiler:
@@ -118,12 +122,17 @@ class GrammarCompiler:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
         limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, max_lexer_states=MOST_STATES, verbose_errors=False)
+
+        def construct() -> LLMatcher:
+            made = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            if not made.is_error():
+                made.compute_bitmask()  # finds rows that are too long, and warms what copies share
+            return made
+
         try:
-            matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            matcher = _on_a_deep_stack(construct)
         except Exception as error:  # text that is no text, for one
             raise RequestError(f"the {_NAMES[kind]} is invalid: {_brief(str(error))}") from error
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds rows that are too long, and warms what copies share
         if matcher.is_error():
             raise RequestError(f"the {_NAMES[kind]} cannot be used: {_brief(matcher.get_error())}")
         return matcher
@@ -229,10 +238,74 @@ def definition(kind: str, text: str) -> str:
     if kind == "grammar" and text.startswith('{"grammars":'):
         return text
     if kind == "json":
-        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError("it must be an object")
+        schema = json.dumps(closed(schema), allow_nan=False)
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
     if kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text)))))
     return str(grammar_from("grammar" if kind == "grammar" else "regex", text))
+
+
+_COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
+_SCHEMAS = ("items", "additionalProperties", "contains")
+_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_OPEN = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"))
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose objects have no other properties than those that it names, unless it says that they may.
+
+    A schema allows others by default, and small models then find no end. It is left alone if several of its parts
+    describe the same object.
+    """
+    parts = list(_parts(schema))
+    if any("allOf" in part or ("properties" in part and not _COMBINING.isdisjoint(part)) for part in parts):
+        return schema
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for part in _parts(copy):
+        if "properties" in part and _OPEN.isdisjoint(part):
+            part["additionalProperties"] = False
+    return copy
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas in it."""
+    if not isinstance(schema, dict):
+        return
+    inner = [schema.get(name) for name in _SCHEMAS]
+    for name in _LISTS_OF_SCHEMAS:
+        inner += each if isinstance(each := schema.get(name), list) else ()
+    for name in _MAPS_OF_SCHEMAS:
+        inner += each.values() if isinstance(each := schema.get(name), dict) else ()
+    yield schema
+    for part in inner:
+        yield from _parts(part)
+
+
+def _on_a_deep_stack(work: Callable[[], T]) -> T:
+    """Run something in a thread with a deep stack: constructing a grammar recurses as deep as its rules are nested."""
+    results, errors = list[T](), list[Exception]()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    with _starting:
+        usual = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=run, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _missing() -> RequestError:

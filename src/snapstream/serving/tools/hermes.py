@@ -37,12 +37,19 @@ class Hermes(ToolFormat):
             if (yield from source.accept(opening)):
                 end = closing
                 break
+        yield from source.spaces()
+        is_doubled = yield from source.starts_with("{{")  # as some templates have it, by mistake
+        if is_doubled:
+            source.take(1)
         try:
             yield from json_call(source, sink, marked=end == _ENDS[self.opening])
         except NotACallError:
             if not (sink.begun and end and (yield from source.starts_with(end))):
                 raise
             end_call(source, sink)  # a brace is missing
+        if is_doubled:
+            yield from source.spaces()
+            yield from source.accept("}")
         yield from source.spaces()
         if end:
             yield from source.accept(end)
