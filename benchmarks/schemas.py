@@ -47,7 +47,7 @@ def _integer(choose, depth):
 
 
 def _number(choose, depth):
-    return {"type": "number", "minimum": choose.randint(-5, 0), "exclusiveMaximum": choose.randint(1, 90)}
+    return {"type": "number", "minimum": choose.randint(-5, 0), "maximum": choose.randint(1, 90), "multipleOf": 0.25}
 
 
 def _enum(choose, depth):

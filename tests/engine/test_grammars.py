@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 
 import jsonschema
@@ -308,6 +309,18 @@ def test_objects_have_no_other_properties_unless_their_schema_says_so():
     assert made["anyOf"][0]["additionalProperties"] is False
     assert made["anyOf"][1]["items"]["additionalProperties"] is False
     assert made["$defs"]["x"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("pattern", ['^[^"]{1,3}$', r"^[^\\]{1,3}$", r"^[^\s\"]{1,3}$", "^[^a]{1,3}$", r"^\\S{1,3}$"])
+def test_escaped_characters_obey_patterns(pairs, pattern):
+    compiler = GrammarCompiler(pairs, len(pairs), [pairs.eos_token_id])
+    for text in ('"', "\\", "\n", " ", "a", "b", "é", "{"):
+        mine = compiler.start(StructuredOutputs(json={"type": "string", "pattern": pattern}))
+        written = pairs.encode(json.dumps(text, ensure_ascii=False), add_special_tokens=False)
+        if mine.valid(written) == len(written):
+            jsonschema.validate(text, {"pattern": pattern})
+        else:
+            assert re.search(pattern, text) is None or text in '"\\'
 
 
 def test_without_the_library_the_error_names_the_extra(of_pairs, monkeypatch):

@@ -7,6 +7,7 @@ milliseconds, because sizes and steps are limited. A grammar that exceeds a limi
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,18 +242,30 @@ def definition(kind: str, text: str) -> str:
         schema = json.loads(text)
         if not isinstance(schema, dict):
             raise ValueError("it must be an object")
-        schema = json.dumps(closed(schema), allow_nan=False)
-        return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
+        written = json.dumps(prepared(schema), allow_nan=False)
+        return str(LLMatcher.grammar_from_json_schema(written))
     if kind == "choice":
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text)))))
     return str(grammar_from("grammar" if kind == "grammar" else "regex", text))
 
 
+_EXCLUDING = re.compile(r'\[\^[^\]]*["\\]')
+"""Patterns with a class that excludes quotes or backslashes: llguidance (1.9) lets their escaped forms through, so no
+string of such a schema has any."""
 _COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
 _SCHEMAS = ("items", "additionalProperties", "contains")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _OPEN = frozenset(("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"))
+
+
+def prepared(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema for the library, with its options: see :func:`closed`, :data:`WHITESPACE` and :data:`_EXCLUDING`."""
+    options = {"whitespace_pattern": WHITESPACE}
+    patterns = (part["pattern"] for part in _parts(schema) if isinstance(part.get("pattern"), str))
+    if any(_EXCLUDING.search(pattern) for pattern in patterns):
+        options["json_allowed_escapes"] = "nrbtfu"
+    return closed(schema) | {"x-guidance": options}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:

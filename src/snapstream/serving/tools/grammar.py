@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from snapstream.engine.requests.grammar import WHITESPACE, closed
+from snapstream.engine.requests.grammar import prepared
 
 MOST_CALLS = 16
 """Calls that a grammar allows in one answer."""
@@ -45,7 +45,7 @@ class GrammarWriter:
         """A JSON value that fits a schema."""
         schema = {} if schema is None else schema
         if isinstance(schema, dict):
-            schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | closed(schema)
+            schema = prepared(schema)
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def rule(self, body: str) -> str:
