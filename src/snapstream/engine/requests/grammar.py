@@ -249,9 +249,9 @@ def definition(kind: str, text: str) -> str:
     return str(grammar_from("grammar" if kind == "grammar" else "regex", text))
 
 
-_EXCLUDING = re.compile(r'\[\^[^\]]*["\\]')
-"""Patterns with a class that excludes quotes or backslashes: llguidance (1.9) lets their escaped forms through, so no
-string of such a schema has any."""
+_EXCLUDING = re.compile(r'(?<!\\)\[\^(?=[^\]]*["\\])')
+"""The beginning of a class that excludes quotes or backslashes. llguidance (1.9) lets their escaped forms through,
+unless the class excludes control characters, too."""
 _COMBINING = frozenset(("anyOf", "oneOf", "$ref", "if", "dependentSchemas"))
 _SCHEMAS = ("items", "additionalProperties", "contains")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
@@ -260,12 +260,12 @@ _OPEN = frozenset(("additionalProperties", "unevaluatedProperties", "patternProp
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema for the library, with its options: see :func:`closed`, :data:`WHITESPACE` and :data:`_EXCLUDING`."""
-    options = {"whitespace_pattern": WHITESPACE}
-    patterns = (part["pattern"] for part in _parts(schema) if isinstance(part.get("pattern"), str))
-    if any(_EXCLUDING.search(pattern) for pattern in patterns):
-        options["json_allowed_escapes"] = "nrbtfu"
-    return closed(schema) | {"x-guidance": options}
+    """A schema for the library, with its options; see :func:`closed`, :data:`WHITESPACE` and :data:`_EXCLUDING`."""
+    made: dict[str, Any] = json.loads(json.dumps(closed(schema)))
+    for part in _parts(made):
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = _EXCLUDING.sub(r"[^\\x00-\\x1f", part["pattern"])
+    return made | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
