@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -280,13 +280,8 @@ class ModelRunner:
         steps = self._steps_of(batch, keep)
         forced = _next_forced(batch, {request.own_slot: steps for request in batch})
         # One mask for all steps: those before the last one take forced tokens.
-        masks = {
-            request.own_slot: request.grammar.masks(
-                request.grammar.forced[: steps - 1], 1, early=request.params.min_tokens - len(request.tokens)
-            )
-            for request in batch
-            if request.grammar is not None
-        }
+        coming = {slot: tokens[: steps - 1] for slot, tokens in forced.items()}
+        masks = _masks(batch, lambda request: coming.get(request.own_slot, ()), most=1)
         greedy = _greedy(batch, self.device)
         with current_device(self.device):
             self.decoder.allow(masks)
@@ -300,15 +295,7 @@ class ModelRunner:
         """Verify draft tokens of each request, by slot, in one step, and decode one more token."""
         logprobs = any(request.params.logprobs is not None for request in batch)
         forced = _next_forced(batch, {slot: len(tokens) + 1 for slot, tokens in guesses.items()})
-        masks = {
-            request.own_slot: request.grammar.masks(
-                guesses[request.own_slot],
-                len(guesses[request.own_slot]) + 1,
-                early=request.params.min_tokens - len(request.tokens),
-            )
-            for request in batch
-            if request.grammar is not None
-        }
+        masks = _masks(batch, lambda request: guesses[request.own_slot])
         greedy = _greedy(batch, self.device)
         with current_device(self.device):
             self.decoder.allow(masks)
@@ -401,6 +388,24 @@ def _next_forced(batch: Sequence[Request], steps: Mapping[int, int]) -> dict[int
     """Forced tokens of the next steps, by slot."""
     coming = {request.own_slot: _forced(request)[: steps[request.own_slot]] for request in batch}
     return {slot: tokens for slot, tokens in coming.items() if tokens}
+
+
+def _masks(
+    batch: Sequence[Request], following: Callable[[Request], Sequence[int]], most: int | None = None
+) -> dict[int, Tensor]:
+    """The masks of requests with a grammar, by slot.
+
+    Args:
+        batch: The requests.
+        following: Tokens that may follow in this step.
+        most: How many masks are needed, the last ones; by default, one more than there are tokens.
+    """
+    masks = {}
+    for request in batch:
+        if request.grammar is not None:
+            tokens, early = following(request), request.params.min_tokens - len(request.tokens)
+            masks[request.own_slot] = request.grammar.masks(tokens, most or len(tokens) + 1, early=early)
+    return masks
 
 
 def _forced(request: Request) -> Sequence[int]:

@@ -163,7 +163,6 @@ class OutputGrammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Iterable[int]) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
-        self._row = torch.zeros(mask_words(max(vocab_size, 1)), dtype=torch.int32)
         self._ends = _bits(ends, vocab_size)
         self.finished = False
         self.forced: list[int] = self._next_forced()
@@ -201,13 +200,11 @@ class OutputGrammar:
             :meth:`accept` says.
         """
         places = range(len(following) + 1 - most, len(following) + 1)
-        rows = torch.full((most, len(self._row)), -1, dtype=torch.int32)
+        rows = torch.full((most, len(self._ends)), -1, dtype=torch.int32)
         taken = 0
         for row, place in zip(rows, places, strict=True):
             taken += self._matcher.try_consume_tokens(list(following[taken:place]))
-            if taken < place:
-                break
-            if self._matcher.is_stopped():
+            if taken < place or self._matcher.is_stopped():
                 break
             self._write(row, may_end=place >= early)
         if taken and not self._matcher.is_error():
@@ -261,7 +258,7 @@ _OPEN = frozenset(("additionalProperties", "unevaluatedProperties", "patternProp
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema for the library, with its options; see :func:`closed`, :data:`WHITESPACE` and :data:`_EXCLUDING`."""
-    made: dict[str, Any] = json.loads(json.dumps(closed(schema)))
+    made = closed(schema)
     for part in _parts(made):
         if isinstance(part.get("pattern"), str):
             part["pattern"] = _EXCLUDING.sub(r"[^\\x00-\\x1f", part["pattern"])
@@ -269,18 +266,17 @@ def prepared(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose objects have no other properties than those that it names, unless it says that they may.
+    """A copy of a schema whose objects have no other properties than those that it names, unless it says that they may.
 
     A schema allows others by default, and small models then find no end. It is left alone if several of its parts
     describe the same object.
     """
-    parts = list(_parts(schema))
-    if any("allOf" in part or ("properties" in part and not _COMBINING.isdisjoint(part)) for part in parts):
-        return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    for part in _parts(copy):
-        if "properties" in part and _OPEN.isdisjoint(part):
-            part["additionalProperties"] = False
+    parts = list(_parts(copy))
+    if not any("allOf" in part or ("properties" in part and not _COMBINING.isdisjoint(part)) for part in parts):
+        for part in parts:
+            if "properties" in part and _OPEN.isdisjoint(part):
+                part["additionalProperties"] = False
     return copy
 
 

@@ -79,7 +79,7 @@ class OutputText:
         """Return the text that is final and was not returned before."""
         end = len(self._tail)
         if not finished and self.params.stop:
-            end -= _held_back(self._tail, tuple(self.params.stop))
+            end -= held_back(self._tail, tuple(self.params.stop))
         new, self._tail = self._tail[:end], self._tail[end:]
         if new:
             self.produced.pieces.append(new)
@@ -109,7 +109,7 @@ class OutputText:
         return bool(found)
 
 
-def _held_back(text: str, stops: tuple[str, ...]) -> int:
+def held_back(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest suffix of ``text`` that is a proper prefix of a stop string."""
     longest = 0
     for stop in stops:

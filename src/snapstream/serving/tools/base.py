@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ class ToolFormat(ABC):
         first_openings: What they also begin with at the beginning of an answer, and after another call.
         marked: Texts of special tokens that calls are told apart by.
         short_ids: See :class:`~snapstream.serving.tools.events.Sink`.
+        always: Whether answers are written in this format even without tools.
     """
 
     name: ClassVar[str]
@@ -33,6 +35,7 @@ class ToolFormat(ABC):
     first_openings: ClassVar[tuple[str, ...]] = ()
     marked: ClassVar[tuple[str, ...]] = ()
     short_ids: ClassVar[bool] = False
+    always: ClassVar[bool] = False
 
     @abstractmethod
     def read(self, source: Source, sink: Sink, tools: Tools) -> Reading[None]:
@@ -152,7 +155,7 @@ def json_call(source: Source, sink: Sink, *, marked: bool = True) -> Reading[Non
         marked: Whether something has said that it is a call; if not, it must have arguments.
 
     Raises:
-        NotACallError: It is none, or there is no such tool.
+        NotACallError: This is not a call, or there is no such tool.
     """
     yield from source.spaces()
     yield from source.expect("{")
@@ -222,6 +225,24 @@ def begin_call(source: Source, sink: Sink, name: str) -> None:
     source.commit()
 
 
+def named_call(source: Source, sink: Sink, name: str) -> Reading[None]:
+    """Read the arguments of a call whose name has been read, a JSON object.
+
+    Raises:
+        NotACallError: Something else comes next, or there is no such tool.
+    """
+    yield from source.spaces()
+    if (yield from source.char()) != "{":
+        raise NotACallError
+    begin_call(source, sink, name)
+    yield from source.value(sink.arguments)
+
+
+def json_rule(name: str, key: str, schema: Any, write: GrammarWriter) -> str:
+    """The grammar of a call in JSON, whose arguments are under ``key``."""
+    return f'{write.literal(f"""{{"name": {json.dumps(name)}, "{key}": """)} {write.json(schema)} "}}"'
+
+
 def end_call(source: Source, sink: Sink) -> None:
     """What has been read is a call, whatever follows."""
     source.mark()
@@ -257,7 +278,7 @@ def inherited(inner: Any, outer: Mapping[str, Any]) -> Any:
 
 
 def referenced(schema: Mapping[str, Any]) -> Any:
-    """What a reference to a definition stands for; nothing in particular if there is none."""
+    """The definition that a reference names; a schema that allows anything if it is unknown."""
     kind, _, name = str(schema["$ref"]).removeprefix("#/").partition("/")
     known = schema.get(kind) if kind in _DEFINITIONS else None
     return inherited(known.get(name, {}) if isinstance(known, Mapping) else {}, schema)

@@ -8,10 +8,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, named_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
-from snapstream.serving.tools.source import NotACallError, Reading, Source
+from snapstream.serving.tools.source import Reading, Source
 
 _CALLS, _END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -45,11 +45,7 @@ class DeepSeek31(ToolFormat):
             name = yield from source.name()
             yield from source.spaces()
             is_fenced = yield from source.accept("```json")
-        yield from source.spaces()
-        if (yield from source.char()) != "{":
-            raise NotACallError
-        begin_call(source, sink, name)
-        yield from source.value(sink.arguments)
+        yield from named_call(source, sink, name)
         yield from source.spaces()
         if is_fenced:
             yield from source.accept("```")

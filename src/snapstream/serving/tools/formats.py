@@ -129,7 +129,7 @@ class AnswerFormat:
     def shows_special(self, *, tools: bool) -> bool:
         """Whether the text of an answer must have special tokens, for its parts to be told apart."""
         of_tags = self.tags is not None and any(tag.strip() in self._special for tag in self.tags)
-        return of_tags or self.form.name == "gpt_oss" or (tools and self._calls_are_special)
+        return of_tags or self.form.always or (tools and self._calls_are_special)
 
     def reader(self, prompt: str, tools: Tools, *, parallel: bool = True, strict: bool = False) -> AnswerReader:
         """What splits an answer to a prompt.
@@ -142,8 +142,7 @@ class AnswerFormat:
         """
         reasoning = None if self.tags is None else ReasoningReader(self.tags, is_open=self.is_open(prompt))
         hidden = self._hidden if self.shows_special(tools=bool(tools)) else None
-        is_needed = tools or self.form.name == "gpt_oss"  # its channels are there without any tools
-        calls = CallReader(self.form, tools, parallel=parallel, strict=strict) if is_needed else None
+        calls = CallReader(self.form, tools, parallel=parallel, strict=strict) if tools or self.form.always else None
         return AnswerReader(reasoning, calls, hidden)
 
     def must_call(self, prompt: str, tools: Tools, *, parallel: bool) -> StructuredOutputs:
@@ -173,7 +172,7 @@ class AnswerFormat:
 
     def after_reasoning(self, prompt: str, shape: StructuredOutputs) -> StructuredOutputs:
         """A shape for what comes after the reasoning, if the model has any."""
-        if self.tags is None and self.form.name != "gpt_oss":
+        if self.tags is None and not self.form.always:
             return shape
         return self._shaped(prompt, shape, GrammarWriter(self._grammars.special_tokens(), parallel=False))
 

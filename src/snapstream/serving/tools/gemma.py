@@ -103,20 +103,12 @@ class Gemma(ToolFormat):
         return f"{write.literal(f'call:{name}')} {self._object(schema, write, 0)}"
 
     def _object(self, schema: Mapping[str, Any], write: GrammarWriter, depth: int) -> str:
-        """An object with its required properties first, and then any of the others."""
+        """An object."""
         properties, required = members(schema)
         pairs = {
-            each: write.rule(f"{write.literal(f'{each}:')} {self._typed(properties[each], write, depth)}")
-            for each in properties
+            key: f"{write.literal(f'{key}:')} {self._typed(each, write, depth)}" for key, each in properties.items()
         }
-        first = ' "," '.join(pairs[each] for each in required)
-        others = [pairs[each] for each in properties if each not in required]
-        some = f"({' | '.join(others)})"
-        if first and others:
-            inside = f'{first} ("," {some}){{0,{len(others)}}}'
-        else:
-            inside = first or (f'({some} ("," {some}){{0,{len(others)}}})?' if others else "")
-        return f'"{{" {inside} "}}"'
+        return f'"{{" {write.pairs(pairs, required, ",")} "}}"'
 
     def _typed(self, schema: Any, write: GrammarWriter, depth: int) -> str:
         schema = schema if isinstance(schema, Mapping) else {}

@@ -25,6 +25,7 @@ class GptOss(ToolFormat):
     marks = (_CHANNEL,)
     openings = (_CHANNEL, _START)
     opening = ""
+    always = True
     marked = (_CHANNEL, _MESSAGE, _START, _CONSTRAIN, *_ENDS)
 
     @override

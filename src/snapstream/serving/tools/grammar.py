@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapstream.engine.requests.grammar import prepared
@@ -58,6 +58,23 @@ class GrammarWriter:
         pattern = pattern.replace("/", r"\/")
         self._rules.append(rf"[lazy]: /(.|\n)*{pattern}/")
         return f"rule_{len(self._rules) - 1}"
+
+    def pairs(self, pairs: Mapping[str, str], required: Sequence[str], separator: str) -> str:
+        """The required ones of some pairs, in order, and then any of the others.
+
+        Args:
+            pairs: The grammar of each pair, by its name.
+            required: Names of the required ones.
+            separator: The text between two of them.
+        """
+        rules, between = {name: self.rule(pair) for name, pair in pairs.items()}, self.literal(separator)
+        first = f" {between} ".join(rules[name] for name in required)
+        others = [rule for name, rule in rules.items() if name not in required]
+        if not others:
+            return first
+        some = f"({' | '.join(others)})"
+        more = f"({between} {some}){{0,{len(others)}}}"
+        return f"{first} {more}" if first else f"({some} {more})?"
 
     def repeated(self, one: str, separator: str = "") -> str:
         """One, or several if calls may be parallel."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call, json_rule
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import TEXT, GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -79,7 +79,7 @@ class Hermes(ToolFormat):
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
-        return f'{write.literal(_before(name))} {write.json(schema)} "}}"'
+        return json_rule(name, "arguments", schema, write)
 
     @override
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -90,7 +90,3 @@ class Hermes(ToolFormat):
             '<tool_call>\n{"name": "name of the function", "arguments": {"name of an argument": "its value"}}\n'
             "</tool_call>"
         )
-
-
-def _before(name: str) -> str:
-    return f'{{"name": {json.dumps(name)}, "arguments": '

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from snapstream.errors import RequestError
-from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call, members
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call, json_rule, members
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
 from snapstream.serving.tools.source import NotACallError, Reading, Source
@@ -45,7 +45,7 @@ class LlamaJson(ToolFormat):
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
-        return f'{write.literal(f"""{{"name": {json.dumps(name)}, "parameters": """)} {write.json(schema)} "}}"'
+        return json_rule(name, "parameters", schema, write)
 
 
 class Pythonic(ToolFormat):
@@ -97,15 +97,8 @@ class Pythonic(ToolFormat):
         odd = next((each for each in properties if not (each.isidentifier() and each.isascii())), None)
         if odd is not None:
             raise RequestError(f"the tool {name!r}: an argument named {odd[:64]!r} cannot be written in this format")
-        arguments = {each: f"{write.literal(f'{each}=')} {write.json(properties[each])}" for each in properties}
-        optional = [write.rule(arguments[each]) for each in properties if each not in required]
-        first = ' ", " '.join(write.rule(arguments[each]) for each in required)
-        some = f"({' | '.join(optional)})" if optional else ""
-        if first and some:
-            inside = f'{first} (", " {some}){{0,{len(optional)}}}'
-        else:
-            inside = first or (f'({some} (", " {some}){{0,{len(optional)}}})?' if some else "")
-        return f'{write.literal(name + "(")} {inside} ")"'
+        arguments = {key: f"{write.literal(f'{key}=')} {write.json(each)}" for key, each in properties.items()}
+        return f'{write.literal(name + "(")} {write.pairs(arguments, required, ", ")} ")"'
 
 
 _ENDS = re.compile(r"""[,()\[\]{}"']""")

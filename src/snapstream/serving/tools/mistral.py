@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from snapstream.serving.tools.base import ToolFormat, Tools, begin_call, end_call, json_call
+from snapstream.serving.tools.base import ToolFormat, Tools, end_call, json_call, json_rule, named_call
 from snapstream.serving.tools.events import Sink
 from snapstream.serving.tools.grammar import GrammarWriter
-from snapstream.serving.tools.source import NotACallError, Reading, Source
+from snapstream.serving.tools.source import Reading, Source
 
 _OPENING = "[TOOL_CALLS]"
 
@@ -45,11 +44,7 @@ class Mistral(ToolFormat):
         if (yield from source.accept("[CALL_ID]")):
             yield from source.name()
         yield from source.accept("[ARGS]")
-        yield from source.spaces()
-        if (yield from source.char()) != "{":
-            raise NotACallError
-        begin_call(source, sink, name)
-        yield from source.value(sink.arguments)
+        yield from named_call(source, sink, name)
         end_call(source, sink)
 
     @override
@@ -58,7 +53,7 @@ class Mistral(ToolFormat):
 
     @override
     def call(self, name: str, schema: Mapping[str, Any], write: GrammarWriter) -> str:
-        return f'{write.literal(f"""{{"name": {json.dumps(name)}, "arguments": """)} {write.json(schema)} "}}"'
+        return json_rule(name, "arguments", schema, write)
 
 
 class MistralNamed(Mistral):

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from snapstream.engine.requests.text import held_back
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """A reader that returns something."""
@@ -23,7 +25,7 @@ _STRUCTURE, _IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
 
 class NotACallError(Exception):
-    """What looked like a call is none."""
+    """What looked like a call is not one."""
 
 
 class Source:
@@ -103,7 +105,7 @@ class Source:
         """Read a name.
 
         Raises:
-            NotACallError: None comes next.
+            NotACallError: Something else comes next.
         """
         return (yield from self._run(_NAME))
 
@@ -126,7 +128,7 @@ class Source:
         """Read a JSON value, and hand on its text as it comes.
 
         Raises:
-            NotACallError: There is none, or it does not end.
+            NotACallError: There is no value, or it is incomplete.
         """
         depth = 0
         while True:
@@ -153,7 +155,7 @@ class Source:
         """Read a JSON value; returns its text.
 
         Raises:
-            NotACallError: There is none, or it does not end.
+            NotACallError: There is no value, or it is incomplete.
         """
         parts: list[str] = []
         yield from self.value(parts.append)
@@ -192,22 +194,11 @@ class Source:
         return "".join(parts)
 
 
-def held_back(text: str, words: tuple[str, ...]) -> int:
-    """Length of the longest end of a text that one of the words may begin with."""
-    longest = 0
-    for word in words:
-        for length in range(min(len(word) - 1, len(text)), longest, -1):
-            if text.endswith(word[:length]):
-                longest = length
-                break
-    return longest
-
-
 def loads(text: str) -> object:
     """Decode JSON.
 
     Raises:
-        NotACallError: It is none.
+        NotACallError: It is not JSON.
     """
     try:
         return json.loads(text)
