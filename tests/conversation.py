@@ -4,7 +4,7 @@ import torch
 
 from snapstream.models.weights import load_model, load_spec
 from tests.attending import logits_with, sinks_of
-from tests.reference import NaiveState, naive_attention, naive_compress, naive_renew
+from tests.reference import NaiveState, naive_attention, naive_compress, naive_pins, naive_renew
 
 
 class NaiveConversation:
@@ -33,6 +33,14 @@ class NaiveConversation:
     def recur(self, operation, inputs):
         state = self.states.setdefault(operation.layer, NaiveState(operation))
         return torch.stack([state.take(each) for each in inputs])
+
+    def pinned(self, staged, known):
+        """Which of the staged tokens are pinned, as they are numbered here, and where the last of them may be."""
+        total = staged[-1] + 1
+        pins = tuple({i for i, p in enumerate(staged) if p in every} for every in naive_pins(self.budget, total))
+        last = max((min(end, total) for start, end in self.budget.pin if start < total), default=0)
+        before = total - (len(staged) - known)  # tokens of earlier turns
+        return pins, known + max(last - before, 0) if last and known else last
 
     def store(self, layer, key, value, positions):
         for i, position in enumerate(positions if key is not None else ()):
@@ -78,7 +86,8 @@ class NaiveConversation:
                 keys = torch.stack([self.keys[layer, p][n] for p in staged])
                 sinks = None if self.sinks[layer] is None else self.sinks[layer][n * group : (n + 1) * group]
                 how = {"cap": spec.attention_cap, "sinks": sinks}
-                cache = naive_compress(queries, keys, self.budget, first_voter=len(past), **how)
+                pins, end = self.pinned(staged, len(past))
+                cache = naive_compress(queries, keys, self.budget, first_voter=len(past), pins=pins, end=end, **how)
                 for part in ("sink", "pinned", "ring"):
                     setattr(cache, part, [staged[i] for i in getattr(cache, part)])
                 self.caches[layer, n] = cache

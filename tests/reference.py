@@ -183,21 +183,51 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0, *
     return naive_votes(queries, keys, budget, first_voter, **how)
 
 
-def naive_select(scores: dict[int, float], length: int, budget) -> tuple[list[int], list[int], list[int]]:
-    """Positions of sinks, pinned and recent tokens, each in prompt order."""
+def naive_pins(budget, length: int) -> tuple[set[int], set[int]]:
+    """Tokens after the sinks that are certainly kept, and those that compete for what is left of half of the places.
+
+    Spans are kept whole while they fit, in the given order; the tokens of the others compete.
+    """
+    room, certain, competing = budget.top_k // 2, set(), set()
+    for start, end in budget.pin:
+        span = {token for token in range(start, end) if budget.sink <= token < length}
+        if len(span - certain) <= room:
+            room -= len(span - certain)
+            certain |= span
+        else:
+            competing |= span
+    return certain, competing - certain
+
+
+def naive_select(
+    scores: dict[int, float], length: int, budget, pins=None, end: int | None = None
+) -> tuple[list[int], list[int], list[int]]:
+    """Positions of sinks, pinned and recent tokens, each in prompt order; pins are among those before ``end``."""
+    certain, competing = naive_pins(budget, length) if pins is None else pins
+    end = max(certain | competing, default=-1) + 1 if end is None else end
     sink = list(range(min(budget.sink, length)))
-    fits = length <= budget.capacity  # nothing is dropped, so nothing is chosen
-    best = sorted(scores, key=lambda p: (0 if fits else -scores[p], p))[: budget.top_k - naive_given_later(budget)]
+    places = budget.top_k - naive_given_later(budget)
+    fits = length <= budget.capacity  # nothing is dropped
+    number = min(max(length - budget.recent, end) - budget.sink, places) if fits else places
+    if fits and end <= budget.sink + number:  # nothing is chosen
+        best = list(range(budget.sink, budget.sink + max(number, 0)))
+    else:
+        every = dict.fromkeys(range(budget.sink, length), -math.inf) | scores if certain or competing else scores
+        ranks = {p: (p not in certain, -every[p], p) for p in certain | competing}
+        first = sorted(ranks, key=ranks.__getitem__)[: budget.top_k // 2]
+        best = sorted(every, key=lambda p: (p not in first, -every[p], p))[:number]
     others = [p for p in range(budget.sink, length) if p not in best]
     return sink, sorted(best), others[-budget.recent - naive_given_later(budget) :]
 
 
-def naive_compress(queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None, **how) -> NaiveCache:
+def naive_compress(
+    queries: Tensor, keys: Tensor, budget, scores=None, first_voter=0, values=None, pins=None, end=None, **how
+) -> NaiveCache:
     """Compress one KV head's prompt. Tokens are positions; look keys and values up by them."""
     length = keys.shape[0]
     if scores is None:
         scores = naive_scores(queries, keys, values, budget, first_voter, **how)
-    sink, pinned, recent = naive_select(scores, length, budget)
+    sink, pinned, recent = naive_select(scores, length, budget, pins, end)
     spare = budget.top_k - len(pinned) if budget.ring != "paper" else 0
     return NaiveCache(sink, pinned, recent, budget.sink, budget.recent + spare)
 

@@ -59,10 +59,10 @@ class LayerGroup:
         """Entries per slot, if a budget has ``capacity``."""
         return capacity if self.window is None else self.window + self.taken_back
 
-    def lay_out(self, length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
-        """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
+    def lay_out(self, length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: int | None = None) -> Layout:
+        """Lay out the cache of a prompt; see :func:`~snapstream.compression.layout.lay_out`."""
         if self.window is None:
-            return lay_out(length, budget, first_voter)
+            return lay_out(length, budget, first_voter, pinned_end)
         return lay_out_window(length, self.window)
 
     def resumed(self, layout: Layout) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,7 +124,8 @@ def _answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> 
     """Print the answer while it is generated and return it; ``None`` if it is empty or failed."""
     made: list[str] = []
     try:
-        for output in llm.stream(llm.chat_prompt(history), params):
+        pinned = replace(params, pin=llm.chat_pins(history))
+        for output in llm.stream(llm.chat_prompt(history), pinned):
             made.append(output.new_text)
             print(output.new_text if "".join(made[:-1]).strip() else output.new_text.lstrip(), end="", flush=True)
             if output.error is not None:

@@ -16,6 +16,7 @@ from snapstream.compression.layout import (
     next_entry,
     surviving_tokens,
 )
+from snapstream.compression.pins import most_pinned, pinned_levels
 from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
 
 __all__ = [
@@ -27,8 +28,10 @@ __all__ = [
     "lay_out",
     "lay_out_window",
     "layout_tensors",
+    "most_pinned",
     "next_entry",
     "observation_votes",
+    "pinned_levels",
     "pool_votes",
     "random_votes",
     "select_entries",

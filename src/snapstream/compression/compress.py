@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
+from snapstream.compression.pins import most_pinned, prefer_pinned
 from snapstream.compression.ranks import ordered
 from snapstream.compression.scoring import candidate_mask
 from snapstream.config import CacheBudget, LayerPrompt
@@ -76,7 +77,7 @@ def _selected_shape(
 def choose_entries(
     prompt: LayerPrompt, budget: CacheBudget, *, combine: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Decide which prompt tokens one layer keeps: votes, smoothing, selection.
+    """Decide which prompt tokens one layer keeps: votes, smoothing, pins, selection.
 
     A pure function of fixed shapes: no shape depends on data, so a static graph can contain it.
 
@@ -109,7 +110,9 @@ def choose_entries(
             combined = combine(votes.flatten(0, -3))
             votes = combined.view(*kinds, len(keys), *combined.shape[1:])
         votes = torch.where(is_candidate & (votes > 0), votes, 0.0)  # also clears NaN from a broken prompt
-        scores = budget.policy.smooth(votes, replace(prompt, top_k=budget.top_k))
+        # Pinned tokens are ranked among themselves, too, so it matters how good those are that are not selected.
+        ranked = budget.top_k if prompt.pinned is None else keys.shape[2]
+        scores = budget.policy.smooth(votes, replace(prompt, top_k=ranked))
         if scores.dtype != torch.float32 or scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
                 f"policy {budget.policy.name} returned scores {tuple(scores.shape)} of {scores.dtype} for votes "
@@ -117,4 +120,6 @@ def choose_entries(
             )
         scores = torch.where(scores > 0, scores, 0.0)  # select_entries() compares bits: no negative zero, no NaN
     scores = scores.masked_fill(~is_candidate, -1.0)
+    if prompt.pinned is not None:
+        scores = prefer_pinned(scores, prompt.pinned, layout, sink=budget.sink, most=most_pinned(budget))
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

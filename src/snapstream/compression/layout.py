@@ -20,12 +20,13 @@ one to be overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from snapstream.config import CacheBudget
+from snapstream.config.pins import last_end
 from snapstream.transfers import to_device
 
 
@@ -41,6 +42,7 @@ class Layout:
             has been overwritten yet.
         limit: End of the ring, and so the maximum number of entries in use.
         first_voter: First token whose query is available and may vote; above 0 if the prompt continues from a cache.
+        pinned_end: End of the tokens among which the budget's pins are; 0 if there are none.
     """
 
     length: int
@@ -49,15 +51,21 @@ class Layout:
     count: int
     limit: int
     first_voter: int = 0
+    pinned_end: int = 0
 
     @property
     def dropped(self) -> int:
         """Prompt tokens that compression drops."""
         return self.length - self.count
 
+    @property
+    def selects(self) -> bool:
+        """Whether entries are selected; otherwise, entry ``i`` is token ``i``."""
+        return self.dropped > 0 or self.pinned_end > self.base
+
     def turned_to(self, held: int) -> Layout:
         """The layout after its ``held`` entries were copied in order: pinned ones, then the ring, oldest first."""
-        return replace(self, count=held, length=max(self.length, held))
+        return replace(self, count=held, length=max(self.length, held), pinned_end=0)
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,26 @@ class LayoutTensors:
     first_voter: Tensor
 
 
-def lay_out(length: int, budget: CacheBudget, first_voter: int = 0) -> Layout:
-    """Lay out the cache of a prompt of ``length`` tokens (1 or more)."""
-    pinned = min(max(length - budget.sink - budget.recent, 0), budget.fixed - budget.sink)
+def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: int | None = None) -> Layout:
+    """Lay out the cache of a prompt.
+
+    Args:
+        length: Tokens of the prompt, 1 or more.
+        budget: Its budget.
+        first_voter: See :class:`Layout`.
+        pinned_end: See :class:`Layout`; by default, where the budget's pins end.
+    """
+    pinned_end = last_end(budget.pin, length) if pinned_end is None else pinned_end
+    if not budget.top_k:  # there are no places for them
+        pinned_end = 0
+    # Tokens are put below the ring for their pins, too: the ring would overwrite them.
+    wanted = max(length - budget.recent, pinned_end) - budget.sink
+    pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
-    # If the prompt fits, entry i is token i under every policy.
+    # If the prompt fits, entry i is token i under every policy, except where a pin would be in the ring.
     protected = 0 if budget.policy.pins_recent and length > limit else budget.recent
-    return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter)
+    return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter, pinned_end)
 
 
 def lay_out_window(length: int, window: int) -> Layout:
@@ -89,7 +109,8 @@ def lay_out_window(length: int, window: int) -> Layout:
 
 def layout_tensors(layouts: Sequence[Layout], device: torch.device | str = "cpu") -> LayoutTensors:
     """Stack layouts of several sequences into tensors of shape ``[B]``."""
-    columns = list(zip(*map(astuple, layouts), strict=True))
+    names = [one.name for one in fields(LayoutTensors)]
+    columns = [[getattr(layout, name) for layout in layouts] for name in names]
     return LayoutTensors(*to_device(columns, device).unbind())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from snapstream.config.checks import is_integer, require_count, require_integer
+from snapstream.config.pins import Span, read_spans
 from snapstream.config.policy import (
     ALL,
     DEFAULT_POLICY,
@@ -46,6 +47,8 @@ class CacheBudget:
             full. ``paper``: the ring always has ``recent`` entries. ``resnap``: like ``elastic``, and about once per
             turn of the ring, its entries compete for a quarter of the pinned places (built-in engine only).
         policy: Selects the ``top_k`` tokens; has settings of its own (:mod:`snapstream.compression.policies`).
+        pin: Spans of the prompt that are kept whatever the policy says, as many as fit into half of the ``top_k``
+            places; see :mod:`snapstream.compression.pins`.
     """
 
     sink: int
@@ -53,6 +56,7 @@ class CacheBudget:
     top_k: int
     ring: Ring
     policy: Policy
+    pin: tuple[Span, ...]
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class CacheBudget:
         *,
         ring: Ring = "elastic",
         policy: Policy | str | None = None,
+        pin: Iterable[Span | str] = (),
         **settings: Any,
     ) -> None:
         """Check every field.
@@ -72,6 +77,7 @@ class CacheBudget:
             top_k: See the class.
             ring: See the class.
             policy: A policy or its name; by default ``spans``.
+            pin: See the class.
             **settings: Settings that override the policy's own. Those of other built-in policies are ignored, and so is
                 ``None``. ``selection="random"`` replaces any policy that selects tokens by ``random``, and ``"votes"``
                 replaces ``random`` by the default policy.
@@ -87,6 +93,7 @@ class CacheBudget:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "policy", _policy_with(policy, selection, given))
+        object.__setattr__(self, "pin", read_spans(pin))
         self._check()
 
     def _check(self) -> None:
@@ -197,12 +204,12 @@ class CacheBudget:
             raise ConfigurationError(f"cache budget: policy is {name!r}; give its name")
         capacity = given.pop("capacity", None)
         kind = policy_class(name)
-        known = {*_SIZES, "ring", "selection", *_SETTINGS, *(one.name for one in fields(kind))}  # type: ignore[arg-type]
+        known = {*_SIZES, "ring", "pin", "selection", *_SETTINGS, *(one.name for one in fields(kind))}  # type: ignore[arg-type]
         unknown = sorted(set(given) - known)
         if unknown:
             allowed = ", ".join(sorted(known | {"capacity", "policy"}))
             raise ConfigurationError(f"cache budget: unknown field {', '.join(unknown)}; allowed: {allowed}")
-        settings = {key: given.pop(key) for key in list(given) if key not in (*_SIZES, "ring", "selection")}
+        settings = {key: given.pop(key) for key in list(given) if key not in (*_SIZES, "ring", "pin", "selection")}
         if capacity is None:
             missing = sorted(set(_SIZES) - set(given))
             if missing:
@@ -310,7 +317,8 @@ class CacheBudget:
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON; :meth:`parse` reads them."""
         sizes = {name: getattr(self, name) for name in (*_SIZES, "ring")}
-        return sizes | {"policy": self.policy.name} | self.policy.settings()
+        pins = {"pin": [list(span) for span in self.pin]} if self.pin else {}
+        return sizes | pins | {"policy": self.policy.name} | self.policy.settings()
 
 
 _SETTINGS = (

@@ -60,7 +60,9 @@ class LayerPrompt:
         cap: Soft cap of attention logits; 0 for none.
         sinks: One extra logit per head in the softmax, without a value, float32 ``[H]``; ``None`` for none.
         layer: Index of the layer.
-        top_k: Maximum number of candidates that are kept; set for :meth:`Policy.smooth`.
+        top_k: Number of best candidates whose order matters; set for :meth:`Policy.smooth`.
+        pinned: Levels of pinned tokens, int8 ``[B, N or 1, L]``, for the selection; policies need not care. ``None`` if
+            there are none.
     """
 
     queries: Tensor
@@ -73,6 +75,7 @@ class LayerPrompt:
     top_k: int = 0
     cap: float = 0.0
     sinks: Tensor | None = None
+    pinned: Tensor | None = None
 
     @property
     def attention(self) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from snapstream.config.budget import CacheBudget
 from snapstream.config.checks import is_count_or_none, is_integer, is_number
+from snapstream.config.pins import Span, read_spans
 from snapstream.config.structured_outputs import StructuredOutputs
-from snapstream.errors import RequestError
+from snapstream.errors import ConfigurationError, RequestError
 
 _FRACTIONS = (
     "temperature",
@@ -46,6 +47,8 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens, such as those of a chat template, out of the output's text.
         kv_budget: Cache budget of this request, at most as large as the engine's. A number of entries means
             :meth:`CacheBudget.of` that number; ``None`` means the engine's budget.
+        pin: Spans of the prompt, earlier turns included, that are kept in the cache whatever its policy selects: pairs
+            of token positions, first and one past the last. See :attr:`CacheBudget.pin`.
         forced: Tokens that the output begins with, whatever the model predicts. They are decoded like generated tokens,
             after the prompt was compressed. They count as output, and none of them ends it.
         structured_outputs: The shape that the output must have; needs the extra ``structured``. Where only one text is
@@ -72,6 +75,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     kv_budget: int | CacheBudget | None = None
+    pin: Sequence[Span] = ()
     forced: tuple[int, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     return_kept_tokens: bool = False
@@ -88,6 +92,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | list | tuple | set | frozenset):
                 raise RequestError(f"sampling: {name} is {value!r}; it must be a list")
+        try:
+            object.__setattr__(self, "pin", read_spans(self.pin))
+        except ConfigurationError as error:
+            raise RequestError(f"sampling: {error}") from error
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

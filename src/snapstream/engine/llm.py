@@ -13,12 +13,14 @@ from typing import Any
 from snapstream.assets import PLAIN_CHAT, is_shipped
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config.pins import Span
 from snapstream.engine.context import Context, Render, continuation, opening
 from snapstream.engine.engine import Engine
 from snapstream.engine.memory.plan import EnginePlan
 from snapstream.engine.requests.admission import Prompt
 from snapstream.engine.requests.output import RequestOutput
 from snapstream.errors import RequestError
+from snapstream.prompt_parts import find_parts, token_spans
 
 
 class LLM:
@@ -224,6 +226,8 @@ class LLM:
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        pin: bool = True,
     ) -> RequestOutput:
         """Generate the next turn of a conversation, using the model's chat template.
 
@@ -232,11 +236,45 @@ class LLM:
             params: Sampling parameters; greedy with 128 tokens by default.
             chat_template_kwargs: See :meth:`chat_text`.
             tools: See :meth:`chat_text`. Calls are part of the output's text; a server splits them off.
+            pin: Whether :meth:`chat_pins` are pinned, if ``params`` pin nothing else.
 
         Raises:
             RequestError: The model has no chat template, or it rejects the messages.
         """
-        return self.generate(self.chat_prompt(messages, chat_template_kwargs, tools), params)[0]
+        given = (messages, chat_template_kwargs, tools)
+        params = SamplingParams() if params is None else params
+        if pin and not params.pin:
+            params = replace(params, pin=self.chat_pins(*given))
+        return self.generate(self.chat_prompt(*given), params)[0]
+
+    def chat_pins(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Span]:
+        """Where the system messages and the tools stand in a :meth:`chat_prompt`, for :attr:`SamplingParams.pin`.
+
+        What cannot be found is left out.
+
+        Args:
+            messages: The conversation.
+            chat_template_kwargs: See :meth:`chat_text`.
+            tools: See :meth:`chat_text`.
+
+        Returns:
+            Spans of tokens.
+
+        Raises:
+            RequestError: The model has no chat template, or it rejects the messages.
+        """
+        text = self.chat_text(messages, chat_template_kwargs, tools)
+        parts = find_parts(
+            messages, tools or (), lambda given, shown: self.chat_text(given, chat_template_kwargs, shown), text
+        )
+        if not parts.standing:
+            return []
+        return token_spans(parts.standing, self.engine.texts.encode(text, special=False, offsets=True).offsets)
 
     def chat_prompt(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapstream.config import SamplingParams, StructuredOutputs
+from snapstream.config.pins import Span
 from snapstream.engine import RequestOutput
 from snapstream.serving.answers import CompletionDetails, PromptDetails, Usage
 from snapstream.serving.driver import Batch
@@ -80,8 +81,9 @@ class Call:
         jobs: list[Job] = []
         for prompt in prompts:
             tokens, past = self.past.new_tokens(prompt), self.past.sequence
+            pin = self.past.pins(prompt, tokens)
             jobs += [
-                Job(tokens, self._params(index), past, self.past.keep, asked, salt) for index in range(self.number)
+                Job(tokens, self._params(index, pin), past, self.past.keep, asked, salt) for index in range(self.number)
             ]
         self._cached = len(prompts) * self.past.tokens
         self._prompt_tokens = self._cached + sum(len(job.tokens) for job in jobs[:: self.number])
@@ -168,7 +170,7 @@ class Call:
     def _completion_tokens(self) -> int:
         return sum(output.token_count for output in self._outputs())
 
-    def _params(self, index: int) -> SamplingParams:
+    def _params(self, index: int, pin: Sequence[Span]) -> SamplingParams:
         """Sampling parameters of one answer: the request's, otherwise the model's recommended, otherwise OpenAI's."""
         body, defaults = self.body, self.parts.llm.engine.sampling_defaults
         given = {
@@ -189,6 +191,7 @@ class Call:
             structured_outputs=self._shape,
             seed=None if body.seed is None else body.seed + index,
             kv_budget=budget_of(body.kv_budget) if body.kv_budget is not None else xargs,
+            pin=pin,
             return_kept_tokens=body.kept_tokens is True,
             # top_p = 0 means the likeliest token alone, whose probability exceeds any tiny number.
             **(given | {"top_k": max(given["top_k"], 0), "top_p": given["top_p"] or 1e-9}),

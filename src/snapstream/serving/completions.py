@@ -55,8 +55,10 @@ class Completions:
 
         async def one_prompt(prompt: Any, context: Context | None) -> Prompt:
             if not isinstance(prompt, str):
-                return reader.tokens(prompt)
-            return await (reader.after(context, prompt) if context else reader.text(prompt, offsets=offsets))
+                return reader.tokens(prompt, pin=body.pins)
+            if context is not None:
+                return await reader.after(context, prompt)
+            return await reader.text(prompt, offsets=offsets, pin=body.pins)
 
         async def read(context: Context | None) -> list[Prompt]:
             prompts = [await one_prompt(prompt, context) for prompt in given]
@@ -88,7 +90,7 @@ class Completions:
             reader, offsets = self._parts.reader, body.session_id is not None
             if context is not None:
                 return [await reader.messages_after(context, body.messages, variables, shown)]
-            return [await reader.messages(body.messages, variables, shown, offsets=offsets)]
+            return [await reader.messages(body.messages, variables, shown, offsets=offsets, pin=body.pins)]
 
         limit = body.max_completion_tokens or body.max_tokens or self._parts.llm.engine.max_model_len
         wanted = (body.top_logprobs or 0) if body.logprobs else None

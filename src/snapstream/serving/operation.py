@@ -39,6 +39,7 @@ class SlotState(BaseModel):
     bytes_held: int = 0
     bytes_full: int = 0
     kept: list[float] = []
+    pin: list[list[int]] = []
 
 
 class Reading(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from snapstream.cache import Stored
+from snapstream.config.pins import Span
 from snapstream.engine import CompressedSequence, Context
 from snapstream.serving.answers import SessionUse
 from snapstream.serving.errors import ApiError
@@ -53,6 +54,20 @@ class Past:
         if self.context is not None:
             return self.context.sequence
         return None if self._turn is None else self._turn.past
+
+    def pins(self, prompt: Prompt, new: Sequence[int]) -> Sequence[Span]:
+        """The pinned spans of a prompt, whose last tokens are ``new``, in the conversation as it was stored."""
+        if self.sequence is None or not prompt.pin:
+            return prompt.pin
+        known, before = self.sequence.tokens, len(prompt.tokens) - len(new)
+        spans = []
+        for start, end in prompt.pin:
+            # Earlier turns may be stored as other tokens than their text is read as now.
+            if end <= before and tuple(prompt.tokens[:end]) == known[:end]:
+                spans.append((start, end))
+            elif start >= before:
+                spans.append((start - before + len(known), end - before + len(known)))
+        return spans
 
     @property
     def tokens(self) -> int:

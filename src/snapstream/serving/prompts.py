@@ -11,9 +11,11 @@ import anyio
 import anyio.to_thread
 
 from snapstream.config import StructuredOutputs
+from snapstream.config.pins import Span
 from snapstream.engine import LLM, Context
 from snapstream.errors import ContextLengthError, RequestError
 from snapstream.serving.messages import Message
+from snapstream.serving.pins import PinFinder, Pinned, Pins, in_plain_text, pinned_tokens
 from snapstream.serving.protocol import ChatRequest
 from snapstream.serving.templates import Describe, Templates
 
@@ -35,12 +37,14 @@ class Prompt:
         text: Its text; ``None`` if it was given as token ids.
         offsets: Index of the character that each token begins at; empty without a text, or if not requested.
         words: Returns a token as it is written in the vocabulary, to tell whether it begins with a space.
+        pin: Spans of tokens that are pinned.
     """
 
     tokens: Sequence[int]
     text: str | None = None
     offsets: Sequence[int] = ()
     words: Callable[[int], str] = str
+    pin: Sequence[Span] = ()
 
     def begins_with_space(self, index: int) -> bool:
         """Whether a token includes the space before its word."""
@@ -59,19 +63,23 @@ class PromptReader:
 
     def __init__(self, llm: LLM, template_timeout: float, describe: Describe, threads: int = 2) -> None:
         self._llm, self._describe = llm, describe
-        self._layouts = Templates(llm, template_timeout)
+        self._layouts, self._pins = Templates(llm, template_timeout), PinFinder()
         # Templates may take long, so they have their own limiter, and nothing else waits for them.
         self._reading, self._templates, self._writing = (anyio.CapacityLimiter(threads) for _ in range(3))
         self._long, self._compiling = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self.token_text = functools.lru_cache(2**16)(self._token_text)
 
-    async def text(self, prompt: str, *, offsets: bool = False) -> Prompt:
+    async def text(self, prompt: str, *, offsets: bool = False, pin: Pins | None = None) -> Prompt:
         """Tokenize plain text.
 
         Raises:
+            ApiError: What should be pinned is not there.
             RequestError: It is not valid text, or it is too long.
         """
-        encode = functools.partial(self._encode, prompt, True, offsets)
+
+        def encode() -> Prompt:
+            return self._encode(prompt, True, offsets, in_plain_text(pin, prompt))
+
         return await anyio.to_thread.run_sync(encode, limiter=self._limiter(len(prompt), self._reading))
 
     async def messages(
@@ -81,6 +89,7 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         offsets: bool = False,
+        pin: Pins | None = None,
     ) -> Prompt:
         """Apply the chat template to a conversation, and tokenize the result.
 
@@ -89,13 +98,17 @@ class PromptReader:
             variables: Variables of the chat template.
             tools: Tools that the model may call, in OpenAI's form.
             offsets: Whether to return where each token begins.
+            pin: What is pinned; by default, the system message and the tools.
 
         Raises:
+            ApiError: What should be pinned is not there.
             RequestError: There is no chat template, it rejects the messages, or it takes too long.
         """
 
         def read() -> Prompt:
-            return self._encode(self._layouts.apply(messages, variables, tools, self._describe)[1], False, offsets)
+            chat = self._layouts.apply(messages, variables, tools, self._describe)
+            pinned = self._pins.in_chat(pin, chat, functools.partial(self._layouts.render, variables), variables)
+            return self._encode(chat.text, False, offsets, pinned)
 
         characters = _characters(messages) + sum(len(str(tool)) for tool in tools)
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(characters, self._templates))
@@ -141,7 +154,7 @@ class PromptReader:
         def read() -> Prompt:
             if tools:
                 raise RequestError("tools are part of the prompt before a context; name them in the context's text")
-            plain, _ = self._layouts.apply(messages, variables)
+            plain = self._layouts.apply(messages, variables).messages
             return Prompt(self._llm.context_prompt(context, plain, self._layouts.render(variables)))
 
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(_characters(messages), self._templates))
@@ -180,23 +193,25 @@ class PromptReader:
             return prompt.text[-64:]
         return str(self._llm.tokenizer.decode(list(prompt.tokens[-16:])))
 
-    def tokens(self, tokens: Sequence[int]) -> Prompt:
+    def tokens(self, tokens: Sequence[int], *, pin: Pins | None = None) -> Prompt:
         """Take token ids unchanged.
 
         Raises:
+            ApiError: What should be pinned is not there.
             ContextLengthError: There are too many. The engine checks everything else.
         """
         if len(tokens) >= self._llm.engine.max_model_len:
             raise ContextLengthError(self._llm.engine.max_model_len, f"{len(tokens)} tokens")
-        return Prompt(tokens)
+        return Prompt(tokens, pin=pinned_tokens(in_plain_text(pin, None), (), len(tokens)))
 
     async def write(self, function: Callable[[], T]) -> T:
         """Build an answer in a thread, as it may be long."""
         return await anyio.to_thread.run_sync(function, limiter=self._writing)
 
-    def _encode(self, text: str, special: bool, offsets: bool) -> Prompt:
-        encoded = self._llm.engine.texts.encode(text, special=special, offsets=offsets)
-        return Prompt(encoded.tokens, text, encoded.offsets, self._llm.tokenizer.convert_ids_to_tokens)
+    def _encode(self, text: str, special: bool, offsets: bool, pinned: Sequence[Pinned]) -> Prompt:
+        encoded = self._llm.engine.texts.encode(text, special=special, offsets=offsets or bool(pinned))
+        spans = pinned_tokens(pinned, encoded.offsets, len(encoded.tokens))
+        return Prompt(encoded.tokens, text, encoded.offsets, self._llm.tokenizer.convert_ids_to_tokens, spans)
 
     def _limiter(self, characters: int, usual: anyio.CapacityLimiter) -> anyio.CapacityLimiter:
         """Choose a limiter: long texts are tokenized one at a time, and short ones do not wait for them."""

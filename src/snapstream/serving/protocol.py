@@ -10,9 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import override
 
 from snapstream.config import DEFAULT_POLICY, CacheBudget, policy_names
+from snapstream.config.pins import MOST_SPANS
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.serving.body import Body, Text, Token, Tokens, encodable
 from snapstream.serving.messages import Messages, TemplateVariables
+from snapstream.serving.pins import Pins, Slice
 from snapstream.serving.shapes import Shaped
 from snapstream.serving.tools.definitions import MOST_TOOLS, Tool, ToolFields
 from snapstream.serving.unsupported import NEUTRAL, UNSUPPORTED, UNUSED
@@ -41,6 +43,7 @@ class Extra(Body):
     """Fields of the vLLM plugin, so that one client works with both."""
 
     kv_budget: int | None = Field(None, ge=1)
+    pin: Slice | Annotated[list[Slice], Field(max_length=MOST_SPANS, fail_fast=True)] | None = None
 
 
 class Budget(Body):
@@ -116,7 +119,13 @@ class Generate(Request, Shaped):
         description="Cache entries of this request, at most the server's. A number means the same SnapStream cache on "
         "every server, whatever the server's policy; an object selects another policy.",
     )
-    vllm_xargs: Extra | None = Field(None, description="kv_budget in the form of the vLLM plugin.")
+    pin: Pins | None = Field(
+        None,
+        description="What is kept whatever the policy selects, most important first: 'system', 'tools', numbers of "
+        "messages, {'text': ...}, or spans of tokens, such as [0, 300] or '0:300'. Default in a conversation, and "
+        "true: ['system', 'tools']. false: nothing.",
+    )
+    vllm_xargs: Extra | None = Field(None, description="kv_budget and pin in the form of the vLLM plugin.")
     return_kept_tokens: Literal["counts"] | bool | None = Field(
         False,
         description="Report which prompt tokens were kept and how much attention they had, which takes a little time. "
@@ -131,6 +140,14 @@ class Generate(Request, Shaped):
         None,
         description="Id of a context from /v1/contexts, whose text precedes the prompt or begins the first message.",
     )
+
+    @property
+    def pins(self) -> Pins | None:
+        """What is pinned, by either name."""
+        given = None if self.vllm_xargs is None else self.vllm_xargs.pin
+        if self.pin is not None or given is None:
+            return self.pin
+        return [given] if isinstance(given, str) else [*given]
 
     @property
     def kept_tokens(self) -> Literal["counts"] | bool | None:

@@ -14,6 +14,7 @@ from snapstream.engine.context import Render
 from snapstream.errors import RequestError
 from snapstream.serving.errors import ApiError
 from snapstream.serving.messages import Message
+from snapstream.serving.pins import Rendered
 
 T = TypeVar("T")
 Describe = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -41,7 +42,7 @@ class Templates:
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] = (),
         describe: Describe = lambda tools: None,
-    ) -> tuple[list[dict[str, Any]], str]:
+    ) -> Rendered:
         """Convert messages to the form that the template expects, and render them.
 
         1. The role ``developer`` becomes ``system`` if the template does not have it.
@@ -70,7 +71,8 @@ class Templates:
                     "this model's chat template shows no tools to the model; start the server with --tool-parser hermes"
                 )
                 raise ApiError(400, message, param="tools")
-        render = self.render(variables, tools if described is None else ())
+        shown = tools if described is None else ()
+        render = self.render(variables, shown)
 
         def form(*, objects: bool) -> list[dict[str, Any]]:
             given = [message.for_template(objects=objects) for message in messages]
@@ -89,7 +91,7 @@ class Templates:
             given = form(objects=False)
             text = render(given)
         self._check(given, text, render)
-        return given, text
+        return Rendered(given, shown, text, len(messages))
 
     def _shows_tools(self, variables: Mapping[str, Any] | None) -> bool:
         """Whether the template writes the names of tools."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
-from snapstream.compression import Layout
+from snapstream.compression import Layout, pinned_levels
 from snapstream.config import CacheBudget
+from snapstream.config.pins import last_end
 from snapstream.engine.prefill.prefix_cache import Keeping, Prefix
 from snapstream.engine.prefill.result import PrefillResult, shares_of
 from snapstream.engine.requests.output import KeptTokens, TokenLogprobs
@@ -37,6 +38,7 @@ class Target:
         parts: Number of kept tokens in each of :data:`KEPT_PARTS` equal parts of the prompt, over all heads of layers
             that reports are about.
         counted: Number of these heads.
+        pinned: Level of each token of the conversation, int8, if some are pinned.
         error: Why this cache could not be built.
     """
 
@@ -51,6 +53,7 @@ class Target:
     mass: list[Tensor] = field(default_factory=list)
     parts: Tensor | None = None
     counted: int = 0
+    pinned: Tensor | None = None
     error: Exception | None = None
 
     @property
@@ -179,8 +182,11 @@ class PrefillJob:
         """
         assert self.layer == 0
         assert self.done == self.skipped
-        self.targets.append(Target(budget, layers, self.layouts(budget), slot, return_kept_tokens, keep, scored))
-        return self.targets[-1]
+        target = Target(budget, layers, self.layouts(budget), slot, return_kept_tokens, keep, scored)
+        if target.layouts[0].pinned_end:
+            target.pinned = pinned_levels(budget, self.total)
+        self.targets.append(target)
+        return target
 
     def result(self, target: Target) -> PrefillResult:
         """What the finished prefill leaves behind for one of its targets."""
@@ -211,9 +217,17 @@ class PrefillJob:
         """Per group of layers, the layout of the prompt compressed with a budget."""
         before = [self._before(group) for group in range(len(self._spec.groups))]
         return tuple(
-            group.lay_out(known + len(self.tokens), budget, known)
-            for group, known in zip(self._spec.groups, before, strict=True)
+            group.lay_out(known + len(self.tokens), budget, known, self._pinned_end(budget, number))
+            for number, (group, known) in enumerate(zip(self._spec.groups, before, strict=True))
         )
+
+    def _pinned_end(self, budget: CacheBudget, group: int) -> int:
+        """In a group of layers, the end of the entries among which pinned tokens are."""
+        end = last_end(budget.pin, self.total)
+        if self.past is None or not end:
+            return end
+        # Pinned tokens of earlier turns may be any of its entries.
+        return self.past.layouts[group].count + max(end - len(self.past.tokens), 0)
 
     def _before(self, group: int) -> int:
         return 0 if self.past is None else self.past.layouts[group].count

@@ -376,7 +376,7 @@ class Prefill:
             if target.wants_positions:
                 target.positions.append(no_positions(self.device))
             return
-        if layout.dropped == 0 or not has_budget:  # nothing to select: the last tokens, in order
+        if not layout.selects or not has_budget:  # the last tokens, in order
             heads = staging.keys.shape[1]
             positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)
             into.put(staging.span(layout.dropped, layout.length).converted(into.dtype))
@@ -402,6 +402,17 @@ class Prefill:
             shares = kept_attention(prompt.queries, prompt.keys, positions[None], prompt.layout, **prompt.attention)
             target.mass.append(shares.mean())
 
+    def _pinned(self, job: PrefillJob, target: Target) -> Tensor | None:
+        """Levels of the entries of the finished layer, int8 ``[1, N or 1, L]``, if some are pinned."""
+        if target.pinned is None:
+            return None
+        target.pinned = target.pinned.to(self.device)
+        if job.past is None:
+            return target.pinned[None, None]
+        heads = len(job.past.positions[job.layer])
+        entries = torch.arange(job.length, device=self.device).expand(heads, -1)
+        return target.pinned[job.past.true_positions(entries, job.layer)][None]
+
     def _shown(self, job: PrefillJob, target: Target, queries: int | None = None) -> LayerPrompt:
         """The finished layer in the form policies take it, with at most ``queries`` of the last queries."""
         wanted = target.budget.policy.queries if queries is None else queries
@@ -416,5 +427,6 @@ class Prefill:
             layout=layout_tensors([target.layouts[job.group]], self.device),
             sink=target.budget.sink,
             layer=job.layer,
+            pinned=self._pinned(job, target),
             **self._softmaxes[job.layer],
         )

@@ -10,13 +10,14 @@ from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config.pins import Span
 from snapstream.engine.prefill.result import PrefillResult
 from snapstream.engine.requests.detokenizer import CONTEXT, Detokenizer, special_tokens
 from snapstream.engine.requests.grammar import GrammarCompiler
 from snapstream.engine.requests.request import Request
 from snapstream.engine.requests.text import OutputText
 from snapstream.engine.requests.tokenizing import PromptTokenizer
-from snapstream.errors import ContextLengthError, RequestError
+from snapstream.errors import ConfigurationError, ContextLengthError, RequestError
 from snapstream.models.ends import end_names, stop_tokens
 from snapstream.models.spec import ModelSpec
 
@@ -85,7 +86,9 @@ class Admission:
                 f"{len(params.forced)} forced tokens after a prompt of {len(tokens)} are more than "
                 f"max_model_len={self.max_model_len}"
             )
-        budget = self.budget.for_request(params.kv_budget, self.config.kept_queries)
+        budget = self._pinning(
+            self.budget.for_request(params.kv_budget, self.config.kept_queries), params.pin, len(tokens), past
+        )
         if past is not None and not tokens:  # decoded unchanged
             budget = past.budget or replace(self.budget, ring="elastic")  # a cache without a budget cannot be renewed
         if not self.spec.has_budget:  # no layer has pinned places that could be renewed
@@ -131,10 +134,23 @@ class Admission:
                 f"this cache holds up to {past.limit} entries, but this engine's slots hold "
                 f"{self.budget.capacity}; create the engine with a larger budget"
             )
-        if params.kv_budget is not None or params.return_kept_tokens:
+        if params.kv_budget is not None or params.return_kept_tokens or params.pin:
             raise RequestError(
-                "a cache that is decoded unchanged keeps its budget; leave kv_budget and return_kept_tokens out"
+                "a cache that is decoded unchanged keeps its budget; leave kv_budget, pin and return_kept_tokens out"
             )
+
+    def _pinning(
+        self, budget: CacheBudget, pin: Sequence[Span], tokens: int, past: CompressedSequence | None
+    ) -> CacheBudget:
+        """The budget of a request with its pins, and those of earlier turns."""
+        total, pinned = tokens + (0 if past is None else len(past.tokens)), None if past is None else past.budget
+        for start, end in pin:
+            if end > total:
+                raise RequestError(f"pin: the span [{start}, {end}] ends after the prompt, which has {total} tokens")
+        try:
+            return replace(budget, pin=(*(() if pinned is None else pinned.pin), *pin, *budget.pin))
+        except ConfigurationError as error:  # too many
+            raise RequestError(str(error)) from error
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokenize a prompt as the engine does.

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from snapstream.cache import CompressedSequence
+from snapstream.config.pins import Span
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -80,6 +81,7 @@ class SlotUse:
         bytes_full: Bytes of keys and values of all tokens seen that a layer attends to.
         kept: Share of tokens kept in each of :data:`KEPT_PARTS` equal parts of the prompt, averaged over layers and
             heads; 1 where nothing was dropped.
+        pin: Spans of the prompt that are pinned.
     """
 
     slot: int
@@ -95,6 +97,7 @@ class SlotUse:
     bytes_held: int
     bytes_full: int
     kept: tuple[float, ...]
+    pin: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def slot_use(request: Request, slot: int, sizes: CacheSizes) -> SlotUse:
         bytes_held=sizes.of([each.limit for each in result.layouts]),
         bytes_full=sizes.of_prompt(request.seen),
         kept=result.shares,
+        pin=request.budget.pin,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from snapstream.config import CacheBudget
+from snapstream.config.pins import Span
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.transformers.attention import ATTENTION
 from snapstream.integrations.transformers.layer import SnapStreamLayer
+from snapstream.integrations.transformers.pins import pins_of
 from snapstream.integrations.transformers.sliding import SlidingLayer
 
 _REFUSED = {
@@ -39,6 +41,7 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         config: Any,
         budget: CacheBudget | int | str | Mapping[str, Any],
         *,
+        pin: Sequence[Span | str] | Sequence[Sequence[Span | str]] = (),
         chunked_prefill: bool = False,
         offloading: bool = False,
     ) -> None:
@@ -48,14 +51,17 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             config: The model's configuration, ``model.config``.
             budget: Cache of one sequence: a :class:`CacheBudget`, its number of entries, or what
                 :meth:`CacheBudget.parse` reads.
+            pin: Spans of tokens that are kept whatever the policy selects: pairs of positions, first and one past the
+                last, not counting padding; for all sequences, or a list of spans for each. See
+                :attr:`CacheBudget.pin`.
             chunked_prefill: Whether the prompt comes in several forward passes (``prefill_chunk_size`` of
                 ``generate``). Compression then waits for the first single token, so the whole prompt stays in memory
                 until then. Otherwise every layer is compressed as soon as it has processed the prompt.
             offloading: Not supported; accepted only to raise an informative error.
 
         Raises:
-            ConfigurationError: The model has layers that cannot be compressed, or does not use the attention
-                implementation ``snapstream``.
+            ConfigurationError: A pin is invalid, or the model has layers that cannot be compressed, or does not use the
+                attention implementation ``snapstream``.
         """
         if offloading:
             raise ConfigurationError(
@@ -78,10 +84,11 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             )
         self.budget = CacheBudget.parse(budget)
         self.budget.require_fixed_places("transformers")
+        pins = pins_of(pin)
         windows = _windows(config, name)
         latent = bool(getattr(config, "kv_lora_rank", None))
         layers: list[CacheLayerMixin] = [
-            SnapStreamLayer(index, self.budget, latent=latent, chunked_prefill=chunked_prefill)
+            SnapStreamLayer(index, self.budget, latent=latent, chunked_prefill=chunked_prefill, pins=pins)
             if window is None
             else SlidingLayer(max_cache_len=window, sliding_window=window)
             for index, window in enumerate(windows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from snapstream.compression import LayoutTensors, choose_entries, lay_out, layout_tensors, next_entry
+from snapstream.compression import (
+    LayoutTensors,
+    choose_entries,
+    lay_out,
+    layout_tensors,
+    next_entry,
+)
 from snapstream.config import CacheBudget, LayerPrompt
+from snapstream.config.pins import Span
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
+from snapstream.integrations.transformers.pins import ends_of, levels_of_batch
 from snapstream.integrations.transformers.prompt import is_causal
 
 
@@ -42,21 +50,25 @@ class _Prompt:
         keys: ``[B, N, L, D]``.
         values: ``[B, N, L, D_v]``.
         first_voters: Per sequence, how many of the tokens come from the cache; their queries no longer exist.
+        pinned: Levels of the tokens that come from the cache, int8 ``[B, N or 1, C]``; ``None`` if none are pinned.
         real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all tokens are real, or while
             this is not known for new tokens.
         tail: Queries of the last ``W`` tokens, ``[B, H, W, D]``.
         chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention has
             run.
         layout: Layout of the cache with the chosen tokens.
+        levels: Levels of the chosen tokens, like ``chosen``; ``None`` if none are pinned.
     """
 
     keys: Tensor
     values: Tensor
     first_voters: list[int]
+    pinned: Tensor | None = None
     real: Tensor | None = None
     tail: Tensor | None = None
     chosen: Tensor | None = None
     layout: LayoutTensors | None = None
+    levels: Tensor | None = None
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
@@ -95,12 +107,21 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         padding: Number of padding tokens among those seen, int64 ``[B]``.
         seen: Tokens the model has seen, padding included; int64 scalar. transformers derives positions from it.
         updates: Number of calls of :meth:`update` that were not compiled.
+        pinned: Levels of entries below the ring, int8 ``[B, N or 1, C]``; ``None`` if no tokens are pinned.
     """
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, index: int, budget: CacheBudget, *, latent: bool, chunked_prefill: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        budget: CacheBudget,
+        *,
+        latent: bool,
+        chunked_prefill: bool,
+        pins: Sequence[Sequence[Span]] = (),
+    ) -> None:
         """Create an empty layer.
 
         Args:
@@ -108,6 +129,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             budget: Budget of one sequence.
             latent: Whether all heads read one latent per token (MLA), so that all of them keep the same tokens.
             chunked_prefill: Whether to wait for a single token before compressing.
+            pins: Spans to pin of each sequence, without padding; none, one for all, or one per sequence.
         """
         super().__init__()
         self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
@@ -116,6 +138,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = torch.zeros((), dtype=torch.int64)
         self.empty = True
         self.updates = 0
+        self.pinned: Tensor | None = None
+        self._budgets = [replace(budget, pin=(*spans, *budget.pin)) for spans in pins or [()]]
         self._prompt: _Prompt | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -299,7 +323,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         order = torch.where(in_ring, base + (oldest - base + entry - base) % length, entry)[:, None]
         valid = self.valid()
         real = entry < valid[:, None]
-        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), real)
+        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), self.pinned, real)
 
     @torch.no_grad()
     def _choose(
@@ -317,11 +341,14 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
         real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
-        layouts = [lay_out(n, budget, first) for n, first in zip(lengths, prompt.first_voters, strict=True)]
+        levels = self._levels(prompt, lengths, total)
+        ends = [0] * batch if levels is None else ends_of(levels)
+        sizes = zip(lengths, prompt.first_voters, ends, strict=True)
+        layouts = [lay_out(length, budget, first, end) for length, first, end in sizes]
         prompt.layout = layout = layout_tensors(layouts, key.device)
         # Indices of the real tokens, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
-        if any(one.dropped for one in layouts):
+        if any(one.selects for one in layouts):
             shown = LayerPrompt(
                 prompt.tail,
                 key if order is None else _take(key, order),
@@ -329,6 +356,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 layout,
                 budget.sink,
                 layer=self.index,
+                pinned=levels,
                 **softmax,
             )
             chosen = choose_entries(shown, budget, combine=_mean_of_heads if self.latent else None)
@@ -337,7 +365,20 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             entry = torch.arange(budget.capacity, device=key.device)
             chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
         chosen = chosen.clamp(min=0)
+        if levels is not None:
+            heads = max(levels.shape[1], chosen.shape[1])
+            levels = levels.expand(-1, heads, -1).gather(2, chosen.expand(-1, heads, -1))
+            is_fixed = torch.arange(budget.capacity, device=key.device) < layout.base[:, None, None]
+            prompt.levels = levels.masked_fill(~is_fixed, 0)
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
+
+    def _levels(self, prompt: _Prompt, lengths: Sequence[int], total: int) -> Tensor | None:
+        """Levels of the real tokens of a prompt, in order, int8 ``[B, N or 1, total]``; ``None`` if none are pinned."""
+        if not any(budget.pin for budget in self._budgets):
+            return None
+        seen = (self.seen - self.padding).tolist()
+        first = prompt.first_voters
+        return levels_of_batch(self._budgets, prompt.pinned, lengths, first, seen, total, self.device)
 
     def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
         """Values of the real tokens, in order, for a policy that needs them."""
@@ -359,6 +400,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values.copy_(_take(prompt.values, prompt.chosen))
         for name in ("base", "count", "limit"):
             getattr(self, name).copy_(getattr(prompt.layout, name))
+        self.pinned = prompt.levels
         self._prompt = None
 
     @property
@@ -382,7 +424,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the cache; its memory is kept for the next prompts."""
-        self._prompt = None
+        self._prompt = self.pinned = None
         self.empty, self.updates = True, 0
         self.seen.zero_()
         if self.is_initialized:
@@ -399,6 +441,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             rows = beam_idx.to(self.device)
             for tensor in (self.keys, self.values, self.base, self.count, self.limit, self.padding):
                 tensor.copy_(tensor.index_select(0, rows))
+            self.pinned = None if self.pinned is None else self.pinned[rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
@@ -410,8 +453,12 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keep only some of the sequences."""
         self._settle()
         if self.is_initialized:
+            rows, before = indices.to(self.device), len(self.base)
             for name in ("keys", "values", "base", "count", "limit", "padding"):
-                setattr(self, name, getattr(self, name)[indices.to(self.device)])
+                setattr(self, name, getattr(self, name)[rows])
+            self.pinned = None if self.pinned is None else self.pinned[rows]
+            if len(self._budgets) > 1:
+                self._budgets = [self._budgets[row * len(self._budgets) // before] for row in rows.tolist()]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Reject: entries that were overwritten cannot be restored.

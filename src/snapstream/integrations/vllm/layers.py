@@ -135,8 +135,10 @@ class LayerCompressor:
                 self.index,
                 cap=float(getattr(self.layer.impl, "logits_soft_cap", None) or 0.0),
                 sinks=self._sinks(),
+                pinned=target.pinned,
             )
             positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
+            positions = positions.clamp(min=0)  # entries that are not in use yet
         else:
             positions = _first(keys, layout.copied_entries)
         kept = keys.gather(1, positions[..., None].expand(-1, -1, keys.shape[-1]))

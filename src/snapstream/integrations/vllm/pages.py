@@ -9,9 +9,9 @@ compressed cache are appended to its row of the block table::
 That step copies the kept entries, and afterwards the prompt's blocks return to the pool. Entries are copied out rather
 than compressed in place, because prefix caching may share the blocks with other requests.
 
-A prompt within its budget is not compressed. It grows in its own blocks until the cache is full, and from then on the
-ring overwrites entries. With prefix caching, it must not overwrite blocks that other requests read, so a full cache is
-copied out in the same way. Without prefix caching, it is overwritten in place.
+A prompt within its budget is not compressed, unless it has pins near its end. It grows in its own blocks until the
+cache is full, and from then on the ring overwrites entries. With prefix caching, it must not overwrite blocks that
+other requests read, so a full cache is copied out in the same way. Without prefix caching, it is overwritten in place.
 
 A cache that another instance has compressed arrives in its final form. There is nothing to prefill, copy out or share,
 so it has no blocks in front, and its ring overwrites in place.
@@ -55,8 +55,8 @@ class PageLayout:
 
     @property
     def compressed(self) -> bool:
-        """Whether the prompt exceeds its budget."""
-        return self.prompt.dropped > 0
+        """Whether entries are selected: the prompt exceeds its budget, or has pins where its ring would be."""
+        return self.prompt.selects
 
     @property
     def moves_at(self) -> int | None:
@@ -97,6 +97,11 @@ class PageLayout:
         """Final length of the block table's row, at which it needs no more blocks."""
         return self.front_blocks + self.cache_blocks
 
+    @property
+    def voters(self) -> int:
+        """Number of last tokens that must be computed here: those whose queries vote, and at least the last one."""
+        return self.budget.window if self.compressed else 1
+
     def has_moved(self, tokens: int) -> bool:
         """Whether the copy exists once ``tokens`` tokens have been computed; it is used if they are certain."""
         return self.moves_at is not None and tokens >= self.moves_at
@@ -116,7 +121,7 @@ class PageLayout:
         """Number of leading tokens that may come from the prefix cache; the window's queries must be computed."""
         if self.arrives:
             return 0
-        return max(0, self.prompt.length - (self.budget.window if self.compressed else 1))
+        return max(0, self.prompt.length - self.voters)
 
 
 def lay_out_pages(

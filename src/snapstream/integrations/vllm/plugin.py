@@ -6,8 +6,8 @@ do nothing unless a budget is set:
 - ``EngineArgs.create_engine_config``: vLLM has no hook that shows a plugin the finished configuration. The wrapper
   reads the budget, rejects unsupported combinations, and selects this package's worker and scheduler. All other
   processes find these, and the budget, in the configuration that they receive.
-- ``InputProcessor.process_inputs``: a request with an invalid ``kv_budget`` must be rejected before it reaches the
-  engine, where an error would affect other requests.
+- ``InputProcessor.process_inputs``: a request with an invalid ``kv_budget`` or ``pin`` must be rejected before it
+  reaches the engine, where an error would affect other requests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from snapstream.config import CacheBudget
+from snapstream.config.pins import Span
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.vllm.compatibility import (
     CORE_HOOKS,
@@ -30,6 +31,7 @@ from snapstream.integrations.vllm.settings import (
     CONNECTOR,
     ENVIRONMENT,
     KEY,
+    PIN_KEY,
     REQUEST_KEY,
     TRANSFER_KEY,
     active_budget,
@@ -153,20 +155,24 @@ def _process_inputs(
     """
     from vllm.exceptions import VLLMValidationError
 
-    budget = active_budget(processor.vllm_config)
+    budget, pin = active_budget(processor.vllm_config), set[Span]()
     if budget is not None:
         try:
-            request_budget(budget, getattr(params, "extra_args", None))
+            pin = {*request_budget(budget, getattr(params, "extra_args", None)).pin} - {*budget.pin}
         except RequestError as error:
-            raise VLLMValidationError(str(error), parameter=REQUEST_KEY) from error
+            at_fault = PIN_KEY if str(error).startswith(PIN_KEY) else REQUEST_KEY
+            raise VLLMValidationError(str(error), parameter=at_fault) from error
         if kwargs.get("resumable"):
             raise VLLMValidationError(
                 "streaming input is not supported with the SnapStream plugin; send the whole prompt at once"
             )
     request = original(processor, request_id, prompt, params, *args, **kwargs)
+    length, last = len(request.prompt_token_ids or ()), max((end for _, end in pin), default=0)
+    if last > length:
+        raise VLLMValidationError(f"pin: a span ends at {last}, but the prompt has {length} tokens", parameter=PIN_KEY)
     config = processor.vllm_config
     is_apart = budget is not None and config.kv_transfer_config is not None
-    obstacle = check_transfer(params, len(request.prompt_token_ids or ()), config) if is_apart else None
+    obstacle = check_transfer(params, length, config) if is_apart else None
     if obstacle:
         raise VLLMValidationError(f"the cache cannot be transferred: {obstacle}", parameter=TRANSFER_KEY)
     return request

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from snapstream.config import CacheBudget
+from snapstream.config.pins import read_spans
 from snapstream.config.policy import ALL
 from snapstream.errors import ConfigurationError, RequestError
 
 ENVIRONMENT = "SNAPSTREAM_BUDGET"
 KEY = "snapstream"
-REQUEST_KEY = "kv_budget"
+REQUEST_KEY, PIN_KEY = "kv_budget", "pin"
 TRANSFER_KEY = "kv_transfer_params"
 CONNECTOR = "SnapStreamConnector"
 
@@ -60,17 +62,20 @@ def _carried_budget(additional_config: Any) -> CacheBudget | None:
 
 
 def request_budget(budget: CacheBudget, extra_args: Mapping[str, Any] | None) -> CacheBudget:
-    """The budget of one request: ``kv_budget`` in its ``extra_args``, or the server's budget.
+    """The budget of one request: ``kv_budget`` and ``pin`` in its ``extra_args``, or the server's budget.
 
     Raises:
         RequestError: ``kv_budget`` is not a number of entries, larger than the server's budget, or too small for the
-            policy.
+            policy; or ``pin`` is not a list of spans.
     """
-    asked = (extra_args or {}).get(REQUEST_KEY)
+    given = extra_args or {}
+    asked, pin = given.get(REQUEST_KEY), given.get(PIN_KEY)
     if isinstance(asked, str) and asked.isascii() and asked.isdigit() and len(asked) < 10:
         asked = int(asked)
     granted = budget.for_request(asked)
     try:
+        if pin is not None:
+            granted = replace(granted, pin=(*read_spans(pin), *granted.pin))
         granted.require_fixed_places("vLLM")
     except ConfigurationError as error:
         raise RequestError(str(error)) from error

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors, layout_tensors
+from snapstream.compression.pins import pinned_levels
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.drafts import Drafts, Moves, Placed, place_tokens
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
@@ -87,11 +88,13 @@ class Target(NamedTuple):
         blocks: Block ids of the source, int64 ``[blocks]``.
         slots: Slot of every entry of the copy, int64 ``[copied_entries]`` of the layout.
         layout: The layout, as tensors of shape ``[1]``.
+        pinned: Levels of the source's tokens, int8 ``[1, 1, L]``; ``None`` if none are pinned.
     """
 
     blocks: Tensor
     slots: Tensor
     layout: LayoutTensors
+    pinned: Tensor | None
 
 
 @dataclass
@@ -294,9 +297,9 @@ class Sequences:
             scheduled: Number of tokens of each row computed in this step.
         """
         layouts = [self._layouts[request_id] for request_id in request_ids]
-        length, base, limit, front, moves_at, window = np.array(
+        length, base, limit, front, moves_at, voters = np.array(
             [
-                (p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER, p.budget.window)
+                (p.prompt.length, p.prompt.base, p.prompt.limit, p.front_blocks, p.moves_at or _NEVER, p.voters)
                 for p in layouts
             ],
             dtype=np.int64,
@@ -323,9 +326,7 @@ class Sequences:
                 _window(
                     request_ids[row], layouts[row], row, int(starts[row]), int(prompt_stops[row]), int(computed[row])
                 )
-                for row in np.flatnonzero(
-                    (computed < moves_at) & (computed + scheduled > moves_at - np.where(length > limit, window, 1))
-                ).tolist()
+                for row in np.flatnonzero((computed < moves_at) & (computed + scheduled > moves_at - voters)).tolist()
             ],
             targets={},
             tables=self._tables,
@@ -364,4 +365,7 @@ def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Tar
     source = row[: blocks_for(layout.source_tokens, block_size)].to(torch.int64)
     entry = torch.arange(layout.copied_entries, device=row.device)
     block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)
-    return Target(source, block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device))
+    pinned = None
+    if layout.compressed and layout.prompt.pinned_end:
+        pinned = pinned_levels(layout.budget, layout.prompt.length).to(row.device)[None, None]
+    return Target(source, block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device), pinned)

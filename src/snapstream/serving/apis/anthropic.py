@@ -13,6 +13,7 @@ from snapstream.serving.apis.conversion import call_of, chat_request, joined
 from snapstream.serving.body import Body, Text, encodable
 from snapstream.serving.errors import ApiError
 from snapstream.serving.messages import MAX_MESSAGES
+from snapstream.serving.pins import Pins
 from snapstream.serving.protocol import ChatRequest
 from snapstream.serving.tools.definitions import MOST_TOOLS, Name
 from snapstream.serving.unsupported import TEXT_ONLY
@@ -224,6 +225,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Text], Field(fail_fast=True)] | None = None
     session_id: Text | None = Field(None, description="See chat completions.")
     kv_budget: Annotated[int, Field(ge=1)] | None = Field(None, description="See chat completions.")
+    pin: Pins | None = Field(None, description="See chat completions; messages are counted as converted to them.")
 
     def as_chat(self) -> ChatRequest:
         """The request for a chat completion.
@@ -233,7 +235,7 @@ class MessagesRequest(CountRequest):
         """
         stops = self.stop_sequences or None
         own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-        own |= {name: getattr(self, name) for name in ("session_id", "kv_budget")}
+        own |= {name: getattr(self, name) for name in ("session_id", "kv_budget", "pin")}
         return chat_request(**self.fields(), **own, stop=stops)
 
 

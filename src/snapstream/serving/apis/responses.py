@@ -12,6 +12,7 @@ from snapstream.serving.apis.conversion import call_of, chat_request, joined
 from snapstream.serving.body import Body, Text, encodable
 from snapstream.serving.errors import ApiError
 from snapstream.serving.messages import MAX_MESSAGES, TemplateVariables
+from snapstream.serving.pins import Pins
 from snapstream.serving.protocol import ChatRequest
 from snapstream.serving.tools.definitions import MOST_TOOLS, Name
 from snapstream.serving.unsupported import TEXT_ONLY
@@ -213,6 +214,7 @@ class ResponseRequest(Body):
     reasoning: ReasoningSettings | None = None
     chat_template_kwargs: TemplateVariables | None = None
     kv_budget: Annotated[int, Field(ge=1)] | None = Field(None, description="See chat completions.")
+    pin: Pins | None = Field(None, description="See chat completions; messages are counted as converted to them.")
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as messages of a chat completion."""
@@ -254,6 +256,7 @@ class ResponseRequest(Body):
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template_kwargs=self.chat_template_kwargs,
             kv_budget=self.kv_budget,
+            pin=self.pin,
         )
 
     def _format(self) -> dict[str, Any] | None:

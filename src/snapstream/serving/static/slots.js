@@ -65,10 +65,19 @@ function cache(slot, capacity) {
 function prompt(slot) {
   const kept = slot.kept.map((share, index) => ({ x: index, width: 1, class: "kept", "fill-opacity": Math.sqrt(share).toFixed(3) }));
   const mean = slot.kept.reduce((sum, share) => sum + share, 0) / Math.max(slot.kept.length, 1);
+  const tokens = Math.max(slot.seen - slot.generated, 1);
+  const pins = slot.pin.map(([start, end]) => ({
+    x: (start / tokens) * kept.length,
+    width: ((Math.min(end, tokens) - start) / tokens) * kept.length,
+    y: 8,
+    height: 2,
+    class: "pin",
+  }));
+  const pinned = slot.pin.reduce((sum, [start, end]) => sum + end - start, 0);
   return drawing(
-    `of the prompt, ${Math.round(100 * mean)} % was kept`,
+    `of the prompt, ${Math.round(100 * mean)} % was kept` + (pinned ? `; ${many(pinned, "token")} are to be kept (underlined)` : ""),
     slot.kept.length || 1,
-    [{ x: 0, width: slot.kept.length, class: "empty" }, ...kept],
+    [{ x: 0, width: slot.kept.length, class: "empty" }, ...kept, ...pins],
     "strip",
   );
 }

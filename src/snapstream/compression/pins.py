@@ -1,0 +1,61 @@
+"""Pinned spans: tokens that are selected before any others.
+
+At most half of the places for selected tokens are for pinned ones. Spans are considered in the order they were given:
+one that still fits is kept whole. Of those that do not fit, the tokens with the best scores get what is left of that
+half; the others compete like any other token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from snapstream.compression.layout import LayoutTensors
+from snapstream.compression.ranks import taken_in_turn
+from snapstream.config import CacheBudget
+
+WHOLE, SCORED = 2, 1
+"""Levels of a pinned token: it is certainly kept, or it competes for what is left; others have level 0."""
+
+
+def most_pinned(budget: CacheBudget) -> int:
+    """Maximum number of tokens that are kept because they are pinned, without those that are sinks."""
+    return budget.top_k // 2
+
+
+def pinned_levels(budget: CacheBudget, length: int) -> Tensor:
+    """Level of each token of a prompt of ``length`` tokens: int8 ``[length]``, on the CPU."""
+    levels, room = torch.zeros(length, dtype=torch.int8), most_pinned(budget)
+    for start, end in budget.pin:
+        span = levels[max(start, budget.sink) : end]
+        new = int((span < WHOLE).sum())
+        if new <= room:
+            span.fill_(WHOLE)
+            room -= new
+        else:
+            span.clamp_(min=SCORED)
+    return levels
+
+
+def prefer_pinned(scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink: int, most: int) -> Tensor:
+    """Raise the scores of pinned tokens above all others.
+
+    Args:
+        scores: float32 ``[B, N, L]``, non-negative for candidates and negative for all other tokens.
+        levels: int8 ``[B, N or 1, L]``; see :func:`pinned_levels`.
+        layout: Layout of each sequence.
+        sink: Sinks (``S``).
+        most: Maximum number of pinned tokens that are kept.
+
+    Returns:
+        Scores for :func:`~snapstream.compression.compress.select_entries`. All tokens after the sinks are candidates
+        now: a pinned token that is recent must not be overwritten.
+    """
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    can_be_kept = (position >= sink) & (position < layout.length[:, None, None])
+    scores = torch.where(can_be_kept, scores.clamp(min=0.0), -1.0)
+    is_pinned, limits = (levels > 0) & can_be_kept, torch.finfo(scores.dtype)
+    own = torch.where(levels == WHOLE, limits.max, scores.clamp(min=limits.tiny)).masked_fill(~is_pinned, 0.0)
+    rounds: Tensor = taken_in_turn([own], [1], layout.length, sink, most)
+    is_preferred = is_pinned & (rounds > 1.0 / (1.0 + most))
+    return scores.masked_fill(is_preferred, limits.max)

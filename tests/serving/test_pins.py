@@ -1,0 +1,185 @@
+"""What requests pin, and what is pinned by itself: system messages and tools."""
+
+import httpx
+import pytest
+
+from tests.bytelevel import MERGES, save_model
+from tests.engine.test_engine import make
+from tests.serving.servers import running
+from tests.serving.test_tools import PLAIN, TEMPLATE, TOOLS
+
+SYSTEM = {"role": "system", "content": "Always answer in rhymes."}
+LONG = "There once was a ship that put to sea. " * 8
+ASKED = [SYSTEM, {"role": "user", "content": LONG}]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    directory = save_model(tmp_path_factory.mktemp("bytes"), MERGES)
+    made = make(directory, 256, max_model_len=3000, slots=1, sessions=2, context_bytes=2**20)
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm) as one:
+        yield one
+
+
+def ask(server, route="chat/completions", **body):
+    body = {"max_tokens": 4, "temperature": 0} | body
+    if route == "completions":
+        body.setdefault("prompt", LONG)
+    elif route != "responses":
+        body.setdefault("messages", ASKED)
+    return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60)
+
+
+def pinned(server, llm, text, *args, **body):
+    """The texts that a request pins; ``text`` is its prompt's."""
+    answer = ask(server, *args, **body)
+    assert answer.status_code == 200, answer.text
+    slot = httpx.get(f"{server.url}/v1/cache").json()["slots"][0]
+    tokens = llm.engine.texts.encode(text, special=False).tokens
+    return [llm.tokenizer.decode(tokens[start:end]) for start, end in slot["pin"]]
+
+
+def rendered(llm, messages=ASKED, tools=None):
+    return llm.chat_text(messages, None, tools and [tool | {"function": shown(tool["function"])} for tool in tools])
+
+
+def shown(function):
+    return {key: value for key, value in function.items() if key != "strict"}
+
+
+@pytest.mark.parametrize("default", [{}, {"pin": True}, {"pin": None}, {"pin": ["system", "tools"]}])
+def test_system_messages_and_tools_are_pinned(server, llm, default):
+    assert pinned(server, llm, rendered(llm), **default) == ["<system>Always answer in rhymes."]
+    system, tools = pinned(server, llm, rendered(llm, tools=TOOLS), tools=TOOLS, **default)
+    assert system.endswith("<system>Always answer in rhymes.")
+    assert '"save"' in tools
+    assert '"look_up"' in tools
+    assert tools.count("{") == tools.count("}")
+    assert pinned(server, llm, rendered(llm, ASKED[1:]), messages=ASKED[1:], **default) == []
+
+
+def test_nothing_is_pinned_on_request(server, llm):
+    for nothing in (False, []):
+        assert pinned(server, llm, rendered(llm), pin=nothing) == []
+
+
+def test_tools_that_are_shown_none_of(server, llm):
+    assert pinned(server, llm, rendered(llm), tools=TOOLS, tool_choice="none") == ["<system>Always answer in rhymes."]
+
+
+def test_what_is_asked_for_in_its_order(server, llm):
+    messages = [*ASKED, {"role": "assistant", "content": "Aye."}, {"role": "user", "content": "Sail on."}]
+    body = {"messages": messages, "pin": [-1, 2, "system", {"text": "sea"}, [3, 5], "0:2"]}
+    text = rendered(llm, messages)
+    last, aye, system, *seas, tokens, start = pinned(server, llm, text, **body)
+    assert (last, aye) == ("Sail on.", "Aye.")
+    assert system.endswith("rhymes.")
+    assert {*seas} == {"sea"}
+    assert len(seas) == text.count("sea")
+    ids = llm.engine.texts.encode(text, special=False).tokens
+    assert (tokens, start) == (llm.tokenizer.decode(ids[3:5]), llm.tokenizer.decode(ids[:2]))
+
+
+def test_plain_prompts(server, llm):
+    assert pinned(server, llm, LONG, "completions") == []
+    assert pinned(server, llm, LONG, "completions", pin=True) == []
+    assert pinned(server, llm, LONG, "completions", pin=[{"text": "once was"}, [0, 4]]) == ["once was"] * 8 + [LONG[:4]]
+    ids = llm.engine.texts.encode(LONG, special=False).tokens
+    assert pinned(server, llm, LONG, "completions", prompt=ids, pin=["2:9"]) == [llm.tokenizer.decode(ids[2:9])]
+    xargs = {"vllm_xargs": {"pin": ["2:9", "0:3"]}}
+    assert len(pinned(server, llm, LONG, "completions", **xargs)) == 2
+    assert len(pinned(server, llm, LONG, "completions", vllm_xargs={"pin": "2:9"})) == 1
+
+
+def test_the_other_apis(server, llm):
+    asked = {"messages": ASKED[1:], "system": SYSTEM["content"]}
+    assert pinned(server, llm, rendered(llm), "messages", **asked) == ["<system>Always answer in rhymes."]
+    assert pinned(server, llm, rendered(llm), "messages", **asked, pin=False) == []
+    asked = {"input": LONG, "instructions": SYSTEM["content"], "max_output_tokens": 4, "max_tokens": None}
+    assert pinned(server, llm, rendered(llm), "responses", **asked) == ["<system>Always answer in rhymes."]
+    assert pinned(server, llm, rendered(llm), "responses", **asked, pin=[{"text": "ship"}])[0] == "ship"
+
+
+def test_a_template_without_tools_has_them_in_the_system_message(server, llm):
+    llm.chat_template = PLAIN
+    try:
+        with running(llm, tool_parser="hermes") as one:
+            (system,) = pinned(one, llm, "", tools=TOOLS)
+            slot = httpx.get(f"{one.url}/v1/cache").json()["slots"][0]
+            assert slot["pin"][0][1] > 300  # the description of the tools
+            assert pinned(one, llm, "", tools=TOOLS, pin=["tools"]) == [system]
+            assert len(pinned(one, llm, "", tools=TOOLS, pin=[1])) == 1
+    finally:
+        llm.chat_template = TEMPLATE
+
+
+def test_sessions_keep_what_was_pinned(server, llm):
+    first = ask(server, session_id="ship").json()["choices"][0]["message"]
+    more = [*ASKED, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "Go on."}]
+    answer = ask(server, session_id="ship", messages=more, pin=[-1]).json()
+    assert answer["session"]["reused_tokens"] > 300
+    slot = httpx.get(f"{server.url}/v1/cache").json()["slots"][0]
+    (start, end), (last, stop) = slot["pin"]
+    assert start == 0
+    text = rendered(llm, ASKED)
+    assert llm.tokenizer.decode(llm.engine.texts.encode(text, special=False).tokens[start:end]).endswith("rhymes.")
+    assert stop - last == len(llm.engine.texts.encode("Go on.", special=False).tokens)
+    assert stop <= slot["seen"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"pin": [7]}, "there is no message 7; there are 2 messages"),
+        ({"pin": [-3]}, "there is no message -3"),
+        ({"pin": [{"text": "whale"}]}, "the prompt has no text 'whale'"),
+        ({"pin": [[0, 9999]]}, r"the span [0, 9999] ends after the prompt"),
+        ({"pin": [[5, 5]]}, "ends after its start"),
+        ({"pin": ["9:3"]}, "ends after its start"),
+        ({"pin": ["rules"]}, "pin"),
+        ({"pin": [{"text": ""}]}, "pin"),
+        ({"pin": [[1, 2, 3]]}, "pin"),
+        ({"pin": 3}, "pin"),
+        ({"pin": [0] * 257}, "pin"),
+        ({"pin": [1], "messages": [SYSTEM, {"role": "user", "content": ""}]}, "message 1 is empty"),
+    ],
+)
+def test_bad_pins_in_conversations(server, body, message):
+    answer = ask(server, **body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith("pin")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"pin": ["system"]}, "'system' is a part of a conversation"),
+        ({"pin": [0]}, "0 is a part of a conversation"),
+        ({"pin": [{"text": "x"}], "prompt": [5, 6, 7]}, "this prompt is token ids"),
+        ({"pin": [[0, 4]], "prompt": [5, 6, 7]}, "which has 3 tokens"),
+    ],
+)
+def test_bad_pins_in_plain_prompts(server, body, message):
+    answer = ask(server, "completions", **body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_conversations_are_looked_at_once(server, llm, monkeypatch):
+    """Where system message and tools stand is known from the turn before, however long the conversation is."""
+    ask(server, tools=TOOLS)
+    rendered = []
+    original = llm.chat_text
+    monkeypatch.setattr(
+        llm, "chat_text", lambda messages, *rest: rendered.append(len(messages)) or original(messages, *rest)
+    )
+    more = [*ASKED, {"role": "assistant", "content": "Aye."}, {"role": "user", "content": "Go on."}]
+    ask(server, tools=TOOLS, messages=more)
+    assert rendered.count(4) == 2  # for the prompt, and to see that no message is lost
