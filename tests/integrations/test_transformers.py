@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,61 @@ def test_rows_of_a_padded_batch_equal_each_row_alone(model):
         together = generate(model, prompts, SnapStreamCache(model.config, budget), 40)
         alone = [generate(model, [one], SnapStreamCache(model.config, budget), 40)[0] for one in prompts]
         assert together == alone
+
+
+def random_pins(rng, length):
+    starts = [rng.randrange(length) for _ in range(rng.randint(1, 3))]
+    return [(start, start + rng.choice([1, 3, 8, 30])) for start in starts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pins_equal_the_oracle(tmp_path, family):
+    save_checkpoint(tmp_path, family)
+    model, rng = load(tmp_path), random.Random(family)
+    for seed in range(6):
+        budget, tokens = random_budget(rng), prompt(rng.randrange(2, 120), seed)
+        pin = random_pins(rng, len(tokens))
+        expected = peer_generate(tmp_path, tokens, replace(budget, pin=pin), 50, latent=family in LATENT)
+        assert generate(model, [tokens], SnapStreamCache(model.config, budget, pin=pin), 50) == [expected]
+        assert generate(model, [tokens], SnapStreamCache(model.config, replace(budget, pin=pin)), 50) == [expected]
+
+
+def test_each_row_of_a_padded_batch_has_its_own_pins(model):
+    rng, prompts = random.Random(0), [prompt(n, n) for n in (60, 2, 90, 24, 25, 3, 33)]
+    pins = [random_pins(rng, len(one)) for one in prompts[:-1]] + [[]]
+    for settings in ({}, {"num_beams": 2}):
+        together = generate(model, prompts, SnapStreamCache(model.config, SMALL, pin=pins), 40, **settings)
+        alone = [
+            generate(model, [one], SnapStreamCache(model.config, SMALL, pin=pin), 40, **settings)[0]
+            for one, pin in zip(prompts, pins, strict=True)
+        ]
+        assert together == alone
+        without = generate(model, prompts, SnapStreamCache(model.config, SMALL), 40, **settings)
+        assert together != without
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pins_hold_in_later_turns(checkpoint, model, seed):
+    rng = random.Random(seed)
+    budget = replace(random_budget(rng), pin=tuple(random_pins(rng, 120)))
+    naive, cache, history = NaiveConversation(checkpoint, budget), SnapStreamCache(model.config, budget), []
+    for turn in range(3):
+        new = prompt(rng.choice([2, 5, 31, 60]), seed=seed * 10 + turn)
+        steps = rng.choice([2, 10, 25])
+        expected = naive.turn([*history[naive.length :], *new], steps)
+        history += new
+        made = generate(model, [history], cache, steps, suppress_tokens=[0, 1, 2])[0]
+        assert made == expected
+        history += made
+
+
+def test_bad_pins_are_refused(model):
+    for pin in ([(5, 5)], ["x"], [[(1, 2)], [(3, 3)]], [5]):
+        with pytest.raises(ConfigurationError, match="pin"):
+            SnapStreamCache(model.config, SMALL, pin=pin)
+    cache = SnapStreamCache(model.config, SMALL, pin=[[(1, 2)], [(3, 4)]])
+    with pytest.raises(RequestError, match="pins for 2 sequences, but 3"):
+        generate(model, [prompt(30)] * 3, cache, 5)
 
 
 def test_sampling_in_a_batch_is_repeatable(model):

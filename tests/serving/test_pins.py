@@ -183,3 +183,27 @@ def test_conversations_are_looked_at_once(server, llm, monkeypatch):
     more = [*ASKED, {"role": "assistant", "content": "Aye."}, {"role": "user", "content": "Go on."}]
     ask(server, tools=TOOLS, messages=more)
     assert rendered.count(4) == 2  # for the prompt, and to see that no message is lost
+
+
+def read(server, **body):
+    answer = httpx.post(f"{server.url}/v1/contexts", json={"text": LONG} | body, timeout=60)
+    return answer.json()["id"] if answer.status_code == 200 else answer.json()["error"]["message"]
+
+
+def test_contexts_keep_what_is_pinned(server, llm):
+    """Also for the questions about them, which may pin something else."""
+    system = read(server, system=SYSTEM["content"])
+    text = read(server, pin=[{"text": "put to sea"}], kv_budget=128)
+    nothing = read(server, system=SYSTEM["content"], pin=False)
+    asked = [{"role": "user", "content": "Where did it go?"}]
+    pins = {}
+    for name in (system, text, nothing):
+        answer = ask(server, messages=asked, context_id=name)
+        assert answer.status_code == 200, answer.text
+        pins[name] = httpx.get(f"{server.url}/v1/cache").json()["slots"][0]["pin"]
+    opened = llm.chat_text([SYSTEM, {"role": "user", "content": "X"}]).partition("X")[0]
+    assert pins[system] == [[0, len(llm.engine.texts.encode(opened, special=False).tokens)]]
+    assert len(pins[text]) == LONG.count("put to sea")
+    assert pins[nothing] == []
+    assert read(server, pin=[{"text": "whale"}]) == "pin: the prompt has no text 'whale'"
+    assert "0 is a part of a conversation" in read(server, pin=[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request
@@ -80,13 +82,14 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         incoming = Incoming(request, parts.settings.request_timeout)
 
         async def work() -> Stored:
-            tokens, opened = await completions.in_turn(
-                lambda: parts.reader.context(body.text, chat=body.chat, system=body.system)
+            prompt, opened = await completions.in_turn(
+                lambda: parts.reader.context(body.text, chat=body.chat, system=body.system, pin=body.pin)
             )
+            tokens, asked = prompt.tokens, replace(params, pin=prompt.pin)
             incoming.log["prompt_tokens"] = len(tokens)
             store.check_room(parts.llm.engine.kept_bytes(len(tokens), params.kv_budget))
             saved: list[CompressedSequence] = []
-            job = Job(tokens, params, None, saved.append, incoming.began, incoming.owner)
+            job = Job(tokens, asked, None, saved.append, incoming.began, incoming.owner)
             batch = await parts.driver.submit([job])
             try:
                 async for _, _, output in batch.changes():

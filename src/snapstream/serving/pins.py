@@ -167,6 +167,24 @@ def in_plain_text(asked: Pins | None, text: str | None) -> list[Pinned]:
     return spans
 
 
+def in_context(asked: Pins | None, text: str | None, opening: int) -> list[Pinned]:
+    """What is pinned in a context, in the order of the request.
+
+    Args:
+        asked: What the request pins; by default, the system message.
+        text: Its text, with what the chat template puts before it; ``None`` for token ids.
+        opening: Characters of the system message, and what the template puts around it; 0 if there is none.
+
+    Raises:
+        ApiError: It has no such part.
+    """
+    items: Sequence[Any] = asked if isinstance(asked, list) else () if asked is False else ("system",)
+    spans: list[Pinned] = []
+    for item in items:
+        spans += [Pinned(0, opening)][: min(opening, 1)] if item == "system" else in_plain_text([item], text)
+    return spans
+
+
 def pinned_tokens(pinned: Sequence[Pinned], starts: Sequence[int], total: int) -> list[Span]:
     """Pinned spans of tokens in a prompt of ``total`` tokens.
 

@@ -15,7 +15,7 @@ from snapstream.config.pins import Span
 from snapstream.engine import LLM, Context
 from snapstream.errors import ContextLengthError, RequestError
 from snapstream.serving.messages import Message
-from snapstream.serving.pins import PinFinder, Pinned, Pins, in_plain_text, pinned_tokens
+from snapstream.serving.pins import PinFinder, Pinned, Pins, in_context, in_plain_text, pinned_tokens
 from snapstream.serving.protocol import ChatRequest
 from snapstream.serving.templates import Describe, Templates
 
@@ -114,16 +114,28 @@ class PromptReader:
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(characters, self._templates))
 
     async def context(
-        self, text: str | Sequence[int], *, chat: bool | None, system: str | None
-    ) -> tuple[Sequence[int], str | None]:
+        self, text: str | Sequence[int], *, chat: bool | None, system: str | None, pin: Pins | None = None
+    ) -> tuple[Prompt, str | None]:
         """Tokenize the text of a context; see :meth:`snapstream.engine.llm.LLM.context_tokens`.
 
+        Args:
+            text: The text.
+            chat: Whether it begins a conversation.
+            system: The system message of this conversation.
+            pin: What is pinned; by default, the system message.
+
         Raises:
+            ApiError: What should be pinned is not there.
             RequestError: It cannot be used as a context.
         """
 
-        def read() -> tuple[Sequence[int], str | None]:
-            return self._llm.context_tokens(text, chat=chat, system=system, render=self._layouts.render(None))
+        def read() -> tuple[Prompt, str | None]:
+            tokens, opened = self._llm.context_tokens(text, chat=chat, system=system, render=self._layouts.render(None))
+            whole = (opened or "") + text.rstrip() if isinstance(text, str) else None
+            pinned = in_context(pin, whole, 0 if opened is None or system is None else len(opened))
+            if whole is None or all(each.by_token for each in pinned):
+                return Prompt(tokens, whole, pin=pinned_tokens(pinned, (), len(tokens))), opened
+            return self._encode(whole, opened is None, False, pinned), opened
 
         return await anyio.to_thread.run_sync(read, limiter=self._limiter(len(text), self._templates))
 

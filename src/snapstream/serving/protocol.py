@@ -222,6 +222,11 @@ class ContextRequest(Request):
     kv_budget: Entries | None = Field(
         None, description="Cache entries that are kept of the text, at most the server's."
     )
+    pin: Pins | None = Field(
+        None,
+        description="What is kept whatever the policy selects: 'system', {'text': ...}, or spans of tokens. Default: "
+        "['system'].",
+    )
     name: Annotated[Text, Field(max_length=256)] | None = Field(None, description="Your name for it.")
 
 

@@ -53,10 +53,12 @@ def vllm_engine(checkpoint, budget=None, **settings):
         cleanup_dist_env_and_memory()
 
 
-def sampling(steps, kv_budget=None, **kwargs):
+def sampling(steps, kv_budget=None, pin=None, **kwargs):
     from vllm import SamplingParams
 
-    extra = {} if kv_budget is None else {"extra_args": {"kv_budget": kv_budget}}
+    given = {"kv_budget": kv_budget, "pin": pin}
+    given = {name: value for name, value in given.items() if value is not None}
+    extra = {"extra_args": given} if given else {}
     return SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False, **extra, **kwargs)
 
 

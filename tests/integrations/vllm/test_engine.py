@@ -275,6 +275,35 @@ def test_a_number_is_the_same_cache_on_every_server(llama, prompts, chunk):
         assert made == builtin(llama, [tokens], host if entries is None else CacheBudget.of(entries), 50)[0]
 
 
+@pytest.mark.parametrize("chunk", [4096, 48])
+def test_pins_equal_the_oracle(llama, prompts, chunk):
+    """At the beginning, in the middle, where the ring would be, in a prompt that fits, and too many."""
+    from vllm.exceptions import VLLMValidationError
+
+    pins = [[[0, 20]], ["150:170", "290:300"], [[20, 37]], [[10, 500]], [], ["80:90", "5:9"]]
+    with vllm_engine(llama, BUDGET, max_num_batched_tokens=chunk, max_num_seqs=8, enable_prefix_caching=True) as llm:
+        before = free_blocks(llm)
+        for _ in range(2):  # then also from shared blocks
+            got = run_by_hand(llm, prompts, [sampling(120, pin=pin) for pin in pins])
+            for tokens, pin, made in zip(prompts, pins, got, strict=True):
+                assert made == peer_generate(llama, tokens, replace(BUDGET, pin=pin), 120), pin
+        for pin, message in (("700:9", "ends after its start"), ([[0, 800]], "ends at 800, but the prompt has 700")):
+            with pytest.raises(VLLMValidationError, match=message):
+                llm.llm_engine.add_request("bad", {"prompt_token_ids": prompts[0]}, sampling(5, pin=pin))
+        assert free_blocks(llm) == before
+        assert not scheduler(llm).requests
+
+
+def test_pins_near_the_end_of_a_prompt_that_fits(llama):
+    """The prompt is copied out in an order in which the ring does not overwrite what is pinned."""
+    some = [prompt(n, n) for n in (100, 127, 128, 129)]
+    for shares in (True, False):
+        with vllm_engine(llama, BUDGET, enable_prefix_caching=shares) as llm:
+            got = generate(llm, some, 120, pin=["70:72", "95:100"])
+        for tokens, made in zip(some, got, strict=True):
+            assert made == peer_generate(llama, tokens, replace(BUDGET, pin=["70:72", "95:100"]), 120)
+
+
 def test_seeded_sampling_repeats(llama, prompts):
     """Nothing of the plugin sits in the sampler."""
     from vllm import SamplingParams

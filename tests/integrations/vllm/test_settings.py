@@ -1,5 +1,6 @@
 """What may be asked for and what is refused; vLLM's configuration is imitated by its attribute names."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,15 @@ def test_bad_per_request_budgets(asked, message):
     with pytest.raises(RequestError, match=message):
         request_budget(BUDGET, {"kv_budget": asked})
     assert granted_budget(BUDGET, {"kv_budget": asked}) == BUDGET  # past the door, it must hurt nobody
+
+
+def test_pins_of_requests():
+    assert request_budget(BUDGET, {"pin": [[0, 3], "5:9"]}).pin == ((0, 3), (5, 9))
+    assert request_budget(BUDGET, {"pin": "5:9", "kv_budget": 96}) == replace(CacheBudget.of(96), pin=["5:9"])
+    for pin in ("x", [[3, 3]], 7):
+        with pytest.raises(RequestError, match="pin"):
+            request_budget(BUDGET, {"pin": pin})
+        assert granted_budget(BUDGET, {"pin": pin}) == BUDGET
 
 
 def test_a_plain_configuration_is_supported():

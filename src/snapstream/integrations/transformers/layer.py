@@ -24,7 +24,7 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.config.pins import Span
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
-from snapstream.integrations.transformers.pins import ends_of, levels_of_batch
+from snapstream.integrations.transformers.pins import levels_of, rows_of
 from snapstream.integrations.transformers.prompt import is_causal
 
 
@@ -341,10 +341,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
         real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
-        levels = self._levels(prompt, lengths, total)
-        ends = [0] * batch if levels is None else ends_of(levels)
-        sizes = zip(lengths, prompt.first_voters, ends, strict=True)
-        layouts = [lay_out(length, budget, first, end) for length, first, end in sizes]
+        rows = rows_of(self._budgets, lengths, prompt.first_voters, (self.seen - self.padding).tolist())
+        layouts = [lay_out(row.length, budget, row.known, row.pinned_end) for row in rows]
+        levels = None
+        if any(row.pinned_end for row in rows):
+            levels = levels_of(rows, prompt.pinned, total, key.device)
         prompt.layout = layout = layout_tensors(layouts, key.device)
         # Indices of the real tokens, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
@@ -371,14 +372,6 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             is_fixed = torch.arange(budget.capacity, device=key.device) < layout.base[:, None, None]
             prompt.levels = levels.masked_fill(~is_fixed, 0)
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
-
-    def _levels(self, prompt: _Prompt, lengths: Sequence[int], total: int) -> Tensor | None:
-        """Levels of the real tokens of a prompt, in order, int8 ``[B, N or 1, total]``; ``None`` if none are pinned."""
-        if not any(budget.pin for budget in self._budgets):
-            return None
-        seen = (self.seen - self.padding).tolist()
-        first = prompt.first_voters
-        return levels_of_batch(self._budgets, prompt.pinned, lengths, first, seen, total, self.device)
 
     def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
         """Values of the real tokens, in order, for a policy that needs them."""

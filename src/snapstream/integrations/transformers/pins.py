@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from snapstream.compression import pinned_levels
 from snapstream.config import CacheBudget
 from snapstream.config.checks import is_integer
-from snapstream.config.pins import Span, read_spans
+from snapstream.config.pins import Span, last_end, read_spans
 from snapstream.errors import RequestError
 
 
@@ -21,34 +22,49 @@ def pins_of(pin: Sequence[Any]) -> list[tuple[Span, ...]]:
     Raises:
         ConfigurationError: They are invalid.
     """
-    is_apart = not isinstance(pin, str) and any(
-        not isinstance(each, str) and not any(map(is_integer, each)) for each in pin
+    is_apart = isinstance(pin, Sequence) and any(
+        isinstance(each, Sequence) and not isinstance(each, str) and not any(map(is_integer, each)) for each in pin
     )
     return [read_spans(spans) for spans in pin] if is_apart else [read_spans(pin)]
 
 
-def levels_of_batch(
-    budgets: Sequence[CacheBudget],
-    known: Tensor | None,
-    lengths: Sequence[int],
-    first: Sequence[int],
-    seen: Sequence[int],
-    total: int,
-    device: torch.device,
-) -> Tensor:
-    """Levels of the tokens of prompts that continue from caches.
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a batch.
+
+    Attributes:
+        budget: Its budget, with its pins.
+        length: Tokens of its prompt, entries of its cache included.
+        known: Number of these entries.
+        seen: Tokens of the sequence so far.
+    """
+
+    budget: CacheBudget
+    length: int
+    known: int
+    seen: int
+
+    @property
+    def pinned_end(self) -> int:
+        """End of the tokens among which pinned ones are; those of earlier prompts may be any of the entries."""
+        end, before = last_end(self.budget.pin, self.seen), self.seen - (self.length - self.known)
+        return self.known + max(end - before, 0) if self.known and end else end
+
+    def levels(self) -> Tensor:
+        """Levels of its new tokens, int8; see :func:`~snapstream.compression.pins.pinned_levels`."""
+        return pinned_levels(self.budget, self.seen)[self.seen - (self.length - self.known) :]
+
+
+def rows_of(
+    budgets: Sequence[CacheBudget], lengths: Sequence[int], known: Sequence[int], seen: Sequence[int]
+) -> list[Row]:
+    """The sequences of a batch.
 
     Args:
-        budgets: A budget with pins for all sequences, or for each. ``generate`` repeats each sequence for its beams.
-        known: Levels of the entries of the caches, int8 ``[B, N or 1, C]``; ``None`` if there are no caches yet.
-        lengths: Number of tokens of each prompt, entries of its cache included.
-        first: Number of these entries.
-        seen: Number of tokens of each sequence so far.
-        total: Padded length (``L``).
-        device: Where the result is.
-
-    Returns:
-        int8 ``[B, N or 1, L]``; see :func:`~snapstream.compression.pins.pinned_levels`.
+        budgets: One for all sequences, or one for each. ``generate`` repeats each sequence for its beams.
+        lengths: See :class:`Row`.
+        known: See :class:`Row`.
+        seen: See :class:`Row`.
 
     Raises:
         RequestError: There are pins for another number of sequences.
@@ -59,18 +75,25 @@ def levels_of_batch(
             f"there are pins for {len(budgets)} sequences, but {batch} sequences were given; give pins for each of "
             "them, or for all together"
         )
-    levels = torch.zeros(batch, 1 if known is None else known.shape[1], total, dtype=torch.int8, device=device)
-    for row in range(batch):
-        budget, new = budgets[row * len(budgets) // batch], lengths[row] - first[row]
-        of_new = pinned_levels(budget, seen[row])[seen[row] - new :]
-        levels[row, :, first[row] : lengths[row]] = of_new.to(device)
+    every = [budgets[row * len(budgets) // batch] for row in range(batch)]
+    return [Row(*each) for each in zip(every, lengths, known, seen, strict=True)]
+
+
+def levels_of(rows: Sequence[Row], known: Tensor | None, total: int, device: torch.device) -> Tensor:
+    """Levels of the tokens of prompts that continue from caches.
+
+    Args:
+        rows: The sequences.
+        known: Levels of the entries of their caches, int8 ``[B, N or 1, C]``; ``None`` if there are none yet.
+        total: Padded length (``L``).
+        device: Where the result is.
+
+    Returns:
+        int8 ``[B, N or 1, L]``.
+    """
+    levels = torch.zeros(len(rows), 1 if known is None else known.shape[1], total, dtype=torch.int8, device=device)
+    for number, row in enumerate(rows):
+        levels[number, :, row.known : row.length] = row.levels().to(device)
         if known is not None:
-            levels[row, :, : first[row]] = known[row, :, : first[row]]
+            levels[number, :, : row.known] = known[number, :, : row.known]
     return levels
-
-
-def ends_of(levels: Tensor) -> list[int]:
-    """Per sequence, one past the last pinned token of any head; 0 for none."""
-    position = torch.arange(1, levels.shape[-1] + 1, device=levels.device)
-    ends: list[int] = ((levels > 0).any(1) * position).amax(-1).tolist()
-    return ends
