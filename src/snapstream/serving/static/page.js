@@ -2,9 +2,10 @@
 
 import { $, ask, events, show } from "./api.js";
 import { adapt, offer } from "./compare.js";
+import { Answer, bubble } from "./messages.js";
+import { shapes, system } from "./shapes.js";
 import { bytes, draw, number, say } from "./slots.js";
 
-const LONG = 800; // characters; longer messages are folded
 const POLL_BUSY = 250;
 const POLL_IDLE = 2000;
 
@@ -18,44 +19,6 @@ let again = false;
 
 function newSession() {
   return `page-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
-}
-
-function bubble(role, text) {
-  $("hint")?.remove();
-  const item = document.createElement("div");
-  item.className = `message ${role}`;
-  const who = document.createElement("span");
-  who.className = "who";
-  who.textContent = role === "user" ? "You" : "Model";
-  const body = document.createElement("span");
-  body.className = "body";
-  body.textContent = text;
-  item.append(who, body);
-  if (text.length > LONG) fold(item, body, text.length);
-  $("messages").append(item);
-  body.scrollTop = body.scrollHeight; // the question is at the end
-  $("messages").scrollTop = $("messages").scrollHeight;
-  return body;
-}
-
-// A long text shows only its end, where the question is, and says so.
-function fold(item, body, length) {
-  const note = document.createElement("span");
-  note.className = "fold";
-  const toggle = document.createElement("button");
-  toggle.type = "button";
-  const set = (folded) => {
-    body.classList.toggle("long", folded);
-    body.tabIndex = folded ? 0 : -1;
-    toggle.textContent = folded ? "Show all" : "Show the end";
-    toggle.setAttribute("aria-expanded", String(!folded));
-    note.firstChild.textContent = folded ? `${number.format(length)} characters, of which the end is shown ` : "";
-    body.scrollTop = body.scrollHeight;
-  };
-  note.append("", toggle);
-  item.insertBefore(note, body);
-  toggle.addEventListener("click", () => set(!body.classList.contains("long")));
-  set(true);
 }
 
 // Brings the first setting that the server would refuse into view, and returns what is wrong with it.
@@ -78,7 +41,9 @@ function request() {
     ...(budget ? { kv_budget: budget } : {}),
     ...($("session").checked ? { session_id: session } : {}),
   };
-  if (model.chat_template) return ["/v1/chat/completions", { ...body, messages: history }];
+  if (model.chat_template) {
+    return ["/v1/chat/completions", { ...body, ...shapes(), messages: [...system(), ...history] }];
+  }
   // Without a chat template, the conversation is one continued text; an answer follows its question directly.
   const turns = history.map(({ role, content }, index) => (role === "user" && index ? `\n${content}` : content));
   return ["/v1/completions", { ...body, prompt: turns.join("") }];
@@ -92,9 +57,32 @@ async function send() {
   if (refused) return;
   $("input").value = "";
   const conversation = history;
-  conversation.push({ role: "user", content: text });
-  bubble("user", text);
-  const answer = bubble("assistant", "");
+  $("messages").querySelector(".results")?.remove(); // calls may stay without results
+  const asked = bubble("user", text);
+  history.push({ role: "user", content: text });
+  // Without an answer, the turn is taken back, so that it can be tried again.
+  await respond(() => {
+    conversation.pop();
+    asked.remove();
+    $("input").value ||= text;
+  });
+}
+
+async function sendResults(results, form) {
+  const conversation = history;
+  const shown = results.map(({ content }) => bubble("tool", content));
+  history.push(...results);
+  await respond(() => {
+    conversation.splice(-results.length);
+    for (const item of shown) item.remove();
+    form.askForResults((again) => sendResults(again, form));
+  });
+}
+
+// Streams the next answer; without one, takes back what was asked.
+async function respond(takeBack) {
+  const conversation = history;
+  const answer = new Answer();
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
@@ -103,20 +91,14 @@ async function send() {
 
   const began = performance.now();
   const seen = { first: null, last: null, usage: null, session: null, finish: null };
-  let made = "";
   try {
     const [path, body] = request();
     const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal: running.signal });
     for await (const event of events(response)) {
       const choice = event.choices[0];
-      const piece = choice?.delta?.content ?? choice?.text ?? "";
-      if (piece) {
+      if (answer.add(choice)) {
         seen.last = performance.now();
         seen.first ??= seen.last;
-        made += piece;
-        // Append rather than replace, so that a screen reader reads only the new text.
-        answer.append(answer.textContent ? piece : piece.trimStart());
-        $("messages").scrollTop = $("messages").scrollHeight;
       }
       seen.finish ??= choice?.finish_reason ?? null;
       seen.usage = event.usage ?? seen.usage;
@@ -132,16 +114,20 @@ async function send() {
   $("stop").disabled = true;
   soon();
   if (conversation !== history) return; // a new one has begun meanwhile
-  if (made || (seen.finish && seen.finish !== "stopped")) {
-    conversation.push({ role: "assistant", content: made });
-  } else {
-    // There is no answer: take the turn back, so that it can be tried again.
-    conversation.pop();
-    answer.parentElement.previousElementSibling?.remove();
-    answer.parentElement.remove();
-    $("input").value ||= text;
-  }
   say($("figures"), figures(seen, began));
+  const isStopped = !seen.finish || seen.finish === "stopped";
+  if (answer.text || !isStopped) {
+    // A call that was cut off cannot be answered.
+    if (seen.finish !== "tool_calls") answer.calls = [];
+    conversation.push(answer.message());
+    if (answer.calls.length) {
+      answer.askForResults((results) => sendResults(results, answer));
+      return;
+    }
+  } else {
+    answer.item.remove();
+    takeBack();
+  }
   $("input").focus();
 }
 
@@ -174,6 +160,7 @@ async function connect() {
     $("budget").max = model.kv_budget;
     $("budget").placeholder = `the server's, ${number.format(model.kv_budget)}`;
     $("max-tokens").max = model.max_model_len;
+    $("shapes").hidden = !model.chat_template;
     say($("server"), `${model.id}: up to ${length} tokens in a cache of ${model.kv_budget.toLocaleString("en")} entries`);
     show(null);
     adapt(model);
