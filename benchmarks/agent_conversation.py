@@ -2,10 +2,10 @@
 
     python -m benchmarks.agent_conversation MODEL.gguf [--budget 2048] [--conversations 5]
 
-Each turn asks for one call of a tool (``benchmarks/agent_tasks.py``), gets it, and answers it with a part of a book, so
-that the conversation grows from 3,000 to 8,000 tokens. Two servers get the same turns, one after the other: one with a
-prefix cache, one without. On the latter, the conversation is also continued in sessions. Every way has a history of its
-own, with the calls that it made.
+Each turn asks for a tool (``benchmarks/agent_tasks.py``), gets a call, because one is required, and answers it with a
+part of a book, so that the conversation grows from 3,000 to 8,000 tokens. Two servers get the same turns, one after the
+other: one with a prefix cache, one without. On the latter, the conversation is also continued in sessions. Every way
+has a history of its own, with the calls that it made.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Way:
         """Ask for a call, and answer it; returns the length of the prompt."""
         self.history.append({"role": "user", "content": request})
         body = self.body | {"messages": self.history, "tools": TOOLS, "temperature": 0, "max_tokens": MAX_TOKENS}
-        body |= {"stream": True, "stream_options": {"include_usage": True}, "parallel_tool_calls": False}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "tool_choice": "required"}
         if self.is_session:
             body["session_id"] = f"{self.name}-{conversation}".replace(" ", "-").replace(",", "")
         answer, seconds, used = self._ask(body)
@@ -144,12 +144,14 @@ def print_table(ways: list[Way], conversations: int, budget: int) -> None:
     print("|---|---|---|---|---|---|")
     for way in ways:
         later = [seconds for turn in way.seconds[1:] for seconds in turn]
-        half = sum(way.right[TURNS // 2 :])
-        print(
-            f"| {way.name} | {sum(way.right)} of {total} | {half} of {total // 2} | {way.reused} | {statistics.median(way.seconds[0]):.1f} | {statistics.median(later):.1f} "
-            f"({min(later):.1f}-{max(later):.1f}) |",
-            flush=True,
-        )
+        cells = [
+            f"{sum(way.right)} of {total}",
+            f"{sum(way.right[TURNS // 2 :])} of {total // 2}",
+            f"{way.reused}",
+            f"{statistics.median(way.seconds[0]):.1f}",
+            f"{statistics.median(later):.1f} ({min(later):.1f}-{max(later):.1f})",
+        ]
+        print(f"| {way.name} | {' | '.join(cells)} |", flush=True)
     print()
 
 

@@ -1,5 +1,7 @@
 """The oracle of conversations: what naive code, which shares nothing with the package but the model, makes of turns."""
 
+import copy
+
 import torch
 
 from snapstream.models.weights import load_model, load_spec
@@ -12,12 +14,13 @@ class NaiveConversation:
 
     overrun: Decoded tokens that a host may have stored past the end of a turn. Special tokens (0 to 2) are never made.
     Layers with a window see the last tokens of all that there have been.
+    same_layout: Whether layers have their pinned tokens below the same entry.
     """
 
-    def __init__(self, checkpoint, budget, overrun=0):
+    def __init__(self, checkpoint, budget, overrun=0, same_layout=True):
         self.spec = load_spec(checkpoint)
         self.model = load_model(checkpoint, self.spec, torch.float32, torch.device("cpu"))
-        self.budget, self.length, self.overrun = budget, 0, overrun
+        self.budget, self.length, self.overrun, self.same_layout = budget, 0, overrun, same_layout
         self.keys, self.values, self.caches, self.past = {}, {}, {}, {}
         self.sinks, self.states = sinks_of(self.model), {}
         self.windows = [self.spec.layer_group(layer).window for layer in range(self.spec.cached_layers)]
@@ -34,13 +37,25 @@ class NaiveConversation:
         state = self.states.setdefault(operation.layer, NaiveState(operation))
         return torch.stack([state.take(each) for each in inputs])
 
-    def pinned(self, staged, known):
-        """Which of the staged tokens are pinned, as they are numbered here, and where the last of them may be."""
+    def pinned(self, staged, known, layer):
+        """Which of the staged tokens are pinned, as they are numbered here, and where the last of them may be.
+
+        Those of earlier turns are below the ring, unless one is in a ring: then they may be anywhere.
+        """
         total = staged[-1] + 1
-        pins = tuple({i for i, p in enumerate(staged) if p in every} for every in naive_pins(self.budget, total))
+        every = naive_pins(self.budget, total)
+        pins = tuple({i for i, p in enumerate(staged) if p in some} for some in every)
         last = max((min(end, total) for start, end in self.budget.pin if start < total), default=0)
         before = total - (len(staged) - known)  # tokens of earlier turns
-        return pins, known + max(last - before, 0) if last and known else last
+        if not last or not known:
+            return pins, last
+        if last > before:
+            return pins, known + last - before
+        layers = range(self.spec.cached_layers) if self.same_layout else [layer]
+        rings = [cache.ring for (one, _), cache in self.turn_began.items() if one in layers]
+        pinned = {p for start, end in self.budget.pin for p in range(max(start, 0), end)} - set(range(self.budget.sink))
+        in_ring = any(p in pinned for ring in rings for p in ring)
+        return pins, known if in_ring else known - len(rings[0])
 
     def store(self, layer, key, value, positions):
         for i, position in enumerate(positions if key is not None else ()):
@@ -49,6 +64,7 @@ class NaiveConversation:
     def turn(self, tokens, steps):
         spec = self.spec
         new = list(range(self.length, self.length + len(tokens)))
+        self.turn_began = copy.deepcopy(self.caches)
 
         def shape(layer):
             # The oracle scales by the head size; some models by another number, which is put into the query.
@@ -86,7 +102,7 @@ class NaiveConversation:
                 keys = torch.stack([self.keys[layer, p][n] for p in staged])
                 sinks = None if self.sinks[layer] is None else self.sinks[layer][n * group : (n + 1) * group]
                 how = {"cap": spec.attention_cap, "sinks": sinks}
-                pins, end = self.pinned(staged, len(past))
+                pins, end = self.pinned(staged, len(past), layer)
                 cache = naive_compress(queries, keys, self.budget, first_voter=len(past), pins=pins, end=end, **how)
                 for part in ("sink", "pinned", "ring"):
                     setattr(cache, part, [staged[i] for i in getattr(cache, part)])

@@ -57,10 +57,10 @@ def render_with(template):
     return render
 
 
-def found(template, messages, tools, wanted=()):
+def found(template, messages, tools):
     render = render_with(template)
     text = render(messages, tools)
-    parts = find_parts(messages, tools, render, text, wanted)
+    parts = find_parts(messages, tools, render, text)
     return (
         [text[start:end] for start, end in parts.system],
         None if parts.tools is None else text[slice(*parts.tools)],
@@ -86,7 +86,7 @@ def test_tools_and_system(template, messages, tools):
 
 @pytest.mark.parametrize("template", [HERMES, MISTRAL, LLAMA])
 def test_messages_are_found(template):
-    _, shown, messages = found(template, LONG, (), range(4))
+    _, shown, messages = found(template, LONG, ())
     assert shown is None
     assert {index: text.strip() for index, text in messages.items()} == {
         index: message["content"].strip() for index, message in enumerate(LONG)
@@ -95,12 +95,35 @@ def test_messages_are_found(template):
 
 def test_equal_messages_are_told_apart():
     text = render_with(MISTRAL)([{"role": "user", "content": "a"}] * 3, ())
-    parts = find_parts([{"role": "user", "content": "a"}] * 3, (), render_with(MISTRAL), text, [2])
-    assert parts.messages == {2: (text.rindex("a["), text.rindex("a[") + 1)}
+    parts = find_parts([{"role": "user", "content": "a"}] * 3, (), render_with(MISTRAL), text)
+    assert parts.messages[2] == (text.rindex("a["), text.rindex("a[") + 1)
+    assert len(parts.messages) == 3
 
 
 def test_what_depends_on_the_content_is_not_found():
-    assert found(CHANGED, LONG, TOOLS, range(4)) == ([], None, {})
+    assert found(CHANGED, LONG, TOOLS) == ([], None, {})
+
+
+def test_texts_with_marks():
+    """Even those of this very text."""
+    for trick in ("\ue1000:0\ue100", "\ue1000:" + "9" * 5000 + "\ue101", "\ue100", "\ue1000:1\ue101 \ue1001:0\ue100"):
+        messages = [{"role": "system", "content": f"Rules {trick}"}, {"role": "user", "content": trick}]
+        system, shown, contents = found(HERMES, messages, [*TOOLS, tool(f"x{trick}")])
+        assert system[0].endswith(f"Rules {trick}")
+        assert '"first"' in shown
+        assert contents[1] == trick
+
+
+def test_a_message_that_the_template_looks_into():
+    """The system message is found nevertheless."""
+    looking = "{% for m in messages %}{% if m.content.startswith('<x>') %}!{% endif %}{{ m.content }};{% endfor %}"
+    messages = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "<x>"}]
+    assert found(looking, messages, ()) == (["Rules."], None, {0: "Rules."})
+
+
+def test_only_system_messages_at_the_beginning_stand():
+    messages = [*LONG, {"role": "system", "content": "Later."}]
+    assert found(MISTRAL, messages, ())[0] == ["[system] Rules: be brief."]
 
 
 def test_a_template_that_refuses_marks():
@@ -114,7 +137,7 @@ def test_empty_and_other_contents():
         {"role": "system", "content": None},
         {"role": "user", "content": "x"},
     ]
-    assert found("{% for m in messages %}{{ m.content }}{% endfor %}", strange, (), [2]) == ([], None, {2: "x"})
+    assert found("{% for m in messages %}{{ m.content }}{% endfor %}", strange, ()) == ([], None, {2: "x"})
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,15 @@ def test_each_row_of_a_padded_batch_has_its_own_pins(model):
         assert together != without
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 def test_pins_hold_in_later_turns(checkpoint, model, seed):
     rng = random.Random(seed)
     budget = replace(random_budget(rng), pin=tuple(random_pins(rng, 120)))
-    naive, cache, history = NaiveConversation(checkpoint, budget), SnapStreamCache(model.config, budget), []
+    naive, cache, history = (
+        NaiveConversation(checkpoint, budget, same_layout=False),
+        SnapStreamCache(model.config, budget),
+        [],
+    )
     for turn in range(3):
         new = prompt(rng.choice([2, 5, 31, 60]), seed=seed * 10 + turn)
         steps = rng.choice([2, 10, 25])

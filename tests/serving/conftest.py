@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 
@@ -39,6 +40,18 @@ def server(llm):
 def task_llm():
     """The shipped model, which can answer."""
     return LLM(str(TASK_MODEL), budget=512, slots=4, enforce_eager=True, sessions=4, context_bytes=2**24)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium here (apt-get install chromium)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The page in a real browser."""
 
-import shutil
 import time
 
 import httpx
@@ -10,18 +9,6 @@ from snapstream import LLM
 from snapstream.assets import TASK_MODEL
 from snapstream.serving.settings import Example
 from tests.serving.servers import idle, metric, post, running, wait_until
-
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -53,8 +40,8 @@ def ask(page, text, tokens=None, temperature=None):
         if not page.get_by_label("Max tokens").is_visible():
             page.get_by_text("Settings", exact=True).click()
         page.get_by_label("Max tokens").fill(str(tokens))
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_label("Message", exact=True).press("Enter")
 
 
 def answer(page, text):
@@ -123,12 +110,12 @@ def test_a_new_conversation_while_an_answer_streams(page, server, monkeypatch):
     never_ending(page)
     ask(page, "The guard visited the flag.", tokens=2_000)
     longer_than(page, page.locator(".message.assistant .body").last, 10)
-    page.get_by_label("Message").fill("a draft")
+    page.get_by_label("Message", exact=True).fill("a draft")
     page.get_by_role("button", name="New conversation").click()
     page.get_by_text("New conversation.").wait_for()
     wait_until(lambda: idle(server))
     assert page.locator(".message").count() == 0
-    assert page.get_by_label("Message").input_value() == "a draft"
+    assert page.get_by_label("Message", exact=True).input_value() == "a draft"
     sent = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     ask(page, "The porter carried the coin.", tokens=3)
@@ -143,7 +130,7 @@ def test_stopped_before_any_text(page, server, monkeypatch):
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("Stopped.").wait_for()
     assert page.locator(".message").count() == 0
-    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+    assert page.get_by_label("Message", exact=True).input_value() == "The guard visited the flag."
 
 
 def test_escape_stops(page, server, monkeypatch):
@@ -166,11 +153,11 @@ def test_an_error_is_shown_and_the_message_comes_back(page):
     alert.wait_for()
     assert "a cache has 512 entries here, give at most that" in alert.inner_text()
     assert "[request " in alert.inner_text()
-    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+    assert page.get_by_label("Message", exact=True).input_value() == "The guard visited the flag."
     assert page.locator(".message").count() == 0
     page.problems.clear()  # browsers log what was answered 400
     page.unroute("**/v1/chat/completions")
-    page.get_by_label("Message").press("Enter")
+    page.get_by_label("Message", exact=True).press("Enter")
     page.locator("#figures", has_text="generated").wait_for()
     assert not alert.is_visible()
 
@@ -261,7 +248,7 @@ def test_settings_that_the_server_would_refuse(page):
     """They are found out here, by name, and nothing is sent."""
     sent = []
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
-    page.get_by_label("Message").fill("The guard visited the flag.")
+    page.get_by_label("Message", exact=True).fill("The guard visited the flag.")
     for label, value in (("Cache entries", "513"), ("Cache entries", "15"), ("Max tokens", "0"), ("Temperature", "3")):
         if not page.get_by_label(label).is_visible():
             page.get_by_text("Settings", exact=True).click()
@@ -273,7 +260,7 @@ def test_settings_that_the_server_would_refuse(page):
         assert page.evaluate("document.activeElement.labels[0].textContent").startswith(label)
         page.get_by_label(label).fill(before)
     assert not sent
-    assert page.get_by_label("Message").input_value() == "The guard visited the flag."
+    assert page.get_by_label("Message", exact=True).input_value() == "The guard visited the flag."
     page.get_by_label("Temperature").fill("0.25")
     page.get_by_role("button", name="Send").click()
     page.locator("#figures", has_text="generated").wait_for()
@@ -281,7 +268,7 @@ def test_settings_that_the_server_would_refuse(page):
 
 def test_a_long_message_says_that_its_end_is_shown(page):
     page.get_by_role("button", name="Insert example").click()
-    length = len(page.get_by_label("Message").input_value())
+    length = len(page.get_by_label("Message", exact=True).input_value())
     page.get_by_role("button", name="Send").click()
     message = page.locator(".message.user")
     message.get_by_text(f"{length:,} characters, of which the end is shown").wait_for()
@@ -326,7 +313,7 @@ def test_a_key_is_asked_for(browser, task_llm):
         page.keyboard.type("sesam")
         page.keyboard.press("Tab")
         page.get_by_role("alert").filter(has_text="does not know this API key").wait_for()
-        page.get_by_label("Message").focus()
+        page.get_by_label("Message", exact=True).focus()
         page.wait_for_timeout(2500)  # it is asked again meanwhile
         assert page.evaluate("document.activeElement.id") == "input"
         page.get_by_label("API key").fill("sesame")
@@ -402,7 +389,7 @@ def test_three_policies_side_by_side(compared, example):
     page.locator("#compare-example").click()
     text = page.get_by_label("Text", exact=True).input_value()
     assert text == example["text"]
-    assert page.get_by_label("Message").is_hidden()
+    assert page.get_by_label("Message", exact=True).is_hidden()
     compare(page, text, page.locator("#question").input_value())
     answers = page.locator("#answers li")
     move(page, 496)

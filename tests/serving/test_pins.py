@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from snapstream.serving.messages import Message
 from tests.bytelevel import MERGES, save_model
 from tests.engine.test_engine import make
 from tests.serving.servers import running
@@ -115,6 +116,26 @@ def test_a_template_without_tools_has_them_in_the_system_message(server, llm):
             assert slot["pin"][0][1] > 300  # the description of the tools
             assert pinned(one, llm, "", tools=TOOLS, pin=["tools"]) == [system]
             assert len(pinned(one, llm, "", tools=TOOLS, pin=[1])) == 1
+            calls = [{"id": "a", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}]
+            messages = [
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": "two", "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "a", "content": "three"},
+                {"role": "user", "content": "four"},
+            ]
+            places = {0: "one", 1: "two", 2: "three", 3: "four"}
+            for number, word in places.items():  # results and what follows are one message
+                asked = {"messages": messages, "tools": TOOLS, "pin": [number]}
+                assert ask(one, **asked).status_code == 200
+                start, end = httpx.get(f"{one.url}/v1/cache").json()["slots"][0]["pin"][0]
+                whole = llm.chat_text(
+                    one.parts.reader._layouts.apply(
+                        [Message.model_validate(each) for each in messages], None, TOOLS, one.parts.reader._describe
+                    ).messages
+                )
+                tokens = llm.engine.texts.encode(whole, special=False).tokens
+                assert word in llm.tokenizer.decode(tokens[start:end])
+                assert "look_up" not in llm.tokenizer.decode(tokens[start:end]) or number == 1
     finally:
         llm.chat_template = TEMPLATE
 
@@ -125,7 +146,7 @@ def test_sessions_keep_what_was_pinned(server, llm):
     answer = ask(server, session_id="ship", messages=more, pin=[-1]).json()
     assert answer["session"]["reused_tokens"] > 300
     slot = httpx.get(f"{server.url}/v1/cache").json()["slots"][0]
-    (start, end), (last, stop) = slot["pin"]
+    (last, stop), (start, end) = slot["pin"]
     assert start == 0
     text = rendered(llm, ASKED)
     assert llm.tokenizer.decode(llm.engine.texts.encode(text, special=False).tokens[start:end]).endswith("rhymes.")
@@ -138,7 +159,9 @@ def test_sessions_keep_what_was_pinned(server, llm):
     [
         ({"pin": [7]}, "there is no message 7; there are 2 messages"),
         ({"pin": [-3]}, "there is no message -3"),
-        ({"pin": [{"text": "whale"}]}, "the prompt has no text 'whale'"),
+        ({"pin": [{"text": "whale"}]}, "the text 'whale' stands nowhere in the prompt"),
+        ({"pin": [{"text": "a"}], "messages": [{"role": "user", "content": "a" * 300}]}, "stands 3"),
+        ({"pin": [{"text": "sea"}, {"text": "to"}, *[[i, i + 1] for i in range(250)]]}, "at most 256 are allowed"),
         ({"pin": [[0, 9999]]}, r"the span [0, 9999] ends after the prompt"),
         ({"pin": [[5, 5]]}, "ends after its start"),
         ({"pin": ["9:3"]}, "ends after its start"),
@@ -191,7 +214,7 @@ def read(server, **body):
 
 
 def test_contexts_keep_what_is_pinned(server, llm):
-    """Also for the questions about them, which may pin something else."""
+    """Also for the questions about them."""
     system = read(server, system=SYSTEM["content"])
     text = read(server, pin=[{"text": "put to sea"}], kv_budget=128)
     nothing = read(server, system=SYSTEM["content"], pin=False)
@@ -205,5 +228,8 @@ def test_contexts_keep_what_is_pinned(server, llm):
     assert pins[system] == [[0, len(llm.engine.texts.encode(opened, special=False).tokens)]]
     assert len(pins[text]) == LONG.count("put to sea")
     assert pins[nothing] == []
-    assert read(server, pin=[{"text": "whale"}]) == "pin: the prompt has no text 'whale'"
+    assert "the text 'whale' stands nowhere in the prompt" in read(server, pin=[{"text": "whale"}])
+    answer = ask(server, messages=asked, context_id=system, pin=[0])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "pin"
     assert "0 is a part of a conversation" in read(server, pin=[0])

@@ -16,13 +16,14 @@ from snapstream.compression.layout import (
     next_entry,
     surviving_tokens,
 )
-from snapstream.compression.pins import most_pinned, pinned_levels
+from snapstream.compression.pins import end_of_pins, most_pinned, pinned_levels
 from snapstream.compression.scoring import kept_attention, observation_votes, pool_votes, random_votes
 
 __all__ = [
     "Layout",
     "LayoutTensors",
     "choose_entries",
+    "end_of_pins",
     "entry_of",
     "kept_attention",
     "lay_out",

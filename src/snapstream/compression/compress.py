@@ -110,8 +110,8 @@ def choose_entries(
             combined = combine(votes.flatten(0, -3))
             votes = combined.view(*kinds, len(keys), *combined.shape[1:])
         votes = torch.where(is_candidate & (votes > 0), votes, 0.0)  # also clears NaN from a broken prompt
-        # Pinned tokens are ranked among themselves, too, so it matters how good those are that are not selected.
-        ranked = budget.top_k if prompt.pinned is None else keys.shape[2]
+        # Pinned tokens are ranked among themselves, so the order of those that are not selected may matter, too.
+        ranked = keys.shape[2] if prompt.pinned is not None and prompt.pins_compete else budget.top_k
         scores = budget.policy.smooth(votes, replace(prompt, top_k=ranked))
         if scores.dtype != torch.float32 or scores.shape != votes.shape[-3:]:
             raise ConfigurationError(
@@ -121,5 +121,6 @@ def choose_entries(
         scores = torch.where(scores > 0, scores, 0.0)  # select_entries() compares bits: no negative zero, no NaN
     scores = scores.masked_fill(~is_candidate, -1.0)
     if prompt.pinned is not None:
-        scores = prefer_pinned(scores, prompt.pinned, layout, sink=budget.sink, most=most_pinned(budget))
+        most, compete = most_pinned(budget), prompt.pins_compete
+        scores = prefer_pinned(scores, prompt.pinned, layout, sink=budget.sink, most=most, compete=compete)
     return select_entries(scores, layout, sink=budget.sink, top_k=budget.top_k, capacity=budget.capacity)

@@ -7,20 +7,55 @@ half; the others compete like any other token.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.ranks import taken_in_turn
 from snapstream.config import CacheBudget
+from snapstream.config.pins import last_end
 
 WHOLE, SCORED = 2, 1
 """Levels of a pinned token: it is certainly kept, or it competes for what is left; others have level 0."""
 
 
+class Past(NamedTuple):
+    """A cache that a prompt continues from.
+
+    Attributes:
+        entries: Its entries, with which the prompt begins.
+        tokens: Tokens of the conversation that it was built from.
+        base: First entry of its ring.
+        ring_has_pins: Whether pinned tokens are in its ring: generated ones, or pins that are new.
+    """
+
+    entries: int
+    tokens: int
+    base: int
+    ring_has_pins: bool
+
+
 def most_pinned(budget: CacheBudget) -> int:
     """Maximum number of tokens that are kept because they are pinned, without those that are sinks."""
     return budget.top_k // 2
+
+
+def end_of_pins(budget: CacheBudget, total: int, past: Past | None = None) -> int:
+    """End of the tokens of a prompt among which pinned ones are, as ``Layout.pinned_end``; 0 if there are none.
+
+    Args:
+        budget: The budget with the pins.
+        total: Tokens of the conversation.
+        past: What the prompt continues from.
+    """
+    end = last_end(budget.pin, total)
+    if past is None or not end:
+        return end
+    if end > past.tokens:
+        return past.entries + end - past.tokens
+    return past.entries if past.ring_has_pins else min(past.base, past.entries)
 
 
 def pinned_levels(budget: CacheBudget, length: int) -> Tensor:
@@ -37,7 +72,9 @@ def pinned_levels(budget: CacheBudget, length: int) -> Tensor:
     return levels
 
 
-def prefer_pinned(scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink: int, most: int) -> Tensor:
+def prefer_pinned(
+    scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink: int, most: int, compete: bool = True
+) -> Tensor:
     """Raise the scores of pinned tokens above all others.
 
     Args:
@@ -46,6 +83,7 @@ def prefer_pinned(scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink
         layout: Layout of each sequence.
         sink: Sinks (``S``).
         most: Maximum number of pinned tokens that are kept.
+        compete: Whether there may be tokens of the level :data:`SCORED`.
 
     Returns:
         Scores for :func:`~snapstream.compression.compress.select_entries`. All tokens after the sinks are candidates
@@ -55,6 +93,8 @@ def prefer_pinned(scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink
     can_be_kept = (position >= sink) & (position < layout.length[:, None, None])
     scores = torch.where(can_be_kept, scores.clamp(min=0.0), -1.0)
     is_pinned, limits = (levels > 0) & can_be_kept, torch.finfo(scores.dtype)
+    if not compete:
+        return scores.masked_fill(is_pinned, limits.max)
     own = torch.where(levels == WHOLE, limits.max, scores.clamp(min=limits.tiny)).masked_fill(~is_pinned, 0.0)
     rounds: Tensor = taken_in_turn([own], [1], layout.length, sink, most)
     is_preferred = is_pinned & (rounds > 1.0 / (1.0 + most))

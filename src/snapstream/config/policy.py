@@ -63,6 +63,7 @@ class LayerPrompt:
         top_k: Number of best candidates whose order matters; set for :meth:`Policy.smooth`.
         pinned: Levels of pinned tokens, int8 ``[B, N or 1, L]``, for the selection; policies need not care. ``None`` if
             there are none.
+        pins_compete: Whether there may be more of them than fit.
     """
 
     queries: Tensor
@@ -76,6 +77,7 @@ class LayerPrompt:
     cap: float = 0.0
     sinks: Tensor | None = None
     pinned: Tensor | None = None
+    pins_compete: bool = True
 
     @property
     def attention(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class LLM:
             text: The text. Token ids are used unchanged.
             chat: Whether the text begins the first message of a conversation in the model's chat template. Default: if
                 the model has a template and ``text`` is not token ids.
-            system: The system message of this conversation.
+            system: The system message of this conversation, which is pinned.
             budget: Cache entries, as for :attr:`SamplingParams.kv_budget`; by default the engine's. Unless this is a
                 :class:`CacheBudget`, the policy's variant for contexts is used: ``local-keydiff`` for ``spans``.
 
@@ -134,8 +134,11 @@ class LLM:
         Raises:
             RequestError: The text cannot be processed, for example because it is too long.
         """
-        plain = SamplingParams(max_tokens=0, kv_budget=self.engine.context_budget(budget))
         prompt, opened = self.context_tokens(text, chat=chat, system=system)
+        plain = SamplingParams(max_tokens=0, kv_budget=self.engine.context_budget(budget))
+        if opened is not None and system is not None:
+            size = len(self.engine.texts.encode(opened, special=False).tokens)
+            plain = replace(plain, pin=[(0, min(size, len(prompt)))])
         name = self.engine.new_name()
         try:
             self.engine.add_request(prompt, plain, name, keep=True)

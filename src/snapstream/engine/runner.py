@@ -371,11 +371,15 @@ class ModelRunner:
 
 
 def smaller_budgets(budget: CacheBudget, entries: int, kept_queries: int) -> list[CacheBudget]:
-    """Budgets of about ``entries`` entries for the dummy prompt: the default policy, and the engine's own policy."""
+    """Budgets of about ``entries`` entries for the dummy prompt: the default policy, and the engine's own policy.
+
+    All of the prompt is pinned, so more than fits.
+    """
     budgets = [CacheBudget.of(max(MIN_CAPACITY, entries))]
     with contextlib.suppress(ConfigurationError):  # too small for the policy
         budgets.append(budget.resized(max(MIN_CAPACITY, entries)))
-    return [each for each in budgets if enough_queries(each.queries, kept_queries)]
+    pinned = [replace(each, pin=((0, 2 * entries + 1),)) for each in budgets]
+    return [each for each in pinned if enough_queries(each.queries, kept_queries)]
 
 
 def _greedy(batch: Sequence[Request], device: torch.device) -> bool:

@@ -38,6 +38,9 @@ class Past:
             if body.session_id is not None:
                 message = "a session is a conversation, but a context never changes; give only one of them"
                 raise ApiError(400, message, param="context_id")
+            if isinstance(body.pins, list):
+                message = "a context keeps what was pinned when it was created; leave pin out"
+                raise ApiError(400, message, param="pin")
             self._stored = stored = await self._parts.contexts.take(owner, body.context_id)
             assert stored.sequence is not None
             self.context = Context.of(stored.sequence, stored.about)
@@ -60,13 +63,14 @@ class Past:
         if self.sequence is None or not prompt.pin:
             return prompt.pin
         known, before = self.sequence.tokens, len(prompt.tokens) - len(new)
+        # Earlier turns may be stored as other tokens than their text is read as now: the same up to here.
+        pairs = enumerate(zip(prompt.tokens[:before], known, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), min(before, len(known)))
         spans = []
         for start, end in prompt.pin:
-            # Earlier turns may be stored as other tokens than their text is read as now.
-            if end <= before and tuple(prompt.tokens[:end]) == known[:end]:
-                spans.append((start, end))
-            elif start >= before:
-                spans.append((start - before + len(known), end - before + len(known)))
+            old, later = (start, min(end, same)), (max(start, before), end)
+            spans += [old] if old[0] < old[1] else []
+            spans += [(later[0] - before + len(known), later[1] - before + len(known))] if later[0] < later[1] else []
         return spans
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +15,8 @@ from pydantic import Field
 
 from snapstream.config.pins import MOST_SPANS, Span, read_spans
 from snapstream.engine.context import Render
-from snapstream.errors import ConfigurationError
-from snapstream.prompt_parts import PromptParts, find_parts, token_spans
+from snapstream.errors import ConfigurationError, RequestError
+from snapstream.prompt_parts import PromptParts, find_parts, system_messages, token_spans
 from snapstream.serving.body import Body, Text
 from snapstream.serving.errors import ApiError
 
@@ -21,6 +24,8 @@ RenderWith = Callable[[Sequence[Mapping[str, Any]]], Render]
 """Returns the chat template for some tools."""
 REMEMBERED = 64
 """Number of combinations of system messages and tools whose place in the chat template is remembered."""
+LONGEST = 2**19
+"""Maximum length in characters of what is remembered of each."""
 
 
 class PinnedText(Body):
@@ -53,20 +58,27 @@ class Rendered:
         messages: The messages, as the template gets them.
         tools: The tools that the template gets.
         text: The text it makes of them.
-        own: Number of messages that the request has.
+        places: For each message of the request, its place among those of the template, which may join some.
+        described: Whether there are tools that are described in the system message instead.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     text: str
-    own: int
+    places: Sequence[int] = ()
+    described: bool = False
+
+    def parts(self, render: RenderWith) -> PromptParts:
+        """Where its parts stand."""
+        return find_parts(self.messages, self.tools, lambda messages, tools: render(tools)(messages), self.text)
 
 
 class PinFinder:
-    """Finds what requests pin."""
+    """Finds what requests pin. Several threads may use it."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[str, PromptParts]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[str, PromptParts]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def in_chat(self, asked: Pins | None, chat: Rendered, render: RenderWith, variables: Any) -> list[Pinned]:
         """What is pinned in a conversation, in the order of the request.
@@ -75,57 +87,79 @@ class PinFinder:
             ApiError: There is no such message, or it cannot be found in the prompt.
         """
         items: Sequence[Any] = asked if isinstance(asked, list) else () if asked is False else ("system", "tools")
-        numbers = [self._index(item, chat) for item in items if isinstance(item, int)]
-        standing = [item for item in items if item in ("system", "tools")]
-        parts = self._standing(chat, render, variables) if standing else PromptParts({})
-        others = _find(chat, render, numbers) if numbers else PromptParts({})
+        if any(isinstance(item, int) for item in items):
+            parts = chat.parts(render)
+        else:
+            parts = self._standing(chat, render, variables) if {"system", "tools"} & {*_names(items)} else _NO_PARTS
         spans: list[Pinned] = []
         for item in items:
-            if item == "system":
+            if item == "system" or (item == "tools" and chat.described):
                 spans += [Pinned(*span) for span in parts.system]
-            elif item == "tools":  # they may be described in the system message
-                spans += [Pinned(*span) for span in ([parts.tools] if parts.tools else parts.system)]
+            elif item == "tools":
+                spans += [] if parts.tools is None else [Pinned(*parts.tools)]
             elif isinstance(item, int):
-                index = self._index(item, chat)
-                if index not in others.messages:
-                    raise ApiError(400, f"pin: message {item} is empty, or cannot be found in the prompt", param="pin")
-                spans.append(Pinned(*others.messages[index]))
+                spans.append(Pinned(*_message(item, chat, parts)))
             else:
                 spans += _given(item, chat.text)
         return spans
 
-    def _index(self, item: int, chat: Rendered) -> int:
-        """The place of a message among those that the template gets."""
-        index = item + chat.own if item < 0 else item
-        if not 0 <= index < chat.own:
-            raise ApiError(400, f"pin: there is no message {item}; there are {chat.own} messages", param="pin")
-        more = len(chat.messages) - chat.own
-        if more < 0:
-            message = "pin: this model's template joins messages, so they cannot be pinned by number; pin their text"
-            raise ApiError(400, message, param="pin")
-        return index + more
-
     def _standing(self, chat: Rendered, render: RenderWith, variables: Any) -> PromptParts:
-        """The system messages at the beginning, and the tools; remembered, as conversations have the same ones."""
-        first = next((at for at, one in enumerate(chat.messages) if one["role"] not in ("system", "developer")), None)
-        short = [*chat.messages[:first], {"role": "user", "content": "."}]
+        """Where what holds for the whole conversation stands: remembered, as many conversations begin alike."""
+        short = [*system_messages(chat.messages), {"role": "user", "content": "."}]
         if len(short) == 1 and not chat.tools:
-            return PromptParts({})
-        key = json.dumps([short, list(chat.tools), variables], sort_keys=True, default=str)
-        if key not in self._known:
-            try:
-                text = render(chat.tools)(short)
-                found = _find(Rendered(short, chat.tools, text, len(short)), render)
-            except Exception:  # the template wants longer conversations
-                text, found = "", PromptParts({})
-            self._known[key] = text, found
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        text, found = self._known[key]
-        end = max((end for _, end in found.standing), default=0)
-        if end and chat.text.startswith(text[:end]) and (found.tools or not chat.tools):
-            return found
-        return _find(chat, render)
+            return _NO_PARTS
+        try:
+            key = hashlib.sha256(json.dumps([short, list(chat.tools), variables], default=str).encode()).digest()
+        except (ValueError, RecursionError):
+            return chat.parts(render)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None or not chat.text.startswith(known[0]):  # never seen, or another day in the template
+            known = _beginning(short, chat.tools, render)
+            if known is None or not chat.text.startswith(known[0]):  # tools may stand before the last message
+                return chat.parts(render)
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known[1]
+
+
+_NO_PARTS = PromptParts({})
+
+
+def _names(items: Sequence[Any]) -> list[str]:
+    return [item for item in items if isinstance(item, str)]
+
+
+def _beginning(
+    short: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], render: RenderWith
+) -> tuple[str, PromptParts] | None:
+    """What conversations begin with, up to the end of system messages and tools; ``None`` if that is not known."""
+    try:
+        text = render(tools)(short)
+    except RequestError:  # the template wants longer conversations
+        return None
+    parts = Rendered(short, tools, text).parts(render)
+    end = max((end for _, end in parts.standing), default=0)
+    return None if not 0 < end <= LONGEST or (tools and parts.tools is None) else (text[:end], parts)
+
+
+def _message(item: int, chat: Rendered, parts: PromptParts) -> Span:
+    """Where a message stands.
+
+    Raises:
+        ApiError: There is no such message, or it cannot be found.
+    """
+    number = len(chat.places)
+    index = item + number if item < 0 else item
+    if not 0 <= index < number:
+        raise ApiError(400, f"pin: there is no message {item}; there are {number} messages", param="pin")
+    if chat.places[index] not in parts.messages:
+        raise ApiError(400, f"pin: message {item} is empty, or cannot be found in the prompt", param="pin")
+    return parts.messages[chat.places[index]]
 
 
 def _given(item: Any, text: str | None) -> list[Pinned]:
@@ -142,14 +176,12 @@ def _given(item: Any, text: str | None) -> list[Pinned]:
     if text is None:
         message = "pin: this prompt is token ids; pin tokens, such as [[0, 300]], instead of text"
         raise ApiError(400, message, param="pin")
-    spans: list[Pinned] = []
-    at = text.find(item.text)
-    while at >= 0 and len(spans) < MOST_SPANS:
-        spans.append(Pinned(at, at + len(item.text)))
-        at = text.find(item.text, at + len(item.text))
-    if not spans:
-        raise ApiError(400, f"pin: the prompt has no text {item.text[:60]!r}", param="pin")
-    return spans
+    number = text.count(item.text)
+    if not 0 < number <= MOST_SPANS:
+        found = f"{number} times" if number else "nowhere"
+        message = f"pin: the text {item.text[:60]!r} stands {found} in the prompt; at most {MOST_SPANS} are allowed"
+        raise ApiError(400, message, param="pin")
+    return [Pinned(*found.span()) for found in re.finditer(re.escape(item.text), text)]
 
 
 def in_plain_text(asked: Pins | None, text: str | None) -> list[Pinned]:
@@ -202,8 +234,6 @@ def pinned_tokens(pinned: Sequence[Pinned], starts: Sequence[int], total: int) -
             message = f"pin: the span [{start}, {end}] ends after the prompt, which has {total} tokens"
             raise ApiError(400, message, param="pin")
         spans += [(start, end)] if by_token else token_spans([(start, end)], starts)
+    if len(spans) > MOST_SPANS:
+        raise ApiError(400, f"pin: {len(spans)} spans; at most {MOST_SPANS} are allowed", param="pin")
     return spans
-
-
-def _find(chat: Rendered, render: RenderWith, numbers: Sequence[int] = ()) -> PromptParts:
-    return find_parts(chat.messages, chat.tools, lambda messages, tools: render(tools)(messages), chat.text, numbers)

@@ -107,7 +107,7 @@ class PromptReader:
 
         def read() -> Prompt:
             chat = self._layouts.apply(messages, variables, tools, self._describe)
-            pinned = self._pins.in_chat(pin, chat, functools.partial(self._layouts.render, variables), variables)
+            pinned = self._pins.in_chat(pin, chat, self._layouts.render_for_pins(variables), variables)
             return self._encode(chat.text, False, offsets, pinned)
 
         characters = _characters(messages) + sum(len(str(tool)) for tool in tools)
@@ -223,7 +223,8 @@ class PromptReader:
     def _encode(self, text: str, special: bool, offsets: bool, pinned: Sequence[Pinned]) -> Prompt:
         encoded = self._llm.engine.texts.encode(text, special=special, offsets=offsets or bool(pinned))
         spans = pinned_tokens(pinned, encoded.offsets, len(encoded.tokens))
-        return Prompt(encoded.tokens, text, encoded.offsets, self._llm.tokenizer.convert_ids_to_tokens, spans)
+        starts = encoded.offsets if offsets else ()
+        return Prompt(encoded.tokens, text, starts, self._llm.tokenizer.convert_ids_to_tokens, spans)
 
     def _limiter(self, characters: int, usual: anyio.CapacityLimiter) -> anyio.CapacityLimiter:
         """Choose a limiter: long texts are tokenized one at a time, and short ones do not wait for them."""

@@ -107,7 +107,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
             prompt = await reader.text(body.prompt)
         else:
             tools = [tool.for_template() for tool in body.tools or []]
-            prompt = await reader.messages(body.messages or [], body.chat_template_kwargs, tools)
+            prompt = await reader.messages(body.messages or [], body.chat_template_kwargs, tools, pin=False)
 
         def write() -> bytes:
             tokens = list(prompt.tokens)

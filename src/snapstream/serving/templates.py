@@ -14,7 +14,7 @@ from snapstream.engine.context import Render
 from snapstream.errors import RequestError
 from snapstream.serving.errors import ApiError
 from snapstream.serving.messages import Message
-from snapstream.serving.pins import Rendered
+from snapstream.serving.pins import Rendered, RenderWith
 
 T = TypeVar("T")
 Describe = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -35,6 +35,17 @@ class Templates:
     def render(self, variables: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] = ()) -> Render:
         """The chat template as a function of messages, with the time limit."""
         return lambda messages: within(self._seconds, lambda: self._llm.chat_text(messages, variables, tools))
+
+    def render_for_pins(self, variables: Mapping[str, Any] | None) -> RenderWith:
+        """The chat template for any tools; all calls together have the time limit of one."""
+        until = time.monotonic() + self._seconds
+
+        def with_tools(tools: Sequence[Mapping[str, Any]]) -> Render:
+            return lambda messages: within(
+                max(until - time.monotonic(), 0.0), lambda: self._llm.chat_text(messages, variables, tools)
+            )
+
+        return with_tools
 
     def apply(
         self,
@@ -74,10 +85,13 @@ class Templates:
         shown = tools if described is None else ()
         render = self.render(variables, shown)
 
+        places: list[int] = []
+
         def form(*, objects: bool) -> list[dict[str, Any]]:
             given = [message.for_template(objects=objects) for message in messages]
+            places[:] = range(len(given))
             if described is not None:
-                given = in_plain_words(given, described)
+                given, places[:] = in_plain_words(given, described)
             if "developer" not in source:
                 given = [one | {"role": "system"} if one["role"] == "developer" else one for one in given]
             return given
@@ -91,7 +105,7 @@ class Templates:
             given = form(objects=False)
             text = render(given)
         self._check(given, text, render)
-        return Rendered(given, shown, text, len(messages))
+        return Rendered(given, shown, text, places, described is not None)
 
     def _shows_tools(self, variables: Mapping[str, Any] | None) -> bool:
         """Whether the template writes the names of tools."""
@@ -144,14 +158,18 @@ def _lost(index: int, field: str, why: str) -> ApiError:
     return ApiError(400, f"{place}: {why}", param=place)
 
 
-def in_plain_words(given: Sequence[dict[str, Any]], described: str) -> list[dict[str, Any]]:
+def in_plain_words(given: Sequence[dict[str, Any]], described: str) -> tuple[list[dict[str, Any]], list[int]]:
     """A conversation with tools for a template that knows none: their calls and results are text.
 
     Args:
         given: The messages.
         described: The description of the tools, for the system message.
+
+    Returns:
+        The messages, and for each of the given ones its place among them.
     """
     plain: list[dict[str, Any]] = []
+    places: list[int] = []
     for message in given:
         calls, content = message.get("tool_calls") or (), str(message["content"])
         if message["role"] in ("tool", "function"):
@@ -167,11 +185,13 @@ def in_plain_words(given: Sequence[dict[str, Any]], described: str) -> list[dict
             plain.append({"role": message["role"], "content": f"{content}\n{written}".strip()})
         else:
             plain.append(dict(message))
+        places.append(len(plain) - 1)
     if plain and plain[0]["role"] in ("system", "developer"):
         plain[0]["content"] = f"{plain[0]['content']}\n\n{described}".strip()
     else:
         plain.insert(0, {"role": "system", "content": described})
-    return [{name: value for name, value in message.items() if name != "is_result"} for message in plain]
+        places = [place + 1 for place in places]
+    return [{name: value for name, value in message.items() if name != "is_result"} for message in plain], places
 
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:

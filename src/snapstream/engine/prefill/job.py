@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
-from snapstream.compression import Layout, pinned_levels
+from snapstream.compression import Layout, end_of_pins, pinned_levels
+from snapstream.compression.pins import SCORED, Past
 from snapstream.config import CacheBudget
-from snapstream.config.pins import last_end
 from snapstream.engine.prefill.prefix_cache import Keeping, Prefix
 from snapstream.engine.prefill.result import PrefillResult, shares_of
 from snapstream.engine.requests.output import KeptTokens, TokenLogprobs
@@ -39,6 +39,7 @@ class Target:
             that reports are about.
         counted: Number of these heads.
         pinned: Level of each token of the conversation, int8, if some are pinned.
+        pins_compete: Whether there are more of them than fit.
         error: Why this cache could not be built.
     """
 
@@ -54,6 +55,7 @@ class Target:
     parts: Tensor | None = None
     counted: int = 0
     pinned: Tensor | None = None
+    pins_compete: bool = False
     error: Exception | None = None
 
     @property
@@ -185,6 +187,7 @@ class PrefillJob:
         target = Target(budget, layers, self.layouts(budget), slot, return_kept_tokens, keep, scored)
         if target.layouts[0].pinned_end:
             target.pinned = pinned_levels(budget, self.total)
+            target.pins_compete = bool((target.pinned == SCORED).any())
         self.targets.append(target)
         return target
 
@@ -223,11 +226,14 @@ class PrefillJob:
 
     def _pinned_end(self, budget: CacheBudget, group: int) -> int:
         """In a group of layers, the end of the entries among which pinned tokens are."""
-        end = last_end(budget.pin, self.total)
-        if self.past is None or not end:
-            return end
-        # Pinned tokens of earlier turns may be any of its entries.
-        return self.past.layouts[group].count + max(end - len(self.past.tokens), 0)
+        known = self._spec.groups[group]
+        if self.past is None or not budget.pin or not known.has_budget:
+            return end_of_pins(budget, self.total)
+        layout, tokens = self.past.layouts[group], len(self.past.tokens)
+        ring = torch.cat([self.past.positions[layer][:, layout.base :].flatten() for layer in known.layers])
+        levels = pinned_levels(budget, tokens).to(ring.device)
+        ring_has_pins = bool((levels[ring.long()] > 0).any())
+        return end_of_pins(budget, self.total, Past(layout.count, tokens, layout.base, ring_has_pins))
 
     def _before(self, group: int) -> int:
         return 0 if self.past is None else self.past.layouts[group].count

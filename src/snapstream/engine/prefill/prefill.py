@@ -406,7 +406,7 @@ class Prefill:
         """Levels of the entries of the finished layer, int8 ``[1, N or 1, L]``, if some are pinned."""
         if target.pinned is None:
             return None
-        target.pinned = target.pinned.to(self.device)
+        target.pinned = to_device(target.pinned, self.device, torch.int8)
         if job.past is None:
             return target.pinned[None, None]
         heads = len(job.past.positions[job.layer])
@@ -427,6 +427,7 @@ class Prefill:
             layout=layout_tensors([target.layouts[job.group]], self.device),
             sink=target.budget.sink,
             layer=job.layer,
-            pinned=self._pinned(job, target),
+            pinned=self._pinned(job, target) if queries is None else None,
+            pins_compete=target.pins_compete,
             **self._softmaxes[job.layer],
         )

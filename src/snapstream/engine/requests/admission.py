@@ -10,14 +10,14 @@ from typing import Any
 
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
-from snapstream.config.pins import Span
+from snapstream.config.pins import MOST_SPANS, Span
 from snapstream.engine.prefill.result import PrefillResult
 from snapstream.engine.requests.detokenizer import CONTEXT, Detokenizer, special_tokens
 from snapstream.engine.requests.grammar import GrammarCompiler
 from snapstream.engine.requests.request import Request
 from snapstream.engine.requests.text import OutputText
 from snapstream.engine.requests.tokenizing import PromptTokenizer
-from snapstream.errors import ConfigurationError, ContextLengthError, RequestError
+from snapstream.errors import ContextLengthError, RequestError
 from snapstream.models.ends import end_names, stop_tokens
 from snapstream.models.spec import ModelSpec
 
@@ -142,15 +142,13 @@ class Admission:
     def _pinning(
         self, budget: CacheBudget, pin: Sequence[Span], tokens: int, past: CompressedSequence | None
     ) -> CacheBudget:
-        """The budget of a request with its pins, and those of earlier turns."""
-        total, pinned = tokens + (0 if past is None else len(past.tokens)), None if past is None else past.budget
+        """The budget of a request with its pins, then those of earlier turns as far as there may be so many."""
+        total, before = tokens + (0 if past is None else len(past.tokens)), None if past is None else past.budget
         for start, end in pin:
             if end > total:
                 raise RequestError(f"pin: the span [{start}, {end}] ends after the prompt, which has {total} tokens")
-        try:
-            return replace(budget, pin=(*(() if pinned is None else pinned.pin), *pin, *budget.pin))
-        except ConfigurationError as error:  # too many
-            raise RequestError(str(error)) from error
+        every = dict.fromkeys((*pin, *budget.pin, *(() if before is None else before.pin)))
+        return replace(budget, pin=tuple(every)[:MOST_SPANS])
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokenize a prompt as the engine does.

@@ -24,8 +24,9 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.config.pins import Span
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
-from snapstream.integrations.transformers.pins import levels_of, rows_of
+from snapstream.integrations.transformers.pins import BatchPins, Row, row_budgets
 from snapstream.integrations.transformers.prompt import is_causal
+from snapstream.transfers import to_device
 
 
 class _Handoff(threading.local):
@@ -50,25 +51,27 @@ class _Prompt:
         keys: ``[B, N, L, D]``.
         values: ``[B, N, L, D_v]``.
         first_voters: Per sequence, how many of the tokens come from the cache; their queries no longer exist.
-        pinned: Levels of the tokens that come from the cache, int8 ``[B, N or 1, C]``; ``None`` if none are pinned.
+        entries: True positions of the tokens that come from the cache, ``[B, N or 1, C]``; ``None`` if none are pinned.
+        bases: Per sequence, the first of them that was in the ring.
         real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all tokens are real, or while
             this is not known for new tokens.
         tail: Queries of the last ``W`` tokens, ``[B, H, W, D]``.
         chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention has
             run.
         layout: Layout of the cache with the chosen tokens.
-        levels: Levels of the chosen tokens, like ``chosen``; ``None`` if none are pinned.
+        positions: True positions of the chosen tokens, like ``chosen``; ``None`` if none are pinned.
     """
 
     keys: Tensor
     values: Tensor
     first_voters: list[int]
-    pinned: Tensor | None = None
+    entries: Tensor | None = None
+    bases: Sequence[int] = ()
     real: Tensor | None = None
     tail: Tensor | None = None
     chosen: Tensor | None = None
     layout: LayoutTensors | None = None
-    levels: Tensor | None = None
+    positions: Tensor | None = None
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
@@ -107,7 +110,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         padding: Number of padding tokens among those seen, int64 ``[B]``.
         seen: Tokens the model has seen, padding included; int64 scalar. transformers derives positions from it.
         updates: Number of calls of :meth:`update` that were not compiled.
-        pinned: Levels of entries below the ring, int8 ``[B, N or 1, C]``; ``None`` if no tokens are pinned.
+        positions: True positions of entries when the last prompt ended, int64 ``[B, N or 1, C]``; ``None`` if no tokens
+            are pinned.
     """
 
     is_sliding = False
@@ -138,7 +142,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = torch.zeros((), dtype=torch.int64)
         self.empty = True
         self.updates = 0
-        self.pinned: Tensor | None = None
+        self.positions: Tensor | None = None
+        self._at_end: tuple[Tensor, Tensor] | None = None  # count and seen tokens, when the last prompt ended
         self._budgets = [replace(budget, pin=(*spans, *budget.pin)) for spans in pins or [()]]
         self._prompt: _Prompt | None = None
 
@@ -323,7 +328,23 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         order = torch.where(in_ring, base + (oldest - base + entry - base) % length, entry)[:, None]
         valid = self.valid()
         real = entry < valid[:, None]
-        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), self.pinned, real)
+        positions = self._true_positions()
+        positions = None if positions is None else positions.gather(2, order.expand(-1, positions.shape[1], -1))
+        bases = [] if positions is None else self.base.tolist()
+        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), positions, bases, real)
+
+    def _true_positions(self) -> Tensor | None:
+        """True position of each entry in use, int64 ``[B, N or 1, C]``; ``None`` if no tokens are pinned."""
+        if self.positions is None or self._at_end is None:
+            return None
+        count_then, seen_then = (each[:, None] for each in self._at_end)
+        entry = torch.arange(self.budget.capacity, device=self.device)
+        base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
+        # How many tokens had been stored before the one that is in an entry now.
+        last = self.count[:, None] - 1
+        stored = torch.where(self.count[:, None] > self.limit[:, None], last - (last - entry) % length, entry)
+        is_new = (entry >= base) & (stored >= count_then)
+        return torch.where(is_new[:, None], (seen_then + stored - count_then)[:, None], self.positions)
 
     @torch.no_grad()
     def _choose(
@@ -341,11 +362,10 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
         real = prompt.real
         lengths = [total] * batch if real is None else real.sum(1).tolist()
-        rows = rows_of(self._budgets, lengths, prompt.first_voters, (self.seen - self.padding).tolist())
-        layouts = [lay_out(row.length, budget, row.known, row.pinned_end) for row in rows]
-        levels = None
-        if any(row.pinned_end for row in rows):
-            levels = levels_of(rows, prompt.pinned, total, key.device)
+        pins = self._pins(prompt, lengths, total)
+        ends = [0] * batch if pins is None else pins.ends
+        sizes = zip(lengths, prompt.first_voters, ends, strict=True)
+        layouts = [lay_out(length, budget, first, end) for length, first, end in sizes]
         prompt.layout = layout = layout_tensors(layouts, key.device)
         # Indices of the real tokens, in order.
         order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
@@ -357,7 +377,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 layout,
                 budget.sink,
                 layer=self.index,
-                pinned=levels,
+                pinned=None if pins is None else to_device(pins.levels, key.device, torch.int8),
+                pins_compete=pins is not None and pins.compete,
                 **softmax,
             )
             chosen = choose_entries(shown, budget, combine=_mean_of_heads if self.latent else None)
@@ -366,12 +387,17 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             entry = torch.arange(budget.capacity, device=key.device)
             chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
         chosen = chosen.clamp(min=0)
-        if levels is not None:
-            heads = max(levels.shape[1], chosen.shape[1])
-            levels = levels.expand(-1, heads, -1).gather(2, chosen.expand(-1, heads, -1))
-            is_fixed = torch.arange(budget.capacity, device=key.device) < layout.base[:, None, None]
-            prompt.levels = levels.masked_fill(~is_fixed, 0)
+        prompt.positions = None if pins is None else to_device(pins.positions_of(chosen), key.device)
         prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
+
+    def _pins(self, prompt: _Prompt, lengths: Sequence[int], total: int) -> BatchPins | None:
+        """The pinned tokens among the real ones of a prompt, in order; ``None`` if none are pinned."""
+        if not any(budget.pin for budget in self._budgets):
+            return None
+        budgets, bases = row_budgets(self._budgets, len(lengths)), prompt.bases or [0] * len(lengths)
+        seen = (self.seen - self.padding).tolist()
+        rows = [Row(*each) for each in zip(budgets, lengths, prompt.first_voters, bases, seen, strict=True)]
+        return BatchPins.of(rows, prompt.entries, total)
 
     def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
         """Values of the real tokens, in order, for a policy that needs them."""
@@ -393,7 +419,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values.copy_(_take(prompt.values, prompt.chosen))
         for name in ("base", "count", "limit"):
             getattr(self, name).copy_(getattr(prompt.layout, name))
-        self.pinned = prompt.levels
+        self.positions = prompt.positions
+        self._at_end = None if self.positions is None else (self.count.clone(), self.seen - self.padding)
         self._prompt = None
 
     @property
@@ -417,7 +444,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the cache; its memory is kept for the next prompts."""
-        self._prompt = self.pinned = None
+        self._prompt = self.positions = self._at_end = None
         self.empty, self.updates = True, 0
         self.seen.zero_()
         if self.is_initialized:
@@ -434,7 +461,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             rows = beam_idx.to(self.device)
             for tensor in (self.keys, self.values, self.base, self.count, self.limit, self.padding):
                 tensor.copy_(tensor.index_select(0, rows))
-            self.pinned = None if self.pinned is None else self.pinned[rows]
+            self._reorder_positions(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
@@ -449,9 +476,14 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             rows, before = indices.to(self.device), len(self.base)
             for name in ("keys", "values", "base", "count", "limit", "padding"):
                 setattr(self, name, getattr(self, name)[rows])
-            self.pinned = None if self.pinned is None else self.pinned[rows]
+            self._reorder_positions(rows)
             if len(self._budgets) > 1:
                 self._budgets = [self._budgets[row * len(self._budgets) // before] for row in rows.tolist()]
+
+    def _reorder_positions(self, rows: Tensor) -> None:
+        if self.positions is not None and self._at_end is not None:
+            count, seen = self._at_end
+            self.positions, self._at_end = self.positions[rows], (count[rows], seen[rows])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Reject: entries that were overwritten cannot be restored.

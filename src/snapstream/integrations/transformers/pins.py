@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapstream.compression import pinned_levels
+from snapstream.compression import end_of_pins, pinned_levels
+from snapstream.compression.pins import SCORED, Past
 from snapstream.config import CacheBudget
 from snapstream.config.checks import is_integer
-from snapstream.config.pins import Span, last_end, read_spans
+from snapstream.config.pins import Span, read_spans
 from snapstream.errors import RequestError
 
 
@@ -36,64 +37,91 @@ class Row:
         budget: Its budget, with its pins.
         length: Tokens of its prompt, entries of its cache included.
         known: Number of these entries.
+        base: First of them that was in the ring.
         seen: Tokens of the sequence so far.
     """
 
     budget: CacheBudget
     length: int
     known: int
+    base: int
     seen: int
 
     @property
-    def pinned_end(self) -> int:
-        """End of the tokens among which pinned ones are; those of earlier prompts may be any of the entries."""
-        end, before = last_end(self.budget.pin, self.seen), self.seen - (self.length - self.known)
-        return self.known + max(end - before, 0) if self.known and end else end
+    def before(self) -> int:
+        """Tokens of earlier prompts and answers."""
+        return self.seen - (self.length - self.known)
 
-    def levels(self) -> Tensor:
-        """Levels of its new tokens, int8; see :func:`~snapstream.compression.pins.pinned_levels`."""
-        return pinned_levels(self.budget, self.seen)[self.seen - (self.length - self.known) :]
+    def positions(self, entries: Tensor | None) -> Tensor:
+        """True positions of its tokens, int64 ``[N or 1, length]``, given those of the entries, ``[N or 1, C]``."""
+        new = torch.arange(self.before, self.seen)
+        if entries is None:
+            return new[None]
+        known = entries[:, : self.known].cpu()
+        return torch.cat((known, new.expand(len(known), -1)), 1)
+
+    def end(self, levels: Tensor) -> int:
+        """End of its pinned tokens, given the levels of all, ``[N or 1, length]``."""
+        if not self.known:
+            return end_of_pins(self.budget, self.seen)
+        ring_has_pins = bool((levels[:, self.base : self.known] > 0).any())
+        return end_of_pins(self.budget, self.seen, Past(self.known, self.before, self.base, ring_has_pins))
 
 
-def rows_of(
-    budgets: Sequence[CacheBudget], lengths: Sequence[int], known: Sequence[int], seen: Sequence[int]
-) -> list[Row]:
-    """The sequences of a batch.
+@dataclass(frozen=True)
+class BatchPins:
+    """The pinned tokens of a batch of prompts that may continue from caches.
 
-    Args:
-        budgets: One for all sequences, or one for each. ``generate`` repeats each sequence for its beams.
-        lengths: See :class:`Row`.
-        known: See :class:`Row`.
-        seen: See :class:`Row`.
+    Attributes:
+        positions: True positions of all tokens, int64 ``[B, N or 1, L]``, on the CPU.
+        levels: Their levels, int8, likewise.
+        ends: Per sequence, where they end; see ``Layout.pinned_end``.
+    """
+
+    positions: Tensor
+    levels: Tensor
+    ends: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], entries: Tensor | None, total: int) -> BatchPins:
+        """Find them.
+
+        Args:
+            rows: The sequences.
+            entries: True positions of the entries of their caches, ``[B, N or 1, C]``; ``None`` if they are new.
+            total: Padded length (``L``).
+        """
+        heads = 1 if entries is None else entries.shape[1]
+        positions = torch.zeros(len(rows), heads, total, dtype=torch.int64)
+        levels, ends = torch.zeros(positions.shape, dtype=torch.int8), []
+        for number, row in enumerate(rows):
+            positions[number, :, : row.length] = row.positions(None if entries is None else entries[number])
+            own = pinned_levels(row.budget, row.seen)[positions[number, :, : row.length]]
+            levels[number, :, : row.length] = own
+            ends.append(row.end(own))
+        return cls(positions, levels, ends)
+
+    @property
+    def compete(self) -> bool:
+        """Whether there are more of them than fit."""
+        return bool((self.levels == SCORED).any())
+
+    def positions_of(self, chosen: Tensor) -> Tensor:
+        """True positions of chosen tokens ``[B, N or 1, C]``."""
+        heads = max(self.positions.shape[1], chosen.shape[1])
+        chosen = chosen.cpu().expand(-1, heads, -1)
+        return self.positions.expand(-1, heads, -1).gather(2, chosen)
+
+
+def row_budgets(budgets: Sequence[CacheBudget], batch: int) -> list[CacheBudget]:
+    """A budget for each sequence of a batch: ``generate`` repeats each sequence for its beams.
 
     Raises:
         RequestError: There are pins for another number of sequences.
     """
-    batch = len(lengths)
     if batch % len(budgets):
         raise RequestError(
             f"there are pins for {len(budgets)} sequences, but {batch} sequences were given; give pins for each of "
             "them, or for all together"
         )
-    every = [budgets[row * len(budgets) // batch] for row in range(batch)]
-    return [Row(*each) for each in zip(every, lengths, known, seen, strict=True)]
-
-
-def levels_of(rows: Sequence[Row], known: Tensor | None, total: int, device: torch.device) -> Tensor:
-    """Levels of the tokens of prompts that continue from caches.
-
-    Args:
-        rows: The sequences.
-        known: Levels of the entries of their caches, int8 ``[B, N or 1, C]``; ``None`` if there are none yet.
-        total: Padded length (``L``).
-        device: Where the result is.
-
-    Returns:
-        int8 ``[B, N or 1, L]``.
-    """
-    levels = torch.zeros(len(rows), 1 if known is None else known.shape[1], total, dtype=torch.int8, device=device)
-    for number, row in enumerate(rows):
-        levels[number, :, row.known : row.length] = row.levels().to(device)
-        if known is not None:
-            levels[number, :, : row.known] = known[number, :, : row.known]
-    return levels
+    return [budgets[row * len(budgets) // batch] for row in range(batch)]

@@ -136,6 +136,7 @@ class LayerCompressor:
                 cap=float(getattr(self.layer.impl, "logits_soft_cap", None) or 0.0),
                 sinks=self._sinks(),
                 pinned=target.pinned,
+                pins_compete=target.pins_compete,
             )
             positions = choose_entries(prompt, layout.budget, combine=self._combine)[0, :, : layout.prompt.limit]
             positions = positions.clamp(min=0)  # entries that are not in use yet

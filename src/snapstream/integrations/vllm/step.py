@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors, layout_tensors
-from snapstream.compression.pins import pinned_levels
+from snapstream.compression.pins import SCORED, pinned_levels
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.drafts import Drafts, Moves, Placed, place_tokens
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
@@ -89,12 +89,14 @@ class Target(NamedTuple):
         slots: Slot of every entry of the copy, int64 ``[copied_entries]`` of the layout.
         layout: The layout, as tensors of shape ``[1]``.
         pinned: Levels of the source's tokens, int8 ``[1, 1, L]``; ``None`` if none are pinned.
+        pins_compete: Whether there are more of them than fit.
     """
 
     blocks: Tensor
     slots: Tensor
     layout: LayoutTensors
     pinned: Tensor | None
+    pins_compete: bool = False
 
 
 @dataclass
@@ -365,7 +367,12 @@ def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Tar
     source = row[: blocks_for(layout.source_tokens, block_size)].to(torch.int64)
     entry = torch.arange(layout.copied_entries, device=row.device)
     block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)
-    pinned = None
-    if layout.compressed and layout.prompt.pinned_end:
-        pinned = pinned_levels(layout.budget, layout.prompt.length).to(row.device)[None, None]
-    return Target(source, block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device), pinned)
+    levels = pinned_levels(layout.budget, layout.prompt.length)
+    is_pinned = layout.compressed and layout.prompt.pinned_end > 0
+    return Target(
+        source,
+        block * block_size + entry % block_size,
+        layout_tensors([layout.prompt], row.device),
+        to_device(levels, row.device, torch.int8)[None, None] if is_pinned else None,
+        bool((levels == SCORED).any()),
+    )

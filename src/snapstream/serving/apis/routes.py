@@ -77,7 +77,7 @@ def router(parts: Parts, completions: Completions) -> APIRouter:
         chat = chat_request(**body.fields())
         chat.callable_tools()
         shown = [tool.for_template() for tool in chat.shown_tools()]
-        prompt = await parts.reader.messages(chat.messages, parts.reader.variables(chat), shown)
+        prompt = await parts.reader.messages(chat.messages, parts.reader.variables(chat), shown, pin=False)
         return TokenCount(input_tokens=len(prompt.tokens))
 
     return routes

@@ -76,6 +76,7 @@ export class Answer {
   think(piece) {
     if (!this.reasoning) {
       const details = make("details", "reasoning", "");
+      details.setAttribute("aria-live", "off"); // it changes with every token
       this.reasoning = { summary: make("summary", "", ""), text: make("span", "body", "") };
       details.append(this.reasoning.summary, this.reasoning.text);
       this.item.insertBefore(details, this.body);
@@ -87,14 +88,17 @@ export class Answer {
 
   call({ index, id, function: { name, arguments: piece } }) {
     if (!this.calls[index]) {
-      const shown = make("code", "call", "");
-      this.calls[index] = { id, name: "", arguments: "", shown };
-      this.item.append(shown);
+      this.calls[index] = { id, name: name ?? "", arguments: "", shown: make("code", "call", `${name} `) };
+      this.item.append(this.calls[index].shown);
     }
     const call = this.calls[index];
-    call.name += name ?? "";
     call.arguments += piece ?? "";
-    call.shown.textContent = `${call.name}(${call.arguments})`;
+    call.shown.append(piece ?? "");
+  }
+
+  dropCalls() {
+    for (const { shown } of this.calls) shown.remove();
+    this.calls = [];
   }
 
   // The answer in the form of the API, for the next request.
@@ -104,16 +108,23 @@ export class Answer {
       type: "function",
       function: { name, arguments: given },
     }));
-    return { role: "assistant", content: this.text, ...(calls.length ? { tool_calls: calls } : {}) };
+    const thought = this.reasoning?.text.textContent;
+    return {
+      role: "assistant",
+      content: this.text,
+      ...(thought ? { reasoning_content: thought } : {}),
+      ...(calls.length ? { tool_calls: calls } : {}),
+    };
   }
 
-  // Asks for the results of the calls, and hands them on as messages.
-  askForResults(done) {
+  // Asks for the results of the calls, and hands them on as messages; they may have been given before.
+  askForResults(done, before = []) {
     const form = make("form", "results", "");
-    const boxes = this.calls.map(({ name }) => {
+    const boxes = this.calls.map(({ name }, index) => {
       const label = make("label", "", `Result of ${name}`);
       const box = document.createElement("textarea");
       box.rows = 2;
+      box.value = before[index]?.content ?? "";
       label.append(box);
       form.append(label);
       return box;

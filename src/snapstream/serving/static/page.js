@@ -30,6 +30,18 @@ function refusedSetting() {
   return `${wrong.labels[0].firstChild.textContent.trim()}: ${wrong.validationMessage}`;
 }
 
+// Whether settings, tools and schema are valid; if not, says why.
+function canSend() {
+  let problem = refusedSetting();
+  try {
+    if (!problem && model.chat_template) shapes();
+  } catch (error) {
+    problem = error.message;
+  }
+  show(problem);
+  return !problem;
+}
+
 function request() {
   const budget = Number($("budget").value);
   const body = {
@@ -52,30 +64,37 @@ function request() {
 async function send() {
   const text = $("input").value.replace(/\s+$/, "");
   if (!text || running || !model) return;
-  const refused = refusedSetting();
-  show(refused);
-  if (refused) return;
+  if (!canSend()) return;
   $("input").value = "";
   const conversation = history;
-  $("messages").querySelector(".results")?.remove(); // calls may stay without results
+  // Calls may stay without results.
+  const results = $("messages").querySelector(".results");
+  const place = results?.parentElement;
+  results?.remove();
   const asked = bubble("user", text);
   history.push({ role: "user", content: text });
   // Without an answer, the turn is taken back, so that it can be tried again.
   await respond(() => {
     conversation.pop();
     asked.remove();
+    place?.append(results);
     $("input").value ||= text;
+    $("input").focus();
   });
 }
 
-async function sendResults(results, form) {
+async function sendResults(results, answer) {
+  if (!canSend()) {
+    answer.askForResults((again) => sendResults(again, answer), results);
+    return;
+  }
   const conversation = history;
   const shown = results.map(({ content }) => bubble("tool", content));
   history.push(...results);
   await respond(() => {
     conversation.splice(-results.length);
     for (const item of shown) item.remove();
-    form.askForResults((again) => sendResults(again, form));
+    answer.askForResults((again) => sendResults(again, answer), results);
   });
 }
 
@@ -117,18 +136,14 @@ async function respond(takeBack) {
   say($("figures"), figures(seen, began));
   const isStopped = !seen.finish || seen.finish === "stopped";
   if (answer.text || !isStopped) {
-    // A call that was cut off cannot be answered.
-    if (seen.finish !== "tool_calls") answer.calls = [];
+    if (seen.finish !== "tool_calls") answer.dropCalls(); // a call that was cut off cannot be answered
     conversation.push(answer.message());
-    if (answer.calls.length) {
-      answer.askForResults((results) => sendResults(results, answer));
-      return;
-    }
+    if (answer.calls.length) answer.askForResults((results) => sendResults(results, answer));
+    else $("input").focus();
   } else {
     answer.item.remove();
     takeBack();
   }
-  $("input").focus();
 }
 
 function figures(seen, began) {

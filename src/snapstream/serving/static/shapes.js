@@ -57,7 +57,7 @@ export function system() {
 for (const [name, value] of Object.entries({ tool: TOOL, schema: SCHEMA })) {
   $(`example-${name}`).addEventListener("click", () => {
     const box = $(name === "tool" ? "tools" : "schema");
-    box.value = JSON.stringify(value, null, 1);
+    if (!box.value.trim()) box.value = JSON.stringify(value, null, 1); // otherwise, what is there would be lost
     box.focus();
   });
 }

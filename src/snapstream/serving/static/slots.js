@@ -73,9 +73,14 @@ function prompt(slot) {
     height: 2,
     class: "pin",
   }));
-  const pinned = slot.pin.reduce((sum, [start, end]) => sum + end - start, 0);
+  let pinned = 0;
+  let last = 0; // spans may overlap
+  for (const [start, end] of slot.pin.toSorted((one, other) => one[0] - other[0])) {
+    pinned += Math.max(end - Math.max(start, last), 0);
+    last = Math.max(last, end);
+  }
   return drawing(
-    `of the prompt, ${Math.round(100 * mean)} % was kept` + (pinned ? `; ${many(pinned, "token")} are to be kept (underlined)` : ""),
+    `of the prompt, ${Math.round(100 * mean)} % was kept` + (pinned ? `; what is pinned is underlined: ${many(pinned, "token")}` : ""),
     slot.kept.length || 1,
     [{ x: 0, width: slot.kept.length, class: "empty" }, ...kept, ...pins],
     "strip",
