@@ -21,7 +21,7 @@ WHOLE, SCORED = 2, 1
 """Levels of a pinned token: it is certainly kept, or it competes for what is left; others have level 0."""
 
 
-class Past(NamedTuple):
+class PastEntries(NamedTuple):
     """A cache that a prompt continues from.
 
     Attributes:
@@ -42,7 +42,7 @@ def most_pinned(budget: CacheBudget) -> int:
     return budget.top_k // 2
 
 
-def end_of_pins(budget: CacheBudget, total: int, past: Past | None = None) -> int:
+def end_of_pins(budget: CacheBudget, total: int, past: PastEntries | None = None) -> int:
     """End of the tokens of a prompt among which pinned ones are, as ``Layout.pinned_end``; 0 if there are none.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
 from snapstream.compression import Layout, end_of_pins, pinned_levels
-from snapstream.compression.pins import SCORED, Past
+from snapstream.compression.pins import SCORED, PastEntries
 from snapstream.config import CacheBudget
 from snapstream.engine.prefill.prefix_cache import Keeping, Prefix
 from snapstream.engine.prefill.result import PrefillResult, shares_of
@@ -233,7 +233,7 @@ class PrefillJob:
         ring = torch.cat([self.past.positions[layer][:, layout.base :].flatten() for layer in known.layers])
         levels = pinned_levels(budget, tokens).to(ring.device)
         ring_has_pins = bool((levels[ring.long()] > 0).any())
-        return end_of_pins(budget, self.total, Past(layout.count, tokens, layout.base, ring_has_pins))
+        return end_of_pins(budget, self.total, PastEntries(layout.count, tokens, layout.base, ring_has_pins))
 
     def _before(self, group: int) -> int:
         return 0 if self.past is None else self.past.layouts[group].count

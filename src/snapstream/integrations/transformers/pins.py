@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression import end_of_pins, pinned_levels
-from snapstream.compression.pins import SCORED, Past
+from snapstream.compression.pins import SCORED, PastEntries
 from snapstream.config import CacheBudget
 from snapstream.config.checks import is_integer
 from snapstream.config.pins import Span, read_spans
@@ -65,7 +65,7 @@ class Row:
         if not self.known:
             return end_of_pins(self.budget, self.seen)
         ring_has_pins = bool((levels[:, self.base : self.known] > 0).any())
-        return end_of_pins(self.budget, self.seen, Past(self.known, self.before, self.base, ring_has_pins))
+        return end_of_pins(self.budget, self.seen, PastEntries(self.known, self.before, self.base, ring_has_pins))
 
 
 @dataclass(frozen=True)
