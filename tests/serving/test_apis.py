@@ -137,6 +137,31 @@ def test_responses_that_are_not_there(client, server):
         client.responses.delete(kept.id)
 
 
+def test_functions_of_a_namespace(client, llm):
+    """The model sees full names; calls have a name and a namespace, in answers, streams and histories."""
+    group = {"type": "namespace", "name": "files", "description": "", "tools": [FUNCTIONS[0]]}
+    body = {"tools": [group], "tool_choice": "required"}
+    qualified = [{"type": "function", "function": CHAT[0]["function"] | {"name": "files.save"}}]
+    want = chat(client, USER, tools=qualified, tool_choice="required").message.tool_calls[0]
+    assert want.function.name == "files.save"
+    item = respond(client, **body).output[-1]
+    assert (item.name, item.namespace, item.arguments) == ("save", "files", want.function.arguments)
+    with client.responses.stream(model="tiny", input=USER["content"], temperature=0, **body) as stream:
+        streamed = [event.item for event in stream if event.type == "response.output_item.done"][-1]
+    assert (streamed.name, streamed.namespace) == ("save", "files")
+    given = [USER, {"type": "function_call", "call_id": "a", "name": "save", "namespace": "files", "arguments": "{}"}]
+    given.append({"type": "function_call_output", "call_id": "a", "output": "done"})
+    call = {"id": "a", "type": "function", "function": {"name": "files.save", "arguments": "{}"}}
+    history = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "a", "content": "done"})
+    shown = [{"type": "function", "function": qualified[0]["function"]}]
+    wanted = chat(client, *history, tools=shown, max_tokens=5).message
+    assert respond(client, input=given, tools=[group], max_output_tokens=5).output_text == (wanted.content or "")
+    for wrong in ({"type": "namespace", "tools": []}, group | {"tools": [{"type": "namespace", "name": "x"}]}):
+        with pytest.raises(openai.BadRequestError, match=r"tools"):
+            respond(client, tools=[wrong])
+
+
 def test_calls_of_a_response(client):
     got = respond(client, tools=[*FUNCTIONS, {"type": "web_search"}], tool_choice="required")
     item = got.output[-1]

@@ -61,13 +61,14 @@ Content = Text | Annotated[list[Part], Field(fail_fast=True)]
 class Item(Body):
     """A message, a call, the output of a call, or earlier reasoning."""
 
-    unused: ClassVar[frozenset[str]] = frozenset(("id", "status", "encrypted_content", "phase", "namespace"))
+    unused: ClassVar[frozenset[str]] = frozenset(("id", "status", "encrypted_content", "phase"))
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None
     call_id: Text | None = None
     name: Text | None = None
+    namespace: Text | None = None
     arguments: Text | None = None
     output: Content | None = None
     summary: Annotated[list[Part], Field(fail_fast=True)] | None = None
@@ -101,7 +102,7 @@ class Item(Body):
     def message(self) -> dict[str, Any]:
         """The item as a message of a chat completion."""
         if self.type == "function_call":
-            call = call_of(self.call_id or "", self.name or "", self.arguments or "")
+            call = call_of(self.call_id or "", qualified(self.namespace, self.name or ""), self.arguments or "")
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
@@ -110,14 +111,32 @@ class Item(Body):
         return {"role": self.role, "content": _text(self.content)}
 
 
+class FunctionTool(Body):
+    """A function of a namespace."""
+
+    type: Literal["function"] = "function"
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @classmethod
+    @override
+    def called(cls) -> str:
+        return "a function"
+
+
 class ResponseTool(Body):
-    """A function that the model may call, or a tool that does not exist here."""
+    """A function that the model may call, a namespace of functions, or a tool that does not exist here."""
 
     type: Text
     name: Name | None = None
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = Field(
+        None, description="The functions of a namespace."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +144,7 @@ class ResponseTool(Body):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind.startswith(_HOSTED):
             return {"type": kind}
-        if isinstance(kind, str) and kind != "function":
+        if isinstance(kind, str) and kind not in ("function", "namespace"):
             raise ValueError(f"a tool of type {encodable(kind[:40])!r} is not supported; tools are functions here")
         return data
 
@@ -134,12 +153,28 @@ class ResponseTool(Body):
     def called(cls) -> str:
         return "a tool"
 
+    def functions(self, place: str) -> list[dict[str, Any]]:
+        """The functions in the form of chat completions; the model sees those of a namespace by their full names.
+
+        Raises:
+            ApiError: It has no name.
+        """
+        if self.type.startswith(_HOSTED):
+            return []
+        if self.name is None:
+            raise ApiError(400, f"{place}.name: a {self.type} needs a name", param=f"{place}.name")
+        if self.type == "function":
+            return [{"type": "function", "function": self.model_dump(exclude={"type", "tools"}, exclude_none=True)}]
+        inner = (tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ())
+        return [{"type": "function", "function": one | {"name": qualified(self.name, one["name"])}} for one in inner]
+
 
 class NamedChoice(Body):
     """The function to call."""
 
     type: Literal["function"]
     name: Name
+    namespace: Text | None = None
 
 
 class TextFormat(Body):
@@ -241,7 +276,8 @@ class ResponseRequest(Body):
             joined(messages, message)
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
+            name = qualified(choice.namespace, choice.name)
+            choice = {"type": "function", "function": {"name": name}}  # type: ignore[assignment]
         return chat_request(
             model=self.model,
             messages=messages,
@@ -249,7 +285,7 @@ class ResponseRequest(Body):
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            tools=[_tool(at, tool) for at, tool in enumerate(self.tools or ()) if not tool.type.startswith(_HOSTED)],
+            tools=[each for at, tool in enumerate(self.tools or ()) for each in tool.functions(f"tools[{at}]")],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(),
@@ -258,6 +294,13 @@ class ResponseRequest(Body):
             kv_budget=self.kv_budget,
             pin=self.pin,
         )
+
+    def named(self, name: str) -> dict[str, str]:
+        """The name of a called function, as a call has it, and its namespace, if it is in one."""
+        for tool in self.tools or ():
+            if tool.type == "namespace" and name.startswith(f"{tool.name}."):
+                return {"name": name.removeprefix(f"{tool.name}."), "namespace": tool.name or ""}
+        return {"name": name}
 
     def _format(self) -> dict[str, Any] | None:
         form = None if self.text is None else self.text.format
@@ -274,8 +317,6 @@ def _text(content: Content | None) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
-def _tool(at: int, tool: ResponseTool) -> dict[str, Any]:
-    if tool.name is None:
-        raise ApiError(400, f"tools[{at}].name: a function needs a name", param=f"tools[{at}].name")
-    function = tool.model_dump(exclude={"type"}, exclude_none=True)
-    return {"type": "function", "function": function}
+def qualified(namespace: str | None, name: str) -> str:
+    """The name of a function that the model sees."""
+    return f"{namespace}.{name}" if namespace else name

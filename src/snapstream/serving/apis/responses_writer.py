@@ -160,7 +160,8 @@ class ResponseWriter(Writer):
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=new.text)
         elif isinstance(new, CallBegin):
             yield from self._end_item("completed")
-            yield from self._begin_item("function_call", "fc", call_id=new.call_id, name=new.name, arguments="")
+            named = self._body.named(new.name)
+            yield from self._begin_item("function_call", "fc", call_id=new.call_id, **named, arguments="")
         else:
             self._items[-1]["arguments"] += new.text
             yield self._of_item("response.function_call_arguments.delta", delta=new.text)
