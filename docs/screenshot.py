@@ -33,7 +33,7 @@ def chat(browser: Browser) -> None:
         url = str(client.base_url)
 
         def ask(characters: int) -> None:
-            body = {"prompt": text[:characters], "max_tokens": 6000, "ignore_eos": True, "stream": True}
+            body = {"prompt": text[:characters], "max_tokens": 12000, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
                 for _ in reply.iter_lines():
                     pass
@@ -46,8 +46,10 @@ def chat(browser: Browser) -> None:
         threads = [threading.Thread(target=ask, args=(size,)) for size in (9000, 2000)]
         for thread in threads:
             thread.start()
+        page.wait_for_timeout(300)
+        page.evaluate("document.dispatchEvent(new Event('working'))")  # it looks at the caches now
         page.get_by_text("2 of 4 slots busy").wait_for()
-        page.wait_for_timeout(1500)
+        page.wait_for_timeout(400)
         page.screenshot(path=HERE / "page.png")
         page.close()
         for thread in threads:
