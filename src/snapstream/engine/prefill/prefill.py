@@ -406,7 +406,8 @@ class Prefill:
         """Levels of the entries of the finished layer, int8 ``[1, N or 1, L]``, if some are pinned."""
         if target.pinned is None:
             return None
-        target.pinned = to_device(target.pinned, self.device, torch.int8)
+        if target.pinned.device.type != self.device.type:  # in the first layer
+            target.pinned = to_device(target.pinned, self.device, torch.int8)
         if job.past is None:
             return target.pinned[None, None]
         heads = len(job.past.positions[job.layer])
