@@ -109,6 +109,19 @@ def test_rows_of_a_padded_batch_equal_each_row_alone(model):
         assert together == alone
 
 
+def check_turns(model, naive, rng, seed):
+    """Three turns, of generate on one cache and of lists."""
+    cache, history = SnapStreamCache(model.config, naive.budget), []
+    for turn in range(3):
+        new = prompt(rng.choice([2, 5, 31, 60]), seed=seed * 10 + turn)
+        steps = rng.choice([2, 10, 25])
+        expected = naive.turn([*history[naive.length :], *new], steps)
+        history += new
+        made = generate(model, [history], cache, steps, suppress_tokens=[0, 1, 2])[0]
+        assert made == expected
+        history += made
+
+
 def random_pins(rng, length):
     starts = [rng.randrange(length) for _ in range(rng.randint(1, 3))]
     return [(start, start + rng.choice([1, 3, 8, 30])) for start in starts]
@@ -144,19 +157,7 @@ def test_each_row_of_a_padded_batch_has_its_own_pins(model):
 def test_pins_hold_in_later_turns(checkpoint, model, seed):
     rng = random.Random(seed)
     budget = replace(random_budget(rng), pin=tuple(random_pins(rng, 120)))
-    naive, cache, history = (
-        NaiveConversation(checkpoint, budget, same_layout=False),
-        SnapStreamCache(model.config, budget),
-        [],
-    )
-    for turn in range(3):
-        new = prompt(rng.choice([2, 5, 31, 60]), seed=seed * 10 + turn)
-        steps = rng.choice([2, 10, 25])
-        expected = naive.turn([*history[naive.length :], *new], steps)
-        history += new
-        made = generate(model, [history], cache, steps, suppress_tokens=[0, 1, 2])[0]
-        assert made == expected
-        history += made
+    check_turns(model, NaiveConversation(checkpoint, budget, same_layout=False), rng, seed)
 
 
 def test_bad_pins_are_refused(model):
@@ -182,16 +183,7 @@ def test_sampling_in_a_batch_is_repeatable(model):
 def test_turns_equal_naive_turns(checkpoint, model, seed):
     """Several calls of generate on one cache: what is new is read over what was kept, and all compressed again."""
     rng = random.Random(seed)
-    budget = random_budget(rng)
-    naive, cache, history = NaiveConversation(checkpoint, budget), SnapStreamCache(model.config, budget), []
-    for turn in range(3):
-        new = prompt(rng.choice([2, 5, 31, 60]), seed=seed * 10 + turn)
-        steps = rng.choice([2, 10, 25])
-        expected = naive.turn([*history[naive.length :], *new], steps)
-        history += new
-        made = generate(model, [history], cache, steps, suppress_tokens=[0, 1, 2])[0]
-        assert made == expected
-        history += made
+    check_turns(model, NaiveConversation(checkpoint, random_budget(rng)), rng, seed)
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (12, 3), (1, 30)])

@@ -72,6 +72,11 @@ def pinned_levels(budget: CacheBudget, length: int) -> Tensor:
     return levels
 
 
+def pins_compete(levels: Tensor) -> bool:
+    """Whether more tokens are pinned than fit; ``levels`` are on the CPU."""
+    return bool((levels == SCORED).any())
+
+
 def prefer_pinned(
     scores: Tensor, levels: Tensor, layout: LayoutTensors, *, sink: int, most: int, compete: bool = True
 ) -> Tensor:

@@ -205,7 +205,7 @@ def in_context(asked: Pins | None, text: str | None, opening: int) -> list[Pinne
     Args:
         asked: What the request pins; by default, the system message.
         text: Its text, with what the chat template puts before it; ``None`` for token ids.
-        opening: Characters of the system message, and what the template puts around it; 0 if there is none.
+        opening: Length in characters of the system message with what the template puts around it; 0 if there is none.
 
     Raises:
         ApiError: It has no such part.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapstream.cache import CompressedSequence, LayerCache, reported_layers
 from snapstream.compression import Layout, end_of_pins, pinned_levels
-from snapstream.compression.pins import SCORED, PastEntries
+from snapstream.compression.pins import PastEntries, pins_compete
 from snapstream.config import CacheBudget
 from snapstream.engine.prefill.prefix_cache import Keeping, Prefix
 from snapstream.engine.prefill.result import PrefillResult, shares_of
@@ -187,7 +187,7 @@ class PrefillJob:
         target = Target(budget, layers, self.layouts(budget), slot, return_kept_tokens, keep, scored)
         if target.layouts[0].pinned_end:
             target.pinned = pinned_levels(budget, self.total)
-            target.pins_compete = bool((target.pinned == SCORED).any())
+            target.pins_compete = pins_compete(target.pinned)
         self.targets.append(target)
         return target
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression import end_of_pins, pinned_levels
-from snapstream.compression.pins import SCORED, PastEntries
+from snapstream.compression.pins import PastEntries, pins_compete
 from snapstream.config import CacheBudget
 from snapstream.config.checks import is_integer
 from snapstream.config.pins import Span, read_spans
@@ -104,7 +104,7 @@ class BatchPins:
     @property
     def compete(self) -> bool:
         """Whether there are more of them than fit."""
-        return bool((self.levels == SCORED).any())
+        return pins_compete(self.levels)
 
     def positions_of(self, chosen: Tensor) -> Tensor:
         """True positions of chosen tokens ``[B, N or 1, C]``."""

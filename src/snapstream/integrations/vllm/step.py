@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors, layout_tensors
-from snapstream.compression.pins import SCORED, pinned_levels
+from snapstream.compression.pins import pinned_levels, pins_compete
 from snapstream.config import CacheBudget
 from snapstream.integrations.vllm.drafts import Drafts, Moves, Placed, place_tokens
 from snapstream.integrations.vllm.pages import PageLayout, blocks_for, lay_out_pages
@@ -95,7 +95,7 @@ class Target(NamedTuple):
     blocks: Tensor
     slots: Tensor
     layout: LayoutTensors
-    pinned: Tensor | None
+    pinned: Tensor | None = None
     pins_compete: bool = False
 
 
@@ -367,12 +367,9 @@ def _target(row: Tensor, layout: PageLayout, block_size: int, parts: int) -> Tar
     source = row[: blocks_for(layout.source_tokens, block_size)].to(torch.int64)
     entry = torch.arange(layout.copied_entries, device=row.device)
     block = row[layout.front_blocks * parts + entry // block_size].to(torch.int64)
+    slots, tensors = block * block_size + entry % block_size, layout_tensors([layout.prompt], row.device)
+    if not (layout.compressed and layout.prompt.pinned_end):
+        return Target(source, slots, tensors)
     levels = pinned_levels(layout.budget, layout.prompt.length)
-    is_pinned = layout.compressed and layout.prompt.pinned_end > 0
-    return Target(
-        source,
-        block * block_size + entry % block_size,
-        layout_tensors([layout.prompt], row.device),
-        to_device(levels, row.device, torch.int8)[None, None] if is_pinned else None,
-        bool((levels == SCORED).any()),
-    )
+    pinned = to_device(levels, row.device, torch.int8)[None, None]
+    return Target(source, slots, tensors, pinned, pins_compete(levels))
