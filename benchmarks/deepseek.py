@@ -139,7 +139,7 @@ def bench_prefill(model: DecoderModel, peer: DeepseekV3ForCausalLM) -> None:
         prefill = Prefill(
             model, backend, types=Types.all(torch.bfloat16), queries=budget.queries, lanes=[length], chunk=512
         )
-        slot = [spec.entry.empty(1, 1024, dtype=torch.bfloat16) for _ in range(spec.layers)]
+        slot = [spec.entry.empty(1, 1024, entry_type=torch.bfloat16) for _ in range(spec.layers)]
 
         def read(prefill=prefill, tokens=tokens, slot=slot, spec=spec, budget=budget) -> None:
             job = PrefillJob(spec, tokens)

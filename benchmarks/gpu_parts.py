@@ -167,7 +167,7 @@ class Bench:
         counts = (prompt.layout.base, prompt.layout.count, prompt.layout.length)
         add("choice", lambda: selected(votes, *counts, budget.sink, budget.top_k, budget.capacity))
         positions = choose_entries(prompt, budget)[0, :, : layout.count]
-        into = self.spec.entry.empty(1, budget.capacity, dtype=dtype, device=self.device)
+        into = self.spec.entry.empty(1, budget.capacity, entry_type=dtype, device=self.device)
         add("copy into the slot", lambda: lane.caches[0].gather(positions, into))
         total = sum(seconds.values())
         # Not in the sum: votes and choice in one call, by the paper's rule and by the default.
@@ -327,7 +327,7 @@ class Bench:
     def _caches(self, layers: int) -> list[LayerCache]:
         """Caches that a prompt is compressed into."""
         entry, C = self.spec.entry, self.scale.cache
-        return [entry.empty(1, C, dtype=torch.bfloat16, device=self.device) for _ in range(layers)]
+        return [entry.empty(1, C, entry_type=torch.bfloat16, device=self.device) for _ in range(layers)]
 
     def _read(self, prefill: Prefill, prompt: list[int], caches: list[LayerCache], spec: ModelSpec) -> None:
         job = PrefillJob(spec, prompt)

@@ -35,7 +35,7 @@ class Compressor(Reader):
         super().__init__(model, length, CHUNK)
         self.budgets = {name: CacheBudget.preset(name, length // 4) for name in POLICIES}
         self.slots = {
-            name: [model.spec.entry.empty(1, length // 4, dtype=torch.bfloat16) for _ in range(model.spec.layers)]
+            name: [model.spec.entry.empty(1, length // 4, entry_type=torch.bfloat16) for _ in range(model.spec.layers)]
             for name in POLICIES
         }
 

@@ -139,7 +139,7 @@ class Reader:
         self.prefill = Prefill(
             model, backend, types=Types.all(torch.bfloat16), queries=queries, lanes=[padded], chunk=chunk
         )
-        self.slot = [spec.entry.empty(1, self.budget.capacity, dtype=torch.bfloat16) for _ in range(spec.layers)]
+        self.slot = [spec.entry.empty(1, self.budget.capacity, entry_type=torch.bfloat16) for _ in range(spec.layers)]
 
     def read(self, tokens: list[int]) -> None:
         spent = 0.0

@@ -67,7 +67,7 @@ def read_in_chunks(model, tokens, ends, program):
     operations, (length, device) = list(model.operations()), (len(tokens), tokens.device)
     dtype, made, start = model.dtype, [], 0
     entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.cached_layers)]
-    caches = [entry.empty(1, length, dtype=dtype, device=device) for entry in entries]
+    caches = [entry.empty(1, length, entry_type=dtype, device=device) for entry in entries]
     for end in ends:
         slots = Slots.of_prompt(tokens[None, start:end], length)
         for first in (slots.position, slots.count):

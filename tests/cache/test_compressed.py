@@ -110,7 +110,7 @@ def test_what_does_not_belong_here_is_refused(checkpoint, tmp_path):
         (make(other, budget=BUDGET, sessions=1), "another model or tokenizer"),
         (make(checkpoint, budget=32, sessions=1), "up to 48 entries, but a slot of this engine has 32"),
         (make(checkpoint, budget=48, sessions=1, max_model_len=100), "max_model_len is 100"),
-        (make(checkpoint, budget=BUDGET, sessions=1, dtype="bfloat16"), "torch.float32, but caches are torch.bfloat16"),
+        (make(checkpoint, budget=BUDGET, sessions=1, dtype="bfloat16"), "float32, but caches are bfloat16"),
     ]:
         with pytest.raises(CacheFileError, match=message):
             engine.engine.files.load(path)

@@ -9,7 +9,7 @@ N, D = 3, 8
 
 
 def filled(latent, rows, entries, seed=0):
-    cache = EntryShape(N, D, latent).empty(rows, entries, dtype=torch.float32)
+    cache = EntryShape(N, D, latent).empty(rows, entries, entry_type=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for tensor in cache.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -19,7 +19,7 @@ def filled(latent, rows, entries, seed=0):
 @pytest.mark.parametrize("latent", [False, True])
 def test_bytes_and_shapes(latent):
     shape = EntryShape(N, D, latent)
-    cache = shape.empty(4, 5, dtype=torch.bfloat16)
+    cache = shape.empty(4, 5, entry_type=torch.bfloat16)
     assert (cache.rows, cache.entries) == (4, 5)
     assert cache.nbytes == 4 * 5 * shape.nbytes(torch.bfloat16) == 4 * 5 * N * D * 2 * (1 if latent else 2)
     assert cache.keys.shape == cache.values.shape == (4, N, 5, D)
@@ -76,7 +76,7 @@ def test_a_row_is_the_same_memory():
 def test_tensors_of_another_shape_are_refused(latent):
     shape = EntryShape(N, D, latent)
     good = list(filled(latent, 1, 4).tensors)
-    assert shape.of(good).entries == 4
+    assert shape.of(good, torch.float32).entries == 4
     for bad in (good * 2, [t[:, :2] for t in good], [t[..., :4] for t in good], list(filled(latent, 2, 4).tensors)):
         with pytest.raises(ValueError, match="are not entries"):
-            shape.of(bad)
+            shape.of(bad, torch.float32)

@@ -44,7 +44,7 @@ class Files:
         ).save(path, model=self.model)
 
     def load(self, path):
-        return CompressedSequence.load(path, model=self.model, groups=GROUPS, dtype=torch.float32)
+        return CompressedSequence.load(path, model=self.model, groups=GROUPS, entry_type=torch.float32)
 
     def check(self, path, described):
         if described["tokens"] > 1000:
@@ -54,7 +54,7 @@ class Files:
 def sequence(tokens, seed=0):
     """A sequence of random numbers."""
     made = torch.Generator().manual_seed(seed)
-    layers = [GROUPS[0].entry.empty(1, tokens, dtype=torch.float32) for _ in range(2)]
+    layers = [GROUPS[0].entry.empty(1, tokens, entry_type=torch.float32) for _ in range(2)]
     for layer in layers:
         for tensor in layer.tensors:
             tensor.copy_(torch.randn(tensor.shape, generator=made))

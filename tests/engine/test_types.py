@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from snapstream import LLM, CacheBudget, SamplingParams
+from snapstream.cache import type_name
 from snapstream.engine import engine as engine_module
 from snapstream.engine.settings import Types, set_up
 from snapstream.errors import CacheFileError
@@ -52,8 +53,8 @@ def test_types_may_differ(engine_with, types, attention):
     want = logprobs_of(engine_with((WIDE, WIDE, WIDE), attention="sdpa"))
     llm = engine_with(types, attention=attention)
     runner = llm.engine.model_runner
-    assert {each.dtype for each in runner.decoder.layers} == {cache}
-    assert {cache.dtype for lane in runner.prefiller.lanes for cache in lane.caches} == {activations}
+    assert {each.entry_type for each in runner.decoder.layers} == {cache}
+    assert {cache.entry_type for lane in runner.prefiller.lanes for cache in lane.caches} == {activations}
     off = (logprobs_of(llm) - want).abs().mean()
     assert off < (0.3 if activations == NARROW else 0.03 if cache == NARROW else 1e-4), off
 
@@ -68,12 +69,12 @@ def test_conversations_and_files_keep_the_type_of_caches(engine_with, types, tmp
         while llm.engine.busy:
             outputs += [output for output in llm.engine.step() if output.finished]
     saved = outputs[-1].saved
-    assert {each.dtype for each in saved.layers} == {types[2]}
+    assert {each.entry_type for each in saved.layers} == {types[2]}
     llm.engine.files.save(saved, tmp_path / "file")
     again = llm.engine.files.load(tmp_path / "file")
     for a, b in zip(saved.layers, again.layers, strict=True):
         assert all(torch.equal(x[:, :, : saved.entries], y) for x, y in zip(a.tensors, b.tensors, strict=True))
-    with pytest.raises(CacheFileError, match=f"holds {types[2]}, but caches are {types[0]}"):
+    with pytest.raises(CacheFileError, match=f"holds {type_name(types[2])}, but caches are {type_name(types[0])}"):
         engine_with((types[0],) * 3, sessions=1).engine.files.load(tmp_path / "file")
 
 

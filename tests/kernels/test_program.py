@@ -67,7 +67,7 @@ def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, st
     def caches(entries=None):
         kinds = [spec.groups[group] for group in groups]
         made = [
-            each.entry.empty(slots, each.entries(BUDGET.capacity) if entries is None else entries, dtype=stored)
+            each.entry.empty(slots, each.entries(BUDGET.capacity) if entries is None else entries, entry_type=stored)
             for each in kinds
         ]
         for cache in made:

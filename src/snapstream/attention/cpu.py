@@ -43,7 +43,7 @@ class CpuAttention(AttentionBackend):
 
     @override
     def program(self, operations: Sequence[Operation], work: StepBuffers) -> Program:
-        if unsupported(operations, work.dtype, *(cache.dtype for cache in work.caches)):
+        if unsupported(operations, work.dtype, *(cache.entry_type for cache in work.caches)):
             return super().program(operations, work)
         return CpuProgram(operations, work)
 

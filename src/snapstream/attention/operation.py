@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from snapstream.cache import QuantizedCache
 from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.workspace import workspace
@@ -53,15 +54,15 @@ class AttendWith(Attend):
                 if T > 1:
                     place, pending = entries[:, t, None], m.pending[self.layer]
                     replaced.append((place, cache.read(place)))
-                    key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
-                    cache.write(place, key.transpose(1, 2), value.transpose(1, 2), slots.active)
-                given = (query[:, t], cache.keys, cache.values, valid[:, t], self.scale)
+                    cache.write_stored(place, pending.read(torch.full_like(place, t)), slots.active)
+                numbers = cache.converted(m.dtype) if isinstance(cache, QuantizedCache) else cache
+                given = (query[:, t], numbers.keys, numbers.values, valid[:, t], self.scale)
                 out = self.backend.decode(*given, **self._special)
                 out = out[..., : self.target.size].reshape(B, self.target.heads, -1)
                 target[:, t] = torch.where(valid[:, t, None, None] > 0, out, target[:, t])
         finally:  # the last one first: a short ring may have given one entry to several tokens
             for place, tensors in reversed(replaced):
-                cache.write(place, tensors[0], tensors[-1], slots.active)
+                cache.write_stored(place, tensors, slots.active)
 
 
 @workspace.register

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapstream.cache.codes import EntryType, dense_dtype, type_name
 from snapstream.cache.groups import LayerGroup
 from snapstream.cache.layer import LayerCache
+from snapstream.cache.state import StateCache
 from snapstream.compression import Layout
 from snapstream.config import CacheBudget
 from snapstream.errors import CacheFileError, ConfigurationError
@@ -68,6 +70,13 @@ class CompressedSequence:
         return self.layouts[0].limit if self.groups[0].has_budget else 0
 
     @property
+    def entry_type(self) -> EntryType:
+        """The type of its entries."""
+        return next(
+            (one.entry_type for one in self.layers if not isinstance(one, StateCache)), self.layers[0].entry_type
+        )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         logits = 0 if self.logits is None else self.logits.nbytes
@@ -92,7 +101,7 @@ class CompressedSequence:
         """The same sequence on another device."""
         return replace(
             self,
-            layers=[type(one)([tensor.to(device) for tensor in one.tensors]) for one in self.layers],
+            layers=[one.to(device) for one in self.layers],
             positions=[one.to(device) for one in self.positions],
             logits=None if self.logits is None else self.logits.to(device),
         )
@@ -114,14 +123,14 @@ class CompressedSequence:
     def _check_layer(self, layer: int, count: int, *, has_state: bool) -> None:
         cache = self.layers[layer]
         _require(cache.rows == 1 and cache.entries >= count, "entries are missing")
-        finite = (torch.isfinite(tensor.float()).all() for tensor in cache.first(count).tensors)
-        _require(all(map(bool, finite)), "an entry is not finite")
+        numbers = cache.first(count).converted(torch.float32)
+        _require(all(bool(torch.isfinite(tensor).all()) for tensor in numbers.tensors), "an entry is not finite")
         if self.positions:
             positions = self.positions[layer]
             if has_state:
                 _require(positions.numel() == 0, "a state has positions")
                 return
-            _require(positions.shape == (cache.keys.shape[1], count), "positions have another shape")
+            _require(positions.shape == (cache.heads, count), "positions have another shape")
             in_order = positions.sort(dim=-1).values  # a pinned recent token precedes older ones in the ring
             _require(bool((in_order[:, 1:] > in_order[:, :-1]).all()), "an entry occurs twice")
             _require(int(in_order[:, 0].min()) >= 0, "a position is negative")
@@ -149,6 +158,7 @@ class CompressedSequence:
             "budget": None if self.budget is None else self.budget.as_dict(),
             "tokens": len(self.tokens),
             "latent": self.layers[0].stored == 1,
+            "kv_dtype": type_name(self.entry_type),
             "answer": self.answer,
             "note": self.note,
         }
@@ -186,7 +196,7 @@ class CompressedSequence:
         *,
         model: str,
         groups: Sequence[LayerGroup],
-        dtype: torch.dtype,
+        entry_type: EntryType,
         device: torch.device | str = "cpu",
     ) -> CompressedSequence:
         """Read a sequence that :meth:`save` wrote.
@@ -195,7 +205,7 @@ class CompressedSequence:
             path: The file.
             model: Fingerprint of the model that will continue it.
             groups: Groups of this model's layers.
-            dtype: Dtype of this model's caches.
+            entry_type: Type of the entries of this model's caches.
             device: Device to load it to.
 
         Raises:
@@ -210,7 +220,7 @@ class CompressedSequence:
         except (SafetensorError, OSError, ValueError) as error:
             raise CacheFileError(f"{path} could not be read: {error}") from error
         try:
-            sequence = cls._from(Path(path), described, tensors, model, groups, dtype)
+            sequence = cls._from(Path(path), described, tensors, model, groups, entry_type)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
             raise CacheFileError(
                 f"{path} is damaged, or was written by another version of SnapStream: {error!r}"
@@ -225,7 +235,7 @@ class CompressedSequence:
         tensors: dict[str, Tensor],
         model: str,
         groups: Sequence[LayerGroup],
-        dtype: torch.dtype,
+        entry_type: EntryType,
     ) -> CompressedSequence:
         # 1. Is it one, whole and of this model?
         known = _known_format(path, described)
@@ -248,16 +258,17 @@ class CompressedSequence:
                 f"{path} holds caches of {held} layers, but {layers} are needed here; a sequence created without "
                 "speculative='mtp' can only be continued without it"
             )
+        wanted = type_name(entry_type if any(not group.has_state for group in groups) else dense_dtype(entry_type))
+        if described.get("kv_dtype", wanted) != wanted:  # earlier versions did not write it
+            raise CacheFileError(
+                f"{path} holds {described['kv_dtype']}, but caches are {wanted} here; run with the kv_dtype of the file"
+            )
         # 2. Its entries.
         caches = {}
         entries = {layer: group.entry for group in groups for layer in group.layers}
         for layer, entry in entries.items():
-            stored = [tensors[f"layer.{layer}.{part}"] for part in range(entry.kind.stored)]
-            caches[layer] = entry.of(stored)
-            if caches[layer].dtype != dtype:
-                raise CacheFileError(
-                    f"{path} holds {caches[layer].dtype}, but caches are {dtype} here; run with the dtype of the file"
-                )
+            parts = range(len(entry.tensors(1, 1, entry_type)))
+            caches[layer] = entry.of([tensors[f"layer.{layer}.{part}"] for part in parts], entry_type)
         names = [f"positions.{layer}" for layer in range(layers)]
         positions = [tensors[name] for name in names if name in tensors]
         sequence = cls(

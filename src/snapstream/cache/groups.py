@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from snapstream.cache.codes import EntryType
 from snapstream.cache.layer import EntryShape, LayerCache
 from snapstream.cache.state import StateShape
 from snapstream.compression import Layout, lay_out, lay_out_window
@@ -69,9 +70,9 @@ class LayerGroup:
         """The layout of a saved sequence here: its window may have been cut to a shorter ``max_model_len``."""
         return layout if self.window is None else lay_out_window(layout.count, self.window)
 
-    def nbytes(self, entries: int, dtype: torch.dtype) -> int:
-        """Bytes of so many entries of a sequence over all its layers, and of its states."""
-        return len(self.layers) * (entries * self.entry.nbytes(dtype) + self.entry.fixed_nbytes(dtype))
+    def nbytes(self, entries: int, entry_type: EntryType) -> int:
+        """Bytes of so many entries of a sequence over all its layers, and of what it has besides them."""
+        return len(self.layers) * (entries * self.entry.nbytes(entry_type) + self.entry.fixed_nbytes(entry_type))
 
     def positions(self, entries: int) -> int:
         """Number of true positions in a saved sequence: one per entry and head, and none for a state."""
@@ -86,7 +87,7 @@ def make_caches(
     groups: Sequence[LayerGroup],
     entries: Sequence[int],
     *,
-    dtype: torch.dtype,
+    entry_type: EntryType,
     device: torch.device,
     rows: int = 1,
 ) -> list[LayerCache]:
@@ -97,21 +98,22 @@ def make_caches(
     Args:
         groups: The model's groups.
         entries: Entries per group.
-        dtype: Dtype of entries.
+        entry_type: Type of entries.
         device: Where they are.
         rows: Sequences.
     """
-    kinds = {
+    wanted = {
         layer: (group.entry, count) for group, count in zip(groups, entries, strict=True) for layer in group.layers
     }
-    shapes = [kinds[layer][0].tensors(rows, kinds[layer][1], dtype) for layer in range(len(kinds))]
+    shapes = [wanted[layer][0].tensors(rows, wanted[layer][1], entry_type) for layer in range(len(wanted))]
     every = [each for layer in shapes for each in layer]
     memory: list[Tensor] = []
-    if device.type == "cpu" and sum(math.prod(shape) * kind.itemsize for shape, kind in every) >= SMALLEST_BLOCK:
+    if device.type == "cpu" and sum(math.prod(shape) * dtype.itemsize for shape, dtype in every) >= SMALLEST_BLOCK:
         with contextlib.suppress(MemoryError):  # there may be too many blocks
             memory = tensors_of_zeros(every)
-    parts = iter(memory or [torch.zeros(shape, dtype=kind, device=device) for shape, kind in every])
-    return [kinds[at][0].kind(list(itertools.islice(parts, len(layer)))) for at, layer in enumerate(shapes)]
+    parts = iter(memory or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in every])
+    made = (list(itertools.islice(parts, len(layer))) for layer in shapes)
+    return [wanted[layer][0].made_of(tensors, entry_type) for layer, tensors in enumerate(made)]
 
 
 def reported_layers(groups: Sequence[LayerGroup]) -> list[int]:
@@ -125,15 +127,15 @@ class CacheSizes:
 
     Attributes:
         groups: The model's groups.
-        dtype: Dtype of entries.
+        entry_type: Type of entries.
     """
 
     groups: Sequence[LayerGroup]
-    dtype: torch.dtype
+    entry_type: EntryType
 
     def of(self, entries: Sequence[int]) -> int:
         """Bytes of a sequence with so many entries per group."""
-        return sum(group.nbytes(count, self.dtype) for group, count in zip(self.groups, entries, strict=True))
+        return sum(group.nbytes(count, self.entry_type) for group, count in zip(self.groups, entries, strict=True))
 
     def of_prompt(self, tokens: int, capacity: int | None = None) -> int:
         """Bytes of the entries of a prompt; without a budget of ``capacity`` of all that its layers attend to."""

@@ -1,18 +1,21 @@
 """One layer's keys and values, in whatever form they are stored. Nothing else writes, gathers or sizes them.
 
-Layers with linear attention have a state instead: :mod:`snapstream.cache.state`.
+Entries are numbers here, and codes in :mod:`snapstream.cache.quantized`. Layers with linear attention have a state
+instead: :mod:`snapstream.cache.state`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from snapstream.cache.codes import EntryType, QuantizedType, type_name
 
 
 def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
@@ -47,14 +50,28 @@ class EntryShape:
         """Shape of each tensor of a cache of ``entries`` entries for ``rows`` sequences."""
         return (rows, self.heads, entries, self.size)
 
-    def tensors(self, rows: int, entries: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, entries: int, entry_type: EntryType) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the tensors of such a cache."""
-        return [(self.shape(rows, entries), dtype)] * self.kind.stored
+        if isinstance(entry_type, QuantizedType):
+            codes = [entry_type.keys, entry_type.values][: self.kind.stored]
+            stored = [((rows, self.heads, entries, each.nbytes(self.size)), torch.uint8) for each in codes]
+            return [*stored, ((rows, self.heads, 2, self.size), torch.float32)]
+        return [(self.shape(rows, entries), entry_type)] * self.kind.stored
 
-    def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> LayerCache:
+    def made_of(self, tensors: Sequence[Tensor], entry_type: EntryType) -> LayerCache:
+        """A cache of tensors that :meth:`tensors` describes."""
+        if isinstance(entry_type, QuantizedType):
+            from snapstream.cache.quantized import QuantizedCache
+
+            return QuantizedCache(tensors, self, entry_type)
+        return self.kind(tensors)
+
+    def empty(
+        self, rows: int, entries: int, *, entry_type: EntryType, device: torch.device | str = "cpu"
+    ) -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences, all zero."""
-        made = self.tensors(rows, entries, dtype)
-        return self.kind([torch.zeros(shape, dtype=kind, device=device) for shape, kind in made])
+        shapes = self.tensors(rows, entries, entry_type)
+        return self.made_of([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes], entry_type)
 
     def within(self, memory: Tensor, rows: int, entries: int) -> LayerCache:
         """A cache of ``entries`` entries for ``rows`` sequences at the start of a flat tensor that has room for it."""
@@ -62,25 +79,27 @@ class EntryShape:
         parts = memory[: kind.stored * math.prod(shape)].view(kind.stored, *shape)
         return kind(list(parts))
 
-    def of(self, tensors: Sequence[Tensor]) -> LayerCache:
-        """A cache of one row from tensors ``[1, N, E, D]``.
+    def of(self, tensors: Sequence[Tensor], entry_type: EntryType) -> LayerCache:
+        """A cache of one row from its tensors.
 
         Raises:
-            ValueError: The tensors have another shape.
+            ValueError: The tensors have another shape or dtype.
         """
-        kind = self.kind
-        shapes = {(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}
-        if len(tensors) != kind.stored or shapes != {(1, self.heads, self.size)}:
-            raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are not entries of {self}")
-        return kind(tensors)
+        entries = tensors[0].shape[2] if tensors[0].dim() == 4 else 0
+        if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != self.tensors(1, entries, entry_type):
+            given = [f"{type_name(tensor.dtype)} {list(tensor.shape)}" for tensor in tensors]
+            raise ValueError(f"{', '.join(given)} are not entries of {self} as {type_name(entry_type)}")
+        return self.made_of(tensors, entry_type)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
+    def nbytes(self, entry_type: EntryType) -> int:
         """Bytes of one entry."""
-        return self.kind.stored * self.heads * self.size * dtype.itemsize
+        shapes = self.tensors(1, 1, entry_type)[: self.kind.stored]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
-    def fixed_nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a sequence besides its entries: none."""
-        return 0
+    def fixed_nbytes(self, entry_type: EntryType) -> int:
+        """Bytes of a sequence besides its entries."""
+        shapes = self.tensors(1, 1, entry_type)[self.kind.stored :]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     @property
     def kind(self) -> type[GroupedCache] | type[LatentCache]:
@@ -92,30 +111,44 @@ class LayerCache(ABC):
     """Entries of ``B`` sequences in one layer.
 
     Attributes:
-        stored: Number of tensors that a cache of this kind holds.
-        tensors: The tensors, each ``[B, N, C, D]``.
+        stored: Number of tensors that have a row for each entry.
+        tensors: These tensors, each ``[B, N, C, D]``, then what a sequence has besides its entries, ``[B, ...]``.
     """
 
     stored: int
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        assert len(tensors) == self.stored
         self.tensors = tuple(tensors)
 
     @property
     def keys(self) -> Tensor:
-        """The keys for attention, ``[B, N, C, D]``."""
+        """The keys as they are stored, ``[B, N, C, D]``; with codes, ``D`` is the number of their bytes."""
         return self.tensors[0]
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """The values for attention, ``[B, N, C, D]``."""
+        """The values as they are stored, ``[B, N, C, D]``."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the entries."""
+    def entry_type(self) -> EntryType:
+        """The type of the entries."""
         return self.keys.dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of a key (``D``)."""
+        return self.keys.shape[3]
+
+    @property
+    def heads(self) -> int:
+        """KV heads (``N``)."""
+        return self.keys.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the entries."""
+        return self.keys.device
 
     @property
     def rows(self) -> int:
@@ -137,27 +170,39 @@ class LayerCache(ABC):
 
         Args:
             entries: Entries to write, int64 ``[B, T]``.
-            key: ``[B, T, N, D]``, in the cache's dtype.
+            key: ``[B, T, N, D]``; with numbers, in the cache's dtype.
             value: ``[B, T, N, D]``, likewise; ignored if values are part of the keys.
             active: Rows to write, bool ``[B]``; the others stay unchanged. ``None`` writes all rows.
         """
-        device = entries.device
-        rows = torch.arange(self.rows, device=device)[:, None, None]
-        heads = torch.arange(self.keys.shape[1], device=device)
+        self.write_stored(entries, [key, value], active)
+
+    def write_stored(self, entries: Tensor, stored: Sequence[Tensor], active: Tensor | None = None) -> None:
+        """Write what :meth:`read` returned; arguments as for :meth:`write`."""
+        rows = torch.arange(self.rows, device=entries.device)[:, None, None]
+        heads = torch.arange(self.heads, device=entries.device)
         place = (rows, heads, entries[..., None])
-        for mine, new in zip(self.tensors, (key, value), strict=False):
-            stored = new if active is None else torch.where(active[:, None, None, None], new, mine[place])
-            mine.index_put_(place, stored)
+        for mine, new in zip(self.tensors[: self.stored], stored, strict=False):
+            written = new if active is None else torch.where(active[:, None, None, None], new, mine[place])
+            mine.index_put_(place, written)
 
     def read(self, entries: Tensor) -> list[Tensor]:
-        """Copy entries of every row, int64 ``[B, T]``: of each tensor, ``[B, T, N, D]``."""
+        """Copy entries of every row, int64 ``[B, T]``, as they are stored: of each tensor, ``[B, T, N, D]``."""
         index = entries[:, None, :, None]
-        shape = (-1, self.keys.shape[1], -1, self.keys.shape[3])
-        return [tensor.gather(2, index.expand(shape)).transpose(1, 2) for tensor in self.tensors]
+        return [
+            tensor.gather(2, index.expand(-1, self.heads, -1, tensor.shape[3])).transpose(1, 2)
+            for tensor in self.tensors[: self.stored]
+        ]
+
+    def pending(self, tokens: int) -> LayerCache:
+        """An empty cache of so many entries for the same sequences, whose entries can be written to this one."""
+        shapes = [(*tensor.shape[:2], tokens, tensor.shape[3]) for tensor in self.tensors[: self.stored]]
+        made = [tensor.new_zeros(shape) for tensor, shape in zip(self.tensors, shapes, strict=False)]
+        return self._with([*made, *self.tensors[self.stored :]])
 
     def row(self, row: int, entries: int | None = None) -> LayerCache:
         """A view of the first ``entries`` entries of one sequence: a cache with ``B = 1``."""
-        return type(self)([tensor[row : row + 1, :, :entries] for tensor in self.tensors])
+        only = self._with([tensor[row : row + 1] for tensor in self.tensors])
+        return only if entries is None else only.first(entries)
 
     def first(self, entries: int) -> LayerCache:
         """A view of the first ``entries`` entries of every sequence."""
@@ -165,33 +210,34 @@ class LayerCache(ABC):
 
     def span(self, first: int, end: int) -> LayerCache:
         """A view of entries ``first .. end`` of every sequence."""
-        return type(self)([tensor[:, :, first:end] for tensor in self.tensors])
+        return self._of_entries(lambda tensor: tensor[:, :, first:end])
 
     def gather(self, positions: Tensor, into: LayerCache) -> None:
         """Copy selected entries of this cache, which has one row, to the first entries of another one with one row.
 
         Args:
             positions: Entries to copy, int64 ``[N, E]``.
-            into: The target, with ``E`` entries or more of the same dtype.
+            into: The target, with ``E`` entries or more of the same type.
         """
-        self._require_same_dtype(into)
-        for mine, theirs in zip(self.tensors, into.tensors, strict=True):
+        self._require_same_type(into)
+        for mine, theirs in zip(self.tensors[: self.stored], into.tensors, strict=False):
             copy_rows(mine[0], positions, theirs[0, :, : positions.shape[1]])
+        self._share(into)
 
     def gathered(self, positions: Tensor) -> LayerCache:
         """Copy entries, as :meth:`gather` does, to a new cache."""
-        shape = (1, *positions.shape, self.keys.shape[3])
-        into = type(self)([tensor.new_empty(shape) for tensor in self.tensors])
+        into = self._of_entries(lambda tensor: tensor.new_empty(1, *positions.shape, tensor.shape[3]))
         self.gather(positions, into)
         return into
 
     def take(self, row: int, entries: Tensor) -> LayerCache:
         """Copy entries ``[E]`` of one sequence to a new cache."""
-        return type(self)([tensor[row : row + 1].index_select(2, entries) for tensor in self.tensors])
+        return self.row(row)._of_entries(lambda tensor: tensor.index_select(2, entries)).clone(entries=False)
 
     def joined(self, other: LayerCache) -> LayerCache:
         """A new cache with the entries of this one, then those of another."""
-        return type(self)([torch.cat(pair, 2) for pair in zip(self.tensors, other.tensors, strict=True)])
+        parts = iter(other.tensors)
+        return self._of_entries(lambda tensor: torch.cat((tensor, next(parts)), 2))
 
     def copy_to(self, target: LayerCache, first: int, end: int) -> None:
         """Copy entries ``first .. end`` to a cache with as many."""
@@ -204,19 +250,58 @@ class LayerCache(ABC):
             other: The other cache.
             tokens: Tokens of the sequence so far; only a state needs to know.
         """
-        self._require_same_dtype(other)
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+        self._require_same_type(other)
+        for mine, theirs in zip(self.tensors[: self.stored], other.tensors, strict=False):
             mine[0, :, : other.entries].copy_(theirs[0])
+        other._share(self)
 
-    def converted(self, dtype: torch.dtype) -> LayerCache:
-        """The same entries in another dtype; this cache itself if it has that dtype already.
+    def converted(self, entry_type: EntryType, like: LayerCache | None = None) -> LayerCache:
+        """The same entries in another type; this cache itself if it has that type already.
 
         No other method converts entries.
-        """
-        return self if self.dtype == dtype else type(self)([tensor.to(dtype) for tensor in self.tensors])
 
-    def _require_same_dtype(self, other: LayerCache) -> None:
-        assert self.dtype == other.dtype, f"entries of {other.dtype} and {self.dtype}; see converted()"
+        Args:
+            entry_type: The type.
+            like: If they become codes, a cache of one row whose frame they get; ``None`` for a frame of their own.
+        """
+        if self.entry_type == entry_type:
+            return self
+        if isinstance(entry_type, QuantizedType):
+            from snapstream.cache.quantized import quantized
+
+            return quantized(self, entry_type, like)
+        return self._with([tensor.to(entry_type) for tensor in self.tensors])
+
+    def clone(self, *, entries: bool = True) -> LayerCache:
+        """A copy; without ``entries``, only of what sequences have besides them."""
+        return self._with(
+            [
+                tensor.clone() if entries or number >= self.stored else tensor
+                for number, tensor in enumerate(self.tensors)
+            ]
+        )
+
+    def to(self, device: torch.device | str) -> LayerCache:
+        """The same cache on another device."""
+        return self._with([tensor.to(device) for tensor in self.tensors])
+
+    def _with(self, tensors: Sequence[Tensor]) -> LayerCache:
+        """A cache of this kind."""
+        return type(self)(tensors)
+
+    def _of_entries(self, change: Callable[[Tensor], Tensor]) -> LayerCache:
+        """A cache whose tensors of entries are changed."""
+        return self._with([*map(change, self.tensors[: self.stored]), *self.tensors[self.stored :]])
+
+    def _share(self, into: LayerCache) -> None:
+        """Copy what the only sequence has besides its entries to another one."""
+        for mine, theirs in zip(self.tensors[self.stored :], into.tensors[self.stored :], strict=True):
+            theirs.copy_(mine)
+
+    def _require_same_type(self, other: LayerCache) -> None:
+        assert self.entry_type == other.entry_type, (
+            f"entries of {other.entry_type} and {self.entry_type}; see converted()"
+        )
 
 
 class GroupedCache(LayerCache):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from snapstream.cache.codes import EntryType, dense_dtype
 from snapstream.cache.layer import LayerCache
 
 
@@ -39,39 +40,41 @@ class StateShape:
         """Elements that a token feeds: its channels, then what decides strengths and decays of all value heads."""
         return self.channels + 2 * self.heads
 
-    @property
-    def kind(self) -> type[StateCache]:
-        """The class of caches of such states."""
-        return StateCache
-
-    def tensors(self, rows: int, entries: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self, rows: int, entries: int, entry_type: EntryType) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of the tensors of a cache that holds ``entries`` latest inputs of ``rows`` sequences."""
+        dtype = dense_dtype(entry_type)
         matrices = (rows, self.heads, self.key, self.value), torch.promote_types(dtype, torch.float32)
         return [matrices, ((rows, 1, entries, self.size), dtype)]
 
-    def empty(self, rows: int, entries: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> StateCache:
-        """A cache for ``rows`` sequences, all zero."""
-        made = self.tensors(rows, entries, dtype)
-        return StateCache([torch.zeros(shape, dtype=kind, device=device) for shape, kind in made])
+    def made_of(self, tensors: Sequence[Tensor], entry_type: EntryType) -> StateCache:
+        """A cache of tensors that :meth:`tensors` describes."""
+        return StateCache(tensors)
 
-    def of(self, tensors: Sequence[Tensor]) -> StateCache:
+    def empty(
+        self, rows: int, entries: int, *, entry_type: EntryType, device: torch.device | str = "cpu"
+    ) -> StateCache:
+        """A cache for ``rows`` sequences, all zero."""
+        shapes = self.tensors(rows, entries, entry_type)
+        return StateCache([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+
+    def of(self, tensors: Sequence[Tensor], entry_type: EntryType) -> StateCache:
         """A cache of one row from its tensors.
 
         Raises:
-            ValueError: The tensors have another shape.
+            ValueError: The tensors have another shape or dtype.
         """
         given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if len(given) != 2 or tensors[1].dim() != 4 or given != self.tensors(1, tensors[1].shape[2], tensors[1].dtype):
+        if len(given) != 2 or tensors[1].dim() != 4 or given != self.tensors(1, tensors[1].shape[2], entry_type):
             raise ValueError(f"tensors of {[tuple(t.shape) for t in tensors]} are not a state of {self}")
         return StateCache(tensors)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
+    def nbytes(self, entry_type: EntryType) -> int:
         """Bytes of one token's input."""
-        return self.size * dtype.itemsize
+        return self.size * dense_dtype(entry_type).itemsize
 
-    def fixed_nbytes(self, dtype: torch.dtype) -> int:
+    def fixed_nbytes(self, entry_type: EntryType) -> int:
         """Bytes of the matrices of one sequence, which are float32."""
-        return self.heads * self.key * self.value * torch.promote_types(dtype, torch.float32).itemsize
+        return self.heads * self.key * self.value * torch.promote_types(dense_dtype(entry_type), torch.float32).itemsize
 
 
 class StateCache(LayerCache):
@@ -87,7 +90,7 @@ class StateCache(LayerCache):
     def _refuse(self, *given: object, **named: object) -> NoReturn:
         raise TypeError("a state has no entries")
 
-    write = read = span = take = gather = gathered = joined = _refuse
+    write = write_stored = read = pending = span = take = gather = gathered = joined = _refuse
 
     @property
     def matrices(self) -> Tensor:
@@ -106,7 +109,7 @@ class StateCache(LayerCache):
 
     @property
     @override
-    def dtype(self) -> torch.dtype:
+    def entry_type(self) -> torch.dtype:
         return self.tensors[1].dtype
 
     @property
@@ -132,15 +135,16 @@ class StateCache(LayerCache):
     @override
     def put(self, other: LayerCache, tokens: int = 0) -> None:
         """Copy the state of a cache with one row after ``tokens`` tokens to this one, which has one row, too."""
-        self._require_same_dtype(other)
+        self._require_same_type(other)
         assert isinstance(other, StateCache)
         self.matrices.copy_(other.matrices)
         for token in range(max(0, tokens - min(self.entries, other.entries)), tokens):
             self.inputs[:, token % self.entries].copy_(other.inputs[:, token % other.entries])
 
     @override
-    def converted(self, dtype: torch.dtype) -> StateCache:
-        return self if self.dtype == dtype else StateCache([self.matrices, self.tensors[1].to(dtype)])
+    def converted(self, entry_type: EntryType, like: LayerCache | None = None) -> StateCache:
+        dtype = dense_dtype(entry_type)
+        return self if self.entry_type == dtype else StateCache([self.matrices, self.tensors[1].to(dtype)])
 
 
 def no_positions(device: torch.device | str = "cpu") -> Tensor:

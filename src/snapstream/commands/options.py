@@ -93,6 +93,14 @@ class EngineOptions:
             rich_help_panel=MODEL,
         ),
     ] = "auto"
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Type of cache entries: auto (that of activations), float32, bfloat16, float16, int8, int4, or one "
+            "for keys and one for values: int8/int4, int4/int8.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)] = "auto"
 
     def config(self, **more: Any) -> EngineConfig:
@@ -173,7 +181,9 @@ MOVED = {
     "is used follows from --budget, --slots and --max-model-len, see `snapstream plan`",
     "--tensor-parallel-size": "the built-in engine uses one device; the vLLM plugin uses several (docs/vllm.md)",
     "--enforce-eager": "--eager does not capture graphs on CUDA (a CPU uses no graphs)",
-    "--kv-cache-dtype": "--dtype is the dtype of weights and caches",
+    "--kv-cache-dtype": "--kv-dtype is the type of cache entries",
+    "--cache-type-k": "--kv-dtype is the type of cache entries: of both, or KEYS/VALUES",
+    "--cache-type-v": "--kv-dtype is the type of cache entries: of both, or KEYS/VALUES",
     "--kv-budget": "--budget is the cache size per sequence",
     "--ctx-size": "--max-model-len is the maximum length of prompt plus output",
     "--context-length": "--max-model-len is the maximum length of prompt plus output",

@@ -14,6 +14,13 @@ SPECULATIVE = ("off", "lookup", "mtp", "draft-model")
 """Kinds of drafters."""
 QUANTIZED = ("q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0")
 """Formats that weights can be quantized to while loading."""
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "int8/int4", "int4/int8")
+"""Types of cache entries: of both keys and values, or of each."""
+_TYPES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "weights": ("auto", "dense", *QUANTIZED),
+    "kv_dtype": KV_DTYPES,
+}
 MOST_GUESSES = 15
 """Maximum number of draft tokens that one step can verify."""
 
@@ -39,6 +46,8 @@ class EngineConfig:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         weights: Format of weights: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
             or a format of :data:`QUANTIZED`, quantized while loading.
+        kv_dtype: Type of cache entries: ``auto``, that of activations; a dtype; ``int8``; ``int4``; or one of these two
+            for keys and one for values, such as ``int8/int4``. See :mod:`snapstream.cache.codes`.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are
@@ -70,6 +79,7 @@ class EngineConfig:
     speculative_tokens: int = 7
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
@@ -140,11 +150,10 @@ class EngineConfig:
                     f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
                 )
         self._check_speculation()
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigurationError(f"engine: dtype is {self.dtype!r}; allowed: auto, float32, bfloat16, float16")
-        if self.weights not in ("auto", "dense", *QUANTIZED):
-            allowed = ", ".join(("auto", "dense", *QUANTIZED))
-            raise ConfigurationError(f"engine: weights is {self.weights!r}; allowed: {allowed}")
+        for name, allowed in _TYPES.items():
+            if getattr(self, name) not in allowed:
+                given = getattr(self, name)
+                raise ConfigurationError(f"engine: {name} is {given!r}; allowed: {', '.join(allowed)}")
         if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ConfigurationError(
                 f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"

@@ -61,9 +61,9 @@ class SequenceFiles:
         setup, described = self._setup, CompressedSequence.describe(path)
         if described.get("model") == self.model:  # otherwise, that is what is wrong
             self.check(path, described)
-        dtype = setup.types.activations if self._of_prefixes else setup.types.cache
+        entry_type = setup.types.activations if self._of_prefixes else setup.types.cache
         return CompressedSequence.load(
-            path, model=self.model, groups=setup.spec.groups, dtype=dtype, device=setup.device
+            path, model=self.model, groups=setup.spec.groups, entry_type=entry_type, device=setup.device
         )
 
     def check(self, path: str | Path, described: Mapping[str, Any]) -> None:

@@ -172,8 +172,7 @@ class ModelRunner:
         """Renew the places of a free slot, because any request may ask for ``ring="resnap"``."""
         budget = replace(CacheBudget.of(entries), ring="resnap")
         nowhere = [
-            torch.zeros(layer.keys.shape[1], entries, dtype=torch.int32, device=self.device)
-            for layer in self.decoder.layers
+            torch.zeros(layer.heads, entries, dtype=torch.int32, device=self.device) for layer in self.decoder.layers
         ]
         placement = Placement.of_prompt(lay_out(entries + 1, budget), budget, nowhere)
         due = placement.due(budget)
@@ -184,7 +183,7 @@ class ModelRunner:
     def _caches(self, layouts: Sequence[Layout]) -> list[LayerCache]:
         """Caches for one sequence outside any slot, per layer."""
         counts = [layout.count for layout in layouts]
-        return make_caches(self.spec.groups, counts, dtype=self.decoder.layers[0].dtype, device=self.device)
+        return make_caches(self.spec.groups, counts, entry_type=self.decoder.entry_type, device=self.device)
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 

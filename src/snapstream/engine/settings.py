@@ -11,6 +11,7 @@ import torch
 
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
+from snapstream.cache import CODES, EntryType, QuantizedType
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
@@ -31,7 +32,7 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 
 @dataclass(frozen=True)
 class Types:
-    """The dtypes of an engine's tensors, each independent of the others.
+    """The types of an engine's tensors, each independent of the others.
 
     Attributes:
         weights: Parameters of the model.
@@ -41,12 +42,12 @@ class Types:
 
     weights: torch.dtype
     activations: torch.dtype
-    cache: torch.dtype
+    cache: EntryType
 
     @classmethod
-    def all(cls, dtype: torch.dtype) -> Types:
-        """One dtype for everything."""
-        return cls(dtype, dtype, dtype)
+    def all(cls, dtype: torch.dtype, cache: EntryType | None = None) -> Types:
+        """One dtype for everything but entries, if those have another type."""
+        return cls(dtype, dtype, dtype if cache is None else cache)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec=spec,
         config=config,
         device=device,
-        types=Types.all(dtype),
+        types=Types.all(dtype, choose_entry_type(config.kv_dtype, dtype, spec)),
         max_model_len=max_model_len,
         budget=chosen,
         backend=choose_backend(
@@ -228,6 +229,26 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
         )
         return torch.bfloat16
     return stored
+
+
+def choose_entry_type(name: str, dtype: torch.dtype, spec: ModelSpec) -> EntryType:
+    """The type of cache entries called ``name``; ``auto`` is the dtype of activations.
+
+    Raises:
+        ConfigurationError: The model's entries cannot have it.
+    """
+    if name == "auto":
+        return dtype
+    keys, _, values = name.partition("/")
+    if keys not in CODES:
+        number: torch.dtype = getattr(torch, name)
+        return number
+    for codes in (CODES[keys], CODES[values or keys]):
+        for entry in spec.entries:
+            reason = codes.unsupported(entry.size)
+            if reason:
+                raise ConfigurationError(f"kv_dtype is {name!r}: {reason}; use int8")
+    return QuantizedType(CODES[keys], CODES[values or keys], dtype)
 
 
 def choose_max_model_len(wanted: int | None, trained: int) -> int:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from snapstream.cache.layer import copy_rows, plain_copy_rows
+from snapstream.cache.quantized import encode, plain_encode
 from snapstream.compression.compress import plain_selected, selected
 from snapstream.compression.keys import SHORTEST, differences_of_keys, plain_differences_of_keys
 from snapstream.compression.ranks import plain_taken_in_turn, taken_in_turn
 from snapstream.compression.scoring import plain_smoothed, plain_window_attention, smoothed, window_attention
 from snapstream.kernels import cpu, triton
-from snapstream.kernels.cpu import choice
+from snapstream.kernels.cpu import choice, codes
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
 
 DEVICES = ("cpu", "cuda")
@@ -89,6 +90,14 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
     if cpu.loaded and scores.is_cpu:
         return choice.select_entries(scores, *rest)
     return plain_selected(scores, *rest)
+
+
+@encode.register_kernel(DEVICES)
+def _encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
+    if cpu.loaded and codes.takes(numbers, target):
+        codes.encode(numbers, frame, width, bits, target)
+    else:
+        plain_encode(numbers, frame, width, bits, target)
 
 
 @copy_rows.register_kernel(DEVICES)

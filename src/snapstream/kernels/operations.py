@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from snapstream.cache import QuantizedType, dense_dtype
 from snapstream.kernels import plain
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.plain import Activation
@@ -247,8 +248,9 @@ class Store(Operation):
     def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         B, T = slots.token.shape
-        key = self.key.of(m.buffers).view(B, T, -1, self.key.size).to(cache.dtype)
-        value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size).to(cache.dtype)
+        dtype = m.dtype if isinstance(cache.entry_type, QuantizedType) else cache.entry_type
+        key = self.key.of(m.buffers).view(B, T, -1, self.key.size).to(dtype)
+        value = key if self.value is None else self.value.of(m.buffers).view(B, T, -1, self.value.size).to(dtype)
         entries = slots.entries(m.group_of(self.layer))
         if isinstance(m, PromptChunk):
             cache.write(entries, key, value)
@@ -294,19 +296,18 @@ class Attend(Operation):
             return
         group = m.group_of(self.layer)
         entries, valid = slots.entries(group), slots.valid(group)
-        seen = type(cache)([tensor.clone() for tensor in cache.tensors])
+        seen, N = cache.clone(), cache.heads
         for t in range(T):
             if T > 1:
-                pending = m.pending[self.layer]
-                key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
-                seen.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), slots.active)
+                stored = m.pending[self.layer].read(torch.full_like(entries[:, :1], t))
+                seen.write_stored(entries[:, t, None], stored, slots.active)
             mask = torch.arange(seen.entries, device=query.device) < valid[:, t].clamp(min=1)[:, None]
-            wide = torch.promote_types(query.dtype, cache.dtype)
-            N = seen.keys.shape[1]
+            wide = torch.promote_types(query.dtype, dense_dtype(cache.entry_type))
+            numbers = seen.converted(wide)
             out = plain.attend(
                 query[:, t].reshape(B, N, -1, self.query.size).to(wide),
-                seen.keys.to(wide),
-                seen.values[..., : self.target.size].to(wide),
+                numbers.keys,
+                numbers.values[..., : self.target.size],
                 mask[:, None, None],
                 self.scale,
                 self.cap,

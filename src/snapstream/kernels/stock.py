@@ -177,8 +177,8 @@ def _(o: Recur, m: StepBuffers) -> None:
 
 def _is_native(o: Operation, m: StepBuffers) -> bool:
     """Whether the native loop can run an operation here."""
-    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
-    return cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *dtypes) is None
+    types = m.dtype, *(cache.entry_type for cache in m.caches)
+    return cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *types) is None
 
 
 def _gate(x: Tensor, target: Tensor, activation: Activation) -> None:

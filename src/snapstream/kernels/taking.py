@@ -77,9 +77,8 @@ class Commit(Operation):
                 continue
             entries = places[m.group_of(layer)]
             for t in range(slots.tokens):
-                key, value = pending.keys[:, :, t, None], pending.values[:, :, t, None]
-                certain = slots.active & (t < slots.accepted)
-                cache.write(entries[:, t, None], key.transpose(1, 2), value.transpose(1, 2), certain)
+                stored = pending.read(torch.full_like(entries[:, :1], t))
+                cache.write_stored(entries[:, t, None], stored, slots.active & (t < slots.accepted))
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ def _of_torch(o: Operation, m: StepBuffers) -> int:
 
 def _of_loop(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation that the native loop runs on a CPU, and torch elsewhere."""
-    dtypes = m.dtype, *(cache.dtype for cache in m.caches)
-    if device.type == "cpu" and cpu.available() and unsupported([o], *dtypes) is None:
+    types = m.dtype, *(cache.entry_type for cache in m.caches)
+    if device.type == "cpu" and cpu.available() and unsupported([o], *types) is None:
         return peak_of(functools.partial(CpuProgram, [o], m))
     return _of_torch(o, m)
 

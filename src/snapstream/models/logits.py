@@ -23,6 +23,6 @@ def logits_of(model: DecoderModel, tokens: Tensor) -> Tensor:
     operations = list(model.operations())
     buffers = allocate_buffers((part for each in operations for part in each.parts()), length, dtype, device=device)
     groups = map(model.spec.layer_group, range(model.spec.cached_layers))
-    caches = [group.entry.empty(1, length, dtype=dtype, device=device) for group in groups]
+    caches = [group.entry.empty(1, length, entry_type=dtype, device=device) for group in groups]
     PlainProgram(operations, PromptChunk(buffers, Slots.of_prompt(tokens[None], length), caches, [], dtype)).run()
     return buffers["logits"]

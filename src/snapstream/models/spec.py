@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from snapstream.cache import CacheSizes, EntryShape, LayerGroup
+from snapstream.cache import CacheSizes, EntryShape, EntryType, LayerGroup
 from snapstream.kernels.formats import Format
 from snapstream.kernels.plain import Activation
 
@@ -329,9 +329,9 @@ class ModelSpec:
             inner = self.experts.chosen * self.experts.inner + self.experts.shared_inner + dense
         return self.hidden_size * ((2 * self.heads + 2 * self.kv_heads) * self.largest_head + 3 * inner)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+    def kv_bytes_per_token(self, entry_type: EntryType) -> int:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
-        return sum(len(group.layers) * group.entry.nbytes(dtype) for group in self.groups if not group.has_state)
+        return sum(len(group.layers) * group.entry.nbytes(entry_type) for group in self.groups if not group.has_state)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the states of one sequence, with the inputs that their convolutions look back to."""
@@ -347,9 +347,9 @@ class ModelSpec:
         groups = (replace(group, taken_back=inputs) if group.has_state else group for group in self.groups)
         return replace(self, groups=tuple(groups))
 
-    def sizes(self, dtype: torch.dtype) -> CacheSizes:
-        """Sizes of caches with entries of a dtype."""
-        return CacheSizes(self.groups, dtype)
+    def sizes(self, entry_type: EntryType) -> CacheSizes:
+        """Sizes of caches with entries of a type."""
+        return CacheSizes(self.groups, entry_type)
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

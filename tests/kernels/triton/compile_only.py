@@ -82,13 +82,13 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     H, N, columns = (128, 1, 512) if latent else (32, 8, size)
     shape, one = EntryShape(N, size, latent=latent), torch.zeros(1, dtype=torch.int64)
     state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
-    cache, staging = shape.empty(B, 1024, dtype=stored), shape.empty(1, L, dtype=dtype)
+    cache, staging = shape.empty(B, 1024, entry_type=stored), shape.empty(1, L, entry_type=dtype)
     for tokens in (1, 4):
         query, out = torch.zeros(B * tokens, H, size, dtype=dtype), torch.zeros(B * tokens, H, columns, dtype=dtype)
         token = torch.zeros(B, tokens, dtype=torch.int64)
         ring = [state[None]] * 3
         slots = Slots(token, state, *ring, active, state[:, None], state[None])
-        pending = shape.empty(B, tokens, dtype=stored) if tokens > 1 else None
+        pending = shape.empty(B, tokens, entry_type=stored) if tokens > 1 else None
         if pending is not None:
             store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
         for splits in (1, 16):
@@ -106,7 +106,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     for near in (0, 32):
         differences.key_differences(staging.keys, one, 4, near)
     positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)
-    select.gather(keys, positions[0], shape.empty(1, 1024, dtype=dtype).keys[0])
+    select.gather(keys, positions[0], shape.empty(1, 1024, entry_type=dtype).keys[0])
     wide = torch.zeros(B, 14336, dtype=dtype)
     rows.norm(wide[:, None, :4096], wide[:, None, :4096], wide[0, :4096], 1e-5)
     for activation in Activation:
@@ -135,7 +135,7 @@ def compile_states(dtype: torch.dtype, stored: torch.dtype, B: int) -> None:
 
     state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
     shape, taps = StateShape(heads=32, key_heads=16, key=128, value=128), torch.zeros(4, 8192, dtype=dtype)
-    cache, numbers = shape.empty(B, 12, dtype=stored), torch.zeros(32)
+    cache, numbers = shape.empty(B, 12, entry_type=stored), torch.zeros(32)
     o = Recur(
         BufferView("mixed", shape.size),
         BufferView("made", 128, 32),

@@ -39,7 +39,7 @@ def check(size, dtype, group, layouts, tokens, splits, seed, active=None, cap=0.
     H, columns = N * group, 512 if size == 576 else size
     active = [True] * B if active is None else active
     shape = EntryShape(N, size, latent=latent)
-    cache, pending = (shape.empty(B, entries, dtype=dtype, device=DEVICE) for entries in (ENTRIES, tokens))
+    cache, pending = (shape.empty(B, entries, entry_type=dtype, device=DEVICE) for entries in (ENTRIES, tokens))
     for index, tensor in enumerate((*cache.tensors, *pending.tensors)):
         tensor.copy_(random(*tensor.shape, seed=seed + index, dtype=dtype))
     stored = [min(count + (tokens == 1), limit) for _, count, limit in layouts]
@@ -131,7 +131,7 @@ def test_free_slots_are_left_alone(tokens):
 
 def test_large_logits_and_a_rescaled_maximum():
     """The running maximum grows from tile to tile; nothing overflows or is lost."""
-    cache = EntryShape(1, 64, latent=False).empty(1, ENTRIES, dtype=torch.float32, device=DEVICE)
+    cache = EntryShape(1, 64, latent=False).empty(1, ENTRIES, entry_type=torch.float32, device=DEVICE)
     cache.tensors[0].copy_(torch.linspace(-4, 4, ENTRIES)[:, None].expand(1, 1, ENTRIES, 64))
     cache.tensors[1].copy_(random(1, 1, ENTRIES, 64, seed=0, dtype=torch.float32))
     query, out = torch.full((1, 1, 64), 4.0, device=DEVICE), torch.zeros(1, 1, 64, device=DEVICE)

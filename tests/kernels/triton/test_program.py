@@ -195,7 +195,7 @@ def test_accepted_tokens_are_stored(latent, ring):
     shape = EntryShape(1 if latent else 2, 48, latent=latent)
     base = [20, 20, 20, 0, 20, 20]
     count = [3, 20 + ring - 1, 500, 7, 19, 33]
-    mine, plain, pending = (shape.empty(B, entries, dtype=torch.float32, device=DEVICE) for entries in (C, C, T))
+    mine, plain, pending = (shape.empty(B, entries, entry_type=torch.float32, device=DEVICE) for entries in (C, C, T))
     for number, (a, b, new) in enumerate(zip(mine.tensors, plain.tensors, pending.tensors, strict=True)):
         a.copy_(random(*a.shape, seed=number, dtype=torch.float32))
         b.copy_(a)

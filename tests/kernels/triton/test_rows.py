@@ -95,7 +95,7 @@ def test_grouped_store(dtype, kind, size, heads, tokens, normed, active, seed):
     H = N * heads
     if kind == RING:  # in a launch, no two tokens of a slot go to one entry, and the shortest ring has ten
         tokens = min(tokens, 10)
-    cache = EntryShape(N, size, latent=False).empty(B, 64, dtype=dtype, device=DEVICE)
+    cache = EntryShape(N, size, latent=False).empty(B, 64, entry_type=dtype, device=DEVICE)
     qkv = random(B * tokens, (H + 2 * N) * size, seed=seed, dtype=dtype)
     cosine, sine = angles(B * tokens, size // 2, dtype)
     weights = [random(size, seed=seed + n, dtype=dtype) for n in (1, 2)]
@@ -106,7 +106,7 @@ def test_grouped_store(dtype, kind, size, heads, tokens, normed, active, seed):
     query, key = (plain.rotate(x, wide(cosine), wide(sine), pairs=False) for x in (query, key))
     target = torch.full_like(qkv, 5.0)
     store.store_grouped(qkv, target, cosine, sine, cache, places, (*weights, 1e-5) if normed else None)
-    want = EntryShape(N, size, latent=False).empty(B, 64, dtype=torch.float64, device=DEVICE)
+    want = EntryShape(N, size, latent=False).empty(B, 64, entry_type=torch.float64, device=DEVICE)
     is_active = torch.ones(B, dtype=torch.bool, device=DEVICE) if active is None else places.active
     want.write(entries, key.view(B, tokens, N, size), value.view(B, tokens, N, size), is_active)
     for mine, theirs in zip(cache.tensors, want.tensors, strict=True):
@@ -127,7 +127,7 @@ def test_grouped_store(dtype, kind, size, heads, tokens, normed, active, seed):
 def test_latent_store(dtype, kind, pairs, rank, rope, active):
     B, tokens = 5, 3
     shape = EntryShape(1, rank + rope, latent=True)
-    cache = shape.empty(B, 64, dtype=dtype, device=DEVICE)
+    cache = shape.empty(B, 64, entry_type=dtype, device=DEVICE)
     source, weight = random(B * tokens, rank + rope, seed=0, dtype=dtype), random(rank, seed=1, dtype=dtype)
     cosine, sine = angles(B * tokens, rope // 2, dtype)
     places, entries = places_of(kind, tokens, active)
@@ -135,6 +135,6 @@ def test_latent_store(dtype, kind, pairs, rank, rope, active):
     compressed, key = source.double()[:, None].split((rank, rope), -1)
     key = plain.rotate(key, wide(cosine), wide(sine), pairs=pairs)
     latent = torch.cat((plain.norm(compressed, weight.double(), 1e-5), key), -1).view(B, tokens, 1, -1)
-    want = shape.empty(B, 64, dtype=torch.float64, device=DEVICE)
+    want = shape.empty(B, 64, entry_type=torch.float64, device=DEVICE)
     want.write(entries, latent, latent, places.active)
     close(cache.keys, want.keys, dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.attention import AttentionBackend
-from snapstream.cache import CompressedSequence, LayerCache, make_caches, no_positions
+from snapstream.cache import CompressedSequence, LayerCache, dense_dtype, make_caches, no_positions
 from snapstream.compression import (
     Layout,
     choose_entries,
@@ -92,7 +92,8 @@ class Decode:
 
         # The caches of the model's layers, and that of its next-token module.
         entries = [group.entries(capacity) for group in spec.groups]
-        self.layers = make_caches(spec.groups, entries, dtype=types.cache, device=device, rows=slots)
+        self.entry_type = types.cache
+        self.layers = make_caches(spec.groups, entries, entry_type=types.cache, device=device, rows=slots)
         if device.type == "cpu":
             for tensor in (tensor for cache in self.layers for tensor in cache.tensors):
                 tensor.zero_()  # touches every page, so planned memory is committed from the start
@@ -244,7 +245,7 @@ class Decode:
         """
         groups, known, layouts = self.model.spec.groups, dict[int, Tensor](), list[Layout]()
         counts = [len(indices) if group.window is None else min(len(tokens), group.window) for group in groups]
-        layers = make_caches(groups, counts, dtype=self.layers[0].dtype, device=self.token.device)
+        layers = make_caches(groups, counts, entry_type=self.entry_type, device=self.token.device)
         for number, group in enumerate(groups):
             if group.has_budget:
                 taken = self._entries(indices, placement.layout)
@@ -309,8 +310,8 @@ class Decode:
         for number in (layer for group in with_budget for layer in group.layers):
             layer = self.layers[number]
             mine = layer.take(slot, aged.places)
-            nobody = mine.keys[:, :, :0]
-            shown = LayerPrompt(nobody, mine.keys, None, laid_out, chosen_by.sink, self.scale, number)
+            keys = mine.converted(dense_dtype(mine.entry_type)).keys
+            shown = LayerPrompt(keys[:, :, :0], keys, None, laid_out, chosen_by.sink, self.scale, number)
             chosen = choose_entries(shown, chosen_by)[0]
             mine.gather(chosen, layer.row(slot, layout.limit))
             if moved:

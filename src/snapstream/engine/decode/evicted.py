@@ -30,9 +30,7 @@ class Evicted:
         """
         self._groups, self._caches, self._most = groups, caches, most
         self._held = {
-            layer: group.entry.empty(
-                caches[layer].rows, kept_entries(most), dtype=caches[layer].dtype, device=caches[layer].keys.device
-            )
+            layer: caches[layer].pending(kept_entries(most))
             for group in groups
             if group.slides
             for layer in group.layers
@@ -59,8 +57,7 @@ class Evicted:
             assert group.window is not None
             places = (count[number, :, None] + coming) % group.window
             for layer in group.layers:
-                tensors = self._caches[layer].read(places)
-                self._held[layer].write(held, tensors[0], tensors[-1])
+                self._held[layer].write_stored(held, self._caches[layer].read(places))
 
     def window(self, layer: int, slot: int, window: int, tokens: range, position: int, count: int) -> LayerCache:
         """Copy the entries of consecutive tokens out of a slot.
@@ -74,7 +71,7 @@ class Evicted:
             count: Tokens ever stored there.
         """
         cache, held = self._caches[layer], self._held[layer]
-        device = cache.keys.device
+        device = cache.device
         first_there = max(tokens.start, position - window)
         gone = torch.arange(tokens.start, min(tokens.stop, first_there), device=device)
         there = torch.arange(min(first_there, tokens.stop), tokens.stop, device=device)

@@ -60,7 +60,7 @@ class Programs:
         self.reading = len(self._operations)
         self._logits = BufferView("logits", self._spec.vocab_size, dtype=torch.float32)
         every = [*self._operations, Draw(self._logits, sampling)]
-        reason = unsupported(every, dtype, layers[0].dtype)
+        reason = unsupported(every, dtype, *(layer.entry_type for layer in layers))
         if reason and slots.token.device.type == "cpu":
             logger.warning("Decoding uses stock operations, which are slower than the CPU kernels: %s.", reason)
         work = self.work(every, self.slots(1), given={"logits": logits})
@@ -94,8 +94,8 @@ class Programs:
         pending = [
             cache  # it has room for their inputs
             if isinstance(cache, StateCache)
-            else self._spec.groups[group].entry.empty(rows, tokens, dtype=cache.dtype, device=device)
-            for group, cache in zip(groups, caches, strict=True)
+            else cache.pending(tokens)
+            for cache in caches
             if tokens > 1
         ]
         return StepBuffers(buffers, slots, caches, pending, self.dtype, groups)

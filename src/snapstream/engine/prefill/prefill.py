@@ -28,7 +28,7 @@ from torch import Tensor
 
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
-from snapstream.cache import LayerCache, StateCache, no_positions, reported_layers
+from snapstream.cache import LayerCache, StateCache, dense_dtype, no_positions, reported_layers
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -233,7 +233,7 @@ class Prefill:
         if isinstance(staging, StateCache):
             staging.matrices.zero_()
         if job.past is not None:
-            staging.put(job.past.layers[job.layer].converted(staging.dtype), len(job.past.tokens))
+            staging.put(job.past.layers[job.layer].converted(staging.entry_type), len(job.past.tokens))
         if job.skipped:
             job.prefix.put_into(staging, job.layer, has_state=isinstance(staging, StateCache))
 
@@ -302,7 +302,7 @@ class Prefill:
             slots,
             caches,
             [],
-            memory.caches[0].dtype,
+            dense_dtype(memory.caches[0].entry_type),
             range(len(caches)),
             packed=memory.packed,
             packed_until=memory.packed_until,
@@ -371,21 +371,24 @@ class Prefill:
         layout, budget, into = target.layouts[job.group], target.budget, target.layers[job.layer]
         has_budget = self.model.spec.groups[job.group].has_budget
         staging = self.lanes[job.lane].caches[job.group]
+        # With the frame that it has, what is kept again gets the same codes again.
+        like = None if job.past is None else job.past.layers[job.layer]
         if isinstance(staging, StateCache):
-            into.put(staging.converted(into.dtype), job.total)
+            into.put(staging.converted(into.entry_type), job.total)
             if target.wants_positions:
                 target.positions.append(no_positions(self.device))
             return
         if not layout.selects or not has_budget:  # the last tokens, in order
-            heads = staging.keys.shape[1]
+            heads = staging.heads
             positions = torch.arange(layout.dropped, layout.length, device=self.device).expand(heads, -1)
-            into.put(staging.span(layout.dropped, layout.length).converted(into.dtype))
+            kept = staging.span(layout.dropped, layout.length)
+            into.put(kept.converted(into.entry_type, like))
         else:
             positions = choose_entries(self._shown(job, target), budget)[0, :, : layout.count]
-            if into.dtype == staging.dtype:
+            if into.entry_type == staging.entry_type:
                 staging.gather(positions, into)
             else:
-                into.put(staging.gathered(positions).converted(into.dtype))
+                into.put(staging.gathered(positions).converted(into.entry_type, like))
         true = positions if job.past is None else job.past.true_positions(positions, job.layer)
         if layout.count < job.total and job.layer in self._reported:
             counts = count_parts(true, job.total)

@@ -106,7 +106,7 @@ class Keeping:
         """Copy what is complete of a layer, of which ``done`` tokens have been prefilled."""
         for piece in self.pieces:
             if piece.end <= done and piece.finished == layer:
-                piece.layers = piece.layers or self.make(len(piece.tokens), staging.keys.device)
+                piece.layers = piece.layers or self.make(len(piece.tokens), staging.device)
                 staging.copy_to(piece.layers[layer], piece.start, piece.end)
                 piece.finished += 1
 
@@ -231,7 +231,7 @@ class PrefixCache:
         return [group.window or 0 if group.has_state else tokens for group in self._groups]
 
     def _make(self, tokens: int, device: torch.device) -> list[LayerCache]:
-        return make_caches(self._groups, self._entries(tokens), dtype=self._sizes.dtype, device=device)
+        return make_caches(self._groups, self._entries(tokens), entry_type=self._sizes.entry_type, device=device)
 
     def _nbytes(self, tokens: int) -> int:
         return self._sizes.of(self._entries(tokens))

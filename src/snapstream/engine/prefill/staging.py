@@ -63,7 +63,7 @@ class Staging:
         self.caches = [
             group.entry.within(next(memory), 1, entries)
             if isinstance(group.entry, EntryShape)
-            else group.entry.empty(1, group.window or 0, dtype=dtype, device=device)
+            else group.entry.empty(1, group.window or 0, entry_type=dtype, device=device)
             for group in spec.groups
         ]
         columns = [spec.values_of(entry) if backend.narrow_values else entry.size for entry in spec.entries]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from snapstream.cache import EntryType
 from snapstream.compression.keys import plain_differences_of_keys
 from snapstream.compression.scoring import KEY_CHUNK, plain_window_attention
 from snapstream.config import CacheBudget
@@ -23,9 +24,7 @@ from snapstream.kernels.workspace import most_workspace
 logger = logging.getLogger(__name__)
 
 
-def prefill_workspace(
-    prefill: Prefill, budgets: Iterable[CacheBudget], cache: torch.dtype, device: torch.device
-) -> int:
+def prefill_workspace(prefill: Prefill, budgets: Iterable[CacheBudget], cache: EntryType, device: torch.device) -> int:
     """The most bytes of temporaries that a prompt needs: of a chunk, of one layer's choice, or of log-probabilities.
 
     Args:
@@ -64,13 +63,13 @@ def _scores(prefill: Prefill, device: torch.device) -> int:
     return 2 * logits.nbytes + most_workspace(prefill.leaving, chunk, device)
 
 
-def _choice(prefill: Prefill, budget: CacheBudget, cache: torch.dtype, device: torch.device) -> int:
+def _choice(prefill: Prefill, budget: CacheBudget, cache: EntryType, device: torch.device) -> int:
     """Of the compression of one layer of the longest prompt."""
     spec, lane = prefill.model.spec, prefill.lanes[0]
     job = PrefillJob(spec, [0] * lane.entries)
     layouts = job.layouts(budget)
     groups = [spec.group_of(layer) for layer in range(spec.cached_layers)]
-    into = [spec.groups[each].entry.empty(1, layouts[each].count, dtype=cache, device="meta") for each in groups]
+    into = [spec.groups[each].entry.empty(1, layouts[each].count, entry_type=cache, device="meta") for each in groups]
     target = job.add(budget, into)
     most = 0
     for group in spec.groups:

@@ -8,41 +8,9 @@ constexpr int64_t AHEAD = 4096;  // how far ahead weights are prefetched, in byt
 // Adds products of four columns per lane: `numbers` without sign times four signed ones, the same for all lanes.
 template <bool EIGHT_BITS>
 inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
-  int32_t same;
+  uint32_t same;
   std::memcpy(&same, four, sizeof(same));
-#if defined(__AVX512VNNI__)
-  return (vec_i32)_mm512_dpbusd_epi32((__m512i)total, (__m512i)numbers, _mm512_set1_epi32(same));
-#elif defined(__AVX512BW__)
-  const __m512i x = _mm512_set1_epi32(same), ones = _mm512_set1_epi16(1);
-  const auto add = [&](vec_u32 some) {  // pairs of at most 7 bits times 7 bits fit 16 bits
-    total += (vec_i32)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)some, x), ones);
-  };
-  if (EIGHT_BITS) {
-    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
-  } else {
-    add(numbers);
-  }
-  return total;
-#elif defined(__AVX2__)
-  typedef int32_t half_i32 __attribute__((vector_size(2 * LANES)));
-  const __m256i x = _mm256_set1_epi32(same), ones = _mm256_set1_epi16(1);
-  const auto add = [&](vec_u32 some) {
-    const __m256i low = (__m256i)__builtin_shufflevector(some, some, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i high = (__m256i)__builtin_shufflevector(some, some, 8, 9, 10, 11, 12, 13, 14, 15);
-    const half_i32 a = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones);
-    const half_i32 b = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(high, x), ones);
-    total += __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  };
-  if (EIGHT_BITS) {
-    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
-  } else {
-    add(numbers);
-  }
-  return total;
-#else
-  UNROLL for (int i = 0; i < 4; ++i) total += (vec_i32)(numbers >> 8 * i & 0xFFu) * static_cast<int32_t>(four[i]);
-  return total;
-#endif
+  return dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
 }
 
 // A part of a tile, as rows are multiplied by it.

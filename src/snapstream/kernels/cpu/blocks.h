@@ -56,6 +56,47 @@ inline void store_bytes(int8_t* p, vec_i32 v) {
 #endif
 }
 
+// Adds products of four bytes per lane: `numbers` have no sign, of EIGHT_BITS or fewer than seven; `others` have one.
+template <bool EIGHT_BITS>
+inline vec_i32 dot_bytes(vec_i32 total, vec_u32 numbers, vec_u32 others) {
+#if defined(__AVX512VNNI__)
+  return (vec_i32)_mm512_dpbusd_epi32((__m512i)total, (__m512i)numbers, (__m512i)others);
+#elif defined(__AVX512BW__)
+  const __m512i ones = _mm512_set1_epi16(1);
+  const auto add = [&](vec_u32 some) {  // pairs of at most 7 bits times 7 bits fit 16 bits
+    total += (vec_i32)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)some, (__m512i)others), ones);
+  };
+  if (EIGHT_BITS) {
+    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
+  } else {
+    add(numbers);
+  }
+  return total;
+#elif defined(__AVX2__)
+  typedef int32_t half_i32 __attribute__((vector_size(2 * LANES)));
+  const __m256i ones = _mm256_set1_epi16(1);
+  const auto low = [](vec_u32 v) { return (__m256i)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); };
+  const auto high = [](vec_u32 v) { return (__m256i)__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); };
+  const auto add = [&](vec_u32 some) {
+    const half_i32 a = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(low(some), low(others)), ones);
+    const half_i32 b = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(high(some), high(others)), ones);
+    total += __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  };
+  if (EIGHT_BITS) {
+    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
+  } else {
+    add(numbers);
+  }
+  return total;
+#else
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const vec_i32 signed_ones = (vec_i32)(others << (24 - 8 * i)) >> 24;
+    total += (vec_i32)(numbers >> 8 * i & 0xFFu) * signed_ones;
+  }
+  return total;
+#endif
+}
+
 // ---- The formats. A tile of BLOCK columns has LANES * BYTES bytes. read() gives the numbers of one part of it, without
 // sign: four columns per vector, and in a lane those of one row. A weight is (number - OFFSET) * scale - minimum. Where
 // scales are HALVED, there is one per 16 columns. ----

@@ -78,7 +78,29 @@ inline void clear_state(float* state, int64_t columns) {
   std::fill_n(state + LANES, columns, 0.0f);
 }
 
-// Adds n entries to the states of HEADS heads; `cap` is the soft cap of logits, 0 for none.
+// Turns n scores of a head into weights, and brings its state to their scale; `cap` is the soft cap of logits, 0 for none.
+inline void weigh(float* scores, int64_t n, int64_t columns, float cap, float* state) {
+  if (cap > 0.0f)
+    for (int64_t i = 0; i < n; i += LANES) store(scores + i, capped(load(scores + i), cap));
+  for (int64_t i = n; i < ENTRIES; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  vec most = load(scores);
+  for (int64_t i = LANES; i < ENTRIES; i += LANES) most = larger(most, load(scores + i));
+  const float highest = std::max(state[0], largest(most));
+  const vec shift = exp_nonpositive(vec{} + std::max(state[0] - highest, -100.0f));
+  const float rescale = state[0] == highest ? 1.0f : shift[0];
+  vec added = {};
+  for (int64_t i = 0; i < ENTRIES; i += LANES) {
+    const vec p = exp_nonpositive(load(scores + i) - highest);
+    store(scores + i, p);
+    added += p;
+  }
+  state[1] = state[1] * rescale + sum(added);
+  if (rescale != 1.0f)
+    for (int64_t d = 0; d < columns; d += LANES) store(state + LANES + d, load(state + LANES + d) * rescale);
+  state[0] = highest;
+}
+
+// Adds n entries to the states of HEADS heads.
 template <typename A, int HEADS>
 inline void attend_block(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t n,
                          int64_t size, int64_t columns, float scale, float cap, float* states) {
@@ -88,28 +110,7 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
   int64_t i = 0;
   for (; i + KEYS <= n; i += KEYS) score_keys<A, HEADS, KEYS>(queries, entries, i, size, scale, scores[0]);
   for (; i < n; ++i) score_keys<A, HEADS, 1>(queries, entries, i, size, scale, scores[0]);
-  for (int h = 0; h < HEADS; ++h) {
-    float* state = states + h * stride;
-    if (cap > 0.0f)
-      for (i = 0; i < n; i += LANES) store(scores[h] + i, capped(load(scores[h] + i), cap));
-    for (i = n; i < ENTRIES; ++i) scores[h][i] = -std::numeric_limits<float>::infinity();
-    vec largest = load(scores[h]);
-    for (i = LANES; i < ENTRIES; i += LANES) largest = larger(largest, load(scores[h] + i));
-    float highest = state[0];
-    for (int lane = 0; lane < LANES; ++lane) highest = std::max(highest, largest[lane]);
-    const vec shift = exp_nonpositive(vec{} + std::max(state[0] - highest, -100.0f));
-    const float rescale = state[0] == highest ? 1.0f : shift[0];
-    vec added = {};
-    for (i = 0; i < ENTRIES; i += LANES) {
-      const vec p = exp_nonpositive(load(scores[h] + i) - highest);
-      store(scores[h] + i, p);
-      added += p;
-    }
-    state[1] = state[1] * rescale + sum(added);
-    if (rescale != 1.0f)
-      for (int64_t d = 0; d < columns; d += LANES) store(state + LANES + d, load(state + LANES + d) * rescale);
-    state[0] = highest;
-  }
+  for (int h = 0; h < HEADS; ++h) weigh(scores[h], n, columns, cap, states + h * stride);
   const auto* values = entries.values;
   int64_t d = 0;  // 64 columns of each head stay in registers
   for (; d + 2 * PAIR <= columns; d += 2 * PAIR)
@@ -136,13 +137,18 @@ inline void attend_block(const typename A::Left::Number* queries, int64_t heads,
   }
 }
 
-// Merges the states of a head, `distance` apart, into the first one, and writes its output; N is the type of entries.
-// `sink` is one extra logit of the softmax, without a value; no pointer: there is none.
-template <typename N, typename T>
-inline void merge_states(float* states, int64_t count, int64_t distance, int64_t columns, const float* sink, T* out) {
+// The sum of all weights, and what a sink has of it.
+struct Merged {
+  float total, sink;
+};
+
+// Merges the states of a head, `distance` apart, into the first one, whose elements are not divided by the sum yet. `sink`
+// is one extra logit of the softmax, without a value; no pointer: there is none.
+inline Merged merge_states(float* states, int64_t count, int64_t distance, int64_t columns, const float* sink) {
   float top = sink ? std::max(*sink, states[0]) : states[0];
   for (int64_t s = 1; s < count; ++s) top = std::max(top, states[s * distance]);
-  float total = sink ? std::exp(*sink - top) : 0.0f;
+  const float own = sink ? std::exp(*sink - top) : 0.0f;
+  float total = own;
   for (int64_t s = 0; s < count; ++s) {
     float* state = states + s * distance;
     const float weight = std::exp(state[0] - top);
@@ -150,8 +156,14 @@ inline void merge_states(float* states, int64_t count, int64_t distance, int64_t
     for (int64_t d = LANES; d < state_size(columns); d += LANES)
       store(states + d, s ? load(states + d) + load(state + d) * weight : load(state + d) * weight);
   }
+  return {total, own};
+}
+
+// Writes the output of a merged state; N is the type of entries.
+template <typename N, typename T>
+inline void write_output(const float* state, float total, int64_t columns, T* out) {
   for (int64_t d = 0; d < columns; d += PAIR)
-    store_pair_from<N>(out + d, load(states + LANES + d) / total, load(states + LANES + d + LANES) / total);
+    store_pair_from<N>(out + d, load(state + LANES + d) / total, load(state + LANES + d + LANES) / total);
 }
 
 }  // namespace snapstream

@@ -16,8 +16,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-TYPES = ("float32", "bfloat16", "int64", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-"""Types of numbers in memory, by their number; from ``q4_0`` on, formats of weights in blocks."""
+TYPES = ("float32", "bfloat16", "int64", "int8", "int4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+"""Types of numbers in memory, by their number; ``int8`` and ``int4`` are codes of cache entries, and those from
+``q4_0`` on formats of weights in blocks."""
 INSTRUCTIONS = ("portable", "pairs", "tiles")
 """How kernels multiply: float32 on any processor, dot products of bfloat16 pairs, tile registers (AMX)."""
 ACTIVATIONS = ("silu", "gelu", "clamped")
@@ -42,8 +43,19 @@ _STRUCTURES = {
     ),
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group. Of a state, `keys` are the
-    # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size].
-    "Cache": "void* keys, values, pending_keys, pending_values; int64_t type, group, kv_heads, entries, size, is_state",
+    # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size]. A key and
+    # a value have `key_row` and `value_row` bytes. Codes have frames, [slots, kv_heads, 2, size], and a `rotation` mixes
+    # so many channels.
+    "Cache": (
+        "void* keys, values, pending_keys, pending_values; const float* frames;"
+        "int64_t type, value_type, group, kv_heads, entries, size, is_state, key_row, value_row, rotation"
+    ),
+    # Rows of numbers [heads, entries, size], `head` and `row` numbers apart, that become codes of type `codes`,
+    # `out_head` and `out_row` bytes apart. Without a pointer there are no frames.
+    "Encoding": (
+        "const void* numbers; const float* frames; uint8_t* out;"
+        "int64_t type, codes, heads, entries, size, rotation, head, row, out_head, out_row"
+    ),
     # Rows of a weight as GGUF stores them, in blocks of `block` columns and `bytes` bytes, to be brought into tiles.
     "Stored": (
         "const uint8_t* rows_from; const int64_t* order;"  # order: which row is first, second, ...; no pointer: as is

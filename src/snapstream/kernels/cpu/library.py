@@ -25,6 +25,7 @@ _FUNCTIONS = {
     "prefill_attention": ((_POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
     "window_attention": ((_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
     "key_differences": ((_POINTER, _NUMBER, _NUMBER), _NUMBER),
+    "encode": ((_POINTER, _NUMBER), _NUMBER),
     "smooth": ((_POINTER, _NUMBER), _NUMBER),
     "take_in_turn": ((_POINTER, _NUMBER), _NUMBER),
     "select_entries": ((_POINTER, _NUMBER), _NUMBER),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from snapstream.cache import LayerCache, StateCache
+from snapstream.cache import EntryType, LayerCache, QuantizedCache, QuantizedType, StateCache, type_name
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.cpu import interface
@@ -25,15 +25,16 @@ MOST_ROTATED = 2048
 """Largest head size that can be rotated, given by a buffer in ``step_rows.h``."""
 
 
-def unsupported(operations: Sequence[Operation], *dtypes: torch.dtype) -> str | None:
+def unsupported(operations: Sequence[Operation], *types: EntryType) -> str | None:
     """Why the loop cannot run some operations, or ``None`` if it can.
 
     Args:
         operations: The operations.
-        dtypes: Dtypes of activations and of cache entries.
+        types: Types of activations and of cache entries.
     """
     values = (value for each in operations for value in vars(each).values())
-    for dtype in (*dtypes, *(value.dtype for value in values if isinstance(value, Weight | Tensor))):
+    numbers = (each for each in types if not isinstance(each, QuantizedType))
+    for dtype in (*numbers, *(value.dtype for value in values if isinstance(value, Weight | Tensor))):
         if dtype not in TYPES:
             return f"the dtype is {dtype}; float32 and bfloat16 are supported"
     for operation in operations:
@@ -81,7 +82,7 @@ class CpuProgram:
         Raises:
             ValueError: The loop cannot run the operations.
         """
-        reason = unsupported(operations, work.dtype, *(cache.dtype for cache in work.caches))
+        reason = unsupported(operations, work.dtype, *(cache.entry_type for cache in work.caches))
         if reason:
             raise ValueError(reason)
         library = native()
@@ -245,20 +246,28 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
 
 
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
-    heads, (_, _, entries, size) = cache.keys.shape[1], cache.values.shape
-    is_state, number = isinstance(cache, StateCache), _number(cache.dtype)
+    heads, (_, _, entries, size) = cache.heads, cache.values.shape
+    is_state, kind = isinstance(cache, StateCache), cache.entry_type
+    types = [type_name(kind)] * 2
+    if isinstance(kind, QuantizedType):  # values of latents are part of the keys
+        types = [kind.keys.name, (kind.values if cache.stored == 2 else kind.keys).name]
     require(
         not is_state or cache.keys.dtype == torch.float32, f"matrices of states are {cache.keys.dtype}, not float32"
     )
     return _MADE["Cache"](
         keys=_address(cache.keys),
         values=_address(cache.values),
-        type=number,
+        frames=_address(cache.frames) if isinstance(cache, QuantizedCache) else None,
+        type=interface.TYPES.index(types[0]),
+        value_type=interface.TYPES.index(types[1]),
         group=group,
         kv_heads=heads,
         entries=entries,
-        size=size,
+        size=size if is_state else cache.size,
         is_state=is_state,
+        key_row=cache.keys.shape[3] * cache.keys.itemsize,
+        value_row=cache.values.shape[3] * cache.values.itemsize,
+        rotation=cache.rotation if isinstance(cache, QuantizedCache) else 1,
     )
 
 

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <memory>
 
-#include "decode_attention.h"
+#include "coded_attention.h"
 #include "step.h"
 
 namespace snapstream {
@@ -20,14 +20,15 @@ class AttentionOperations {
         states = std::max(states, o.query.heads * splits_of(cache) * state_size(o.target.size));
         most_spans = std::max(most_spans, s.p.slots * cache.kv_heads * splits_of(cache));
         most_heads = std::max(most_heads, cache.kv_heads);
-        query_size = std::max(query_size, o.query.heads / cache.kv_heads * cache.size);
-        if (s.p.tokens > 1) block_size = std::max(block_size, ENTRIES * cache.size);
+        query_size = std::max(query_size, o.query.heads / cache.kv_heads * query_bytes(cache));
+        if (s.p.tokens > 1) block_size = std::max(block_size, ENTRIES * (cache.key_row + cache.value_row));
       }
       return 0;
     };
     for (int64_t i = 0; i < s.p.count; ++i) visit(s.p.operations[i], needs);
-    queries = scratch.reserve<float>(threads * query_size);
-    blocks = scratch.reserve<float>(2 * threads * block_size);
+    query_size = (query_size + 63) / 64 * 64, block_size = (block_size + 63) / 64 * 64;
+    queries = scratch.reserve<char>(threads * query_size);
+    blocks = scratch.reserve<uint8_t>(threads * block_size);
     state = scratch.reserve<float>(s.p.slots * s.p.tokens * states);
   }
 
@@ -54,7 +55,14 @@ class AttentionOperations {
   }
 
   void run(const Attend& o, int64_t begin, int64_t end, int64_t thread) {
-    with_arithmetic<T>(cache_of(o).type, s.p.instructions, [&](auto a) { attend<decltype(a)>(o, begin, end, thread); });
+    const Cache& cache = cache_of(o);
+    if (is_coded(cache.type)) {
+      with_codes(cache.type, [&](auto k) {
+        with_codes(cache.value_type, [&](auto v) { attend(OfCodes<decltype(k), decltype(v)>(), o, begin, end, thread); });
+      });
+    } else {
+      with_arithmetic<T>(cache.type, s.p.instructions, [&](auto a) { attend(OfNumbers<decltype(a)>(), o, begin, end, thread); });
+    }
   }
 
  private:
@@ -66,8 +74,62 @@ class AttentionOperations {
 
   static int64_t splits_of(const Cache& cache) { return (cache.entries + SPLIT - 1) / SPLIT; }
 
+  // Bytes of a query in the form in which it is multiplied.
+  static int64_t query_bytes(const Cache& cache) {
+    if (!is_coded(cache.type)) return cache.size * static_cast<int64_t>(sizeof(float));
+    return sizeof(CodedQuery);
+  }
+
+  // Entries of some slot's KV head, in whatever form.
+  struct Block {
+    const uint8_t *keys, *values;
+  };
+
+  // Attention over numbers.
   template <typename A>
-  void attend(const Attend& o, int64_t begin, int64_t end, int64_t thread) {
+  struct OfNumbers {
+    using N = typename A::Number;
+    static void prepare(const Attend& o, const Cache& cache, const T* query, const float*, char* to) {
+      A::prepare(query, cache.size, reinterpret_cast<typename A::Left::Number*>(to));
+    }
+    static int64_t query_bytes(const Cache& cache) { return cache.size * static_cast<int64_t>(sizeof(typename A::Left::Number)); }
+    static void add(const Attend& o, const Cache& cache, const char* queries, const Block& block, int64_t n, float* states) {
+      const Entries<N> entries{reinterpret_cast<const N*>(block.keys), reinterpret_cast<const N*>(block.values), cache.size,
+                               cache.size};
+      attend_block<A>(reinterpret_cast<const typename A::Left::Number*>(queries), o.query.heads / cache.kv_heads, entries, n,
+                      cache.size, o.target.size, static_cast<float>(o.scale), static_cast<float>(o.cap), states);
+    }
+    static void write(const Attend& o, const Cache&, float* state, float total, float, const float*, T* out) {
+      write_output<N>(state, total, o.target.size, out);
+    }
+  };
+
+  // Attention over codes.
+  template <typename K, typename V>
+  struct OfCodes {
+    static void prepare(const Attend& o, const Cache& cache, const T* query, const float* frame, char* to) {
+      CodedQuery::prepare<K>(query, cache.size, frame, cache.rotation, static_cast<float>(o.scale), reinterpret_cast<CodedQuery*>(to));
+    }
+    static int64_t query_bytes(const Cache&) { return sizeof(CodedQuery); }
+    static void add(const Attend& o, const Cache& cache, const char* queries, const Block& block, int64_t n, float* states) {
+      const CodedEntries entries{block.keys, block.values, cache.key_row, cache.value_row};
+      attend_coded<K, V>(reinterpret_cast<const CodedQuery*>(queries), o.query.heads / cache.kv_heads, entries, n, cache.size, o.target.size,
+                         static_cast<float>(o.cap), states);
+    }
+    // Takes the rotation back; values that are part of keys have a frame, too.
+    static void write(const Attend& o, const Cache& cache, float* state, float total, float sink, const float* frame, T* out) {
+      float* x = state + LANES;
+      rotate_channels(x, o.target.size, cache.rotation);
+      const bool is_latent = cache.values == cache.keys;
+      for (int64_t d = 0; d < o.target.size; ++d) {
+        const float number = is_latent ? x[d] * frame[cache.size + d] + frame[d] * (total - sink) : x[d];
+        out[d] = static_cast<T>(number / total);
+      }
+    }
+  };
+
+  template <typename Form>
+  void attend(Form, const Attend& o, int64_t begin, int64_t end, int64_t thread) {
     const Cache& cache = cache_of(o);
     const int64_t group = o.query.heads / cache.kv_heads, width = state_size(o.target.size);
     const auto* sinks = static_cast<const float*>(o.sinks.data);
@@ -75,17 +137,22 @@ class AttentionOperations {
       const auto [slot, head, split] = spans[i];
       const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
       for (int64_t row = first; row < end_of_rows; ++row)
-        if (split * SPLIT < s.sees(cache.group, row)) attend_span<A>(o, row, head, split, thread);
+        if (split * SPLIT < s.sees(cache.group, row)) attend_span<Form>(o, row, head, split, thread);
       // The thread that finishes the last part of a head merges all parts, always in the same order.
       if (waiting[slot * cache.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       for (int64_t row = first; row < end_of_rows; ++row) {
         const int64_t used = (s.sees(cache.group, row) + SPLIT - 1) / SPLIT;
-        for (int64_t g = 0; g < group; ++g)
-          merge_states<typename A::Number>(state_of(o, row, head, 0) + g * width, used, group * width, o.target.size,
-                                           sinks ? sinks + head * group + g : nullptr,
-                                           at<T>(o.target, row, head * group + g));
+        for (int64_t g = 0; g < group; ++g) {
+          float* states = state_of(o, row, head, 0) + g * width;
+          const Merged merged = merge_states(states, used, group * width, o.target.size, sinks ? sinks + head * group + g : nullptr);
+          Form::write(o, cache, states, merged.total, merged.sink, frame_of(cache, slot, head), at<T>(o.target, row, head * group + g));
+        }
       }
     }
+  }
+
+  static const float* frame_of(const Cache& cache, int64_t slot, int64_t head) {
+    return cache.frames + (slot * cache.kv_heads + head) * 2 * cache.size;
   }
 
   float* state_of(const Attend& o, int64_t row, int64_t head, int64_t split) {
@@ -94,51 +161,48 @@ class AttentionOperations {
     return state + ((row * cache.kv_heads + head) * splits_of(cache) + split) * group * state_size(o.target.size);
   }
 
-  template <typename A>
+  template <typename Form>
   void attend_span(const Attend& o, int64_t row, int64_t head, int64_t split, int64_t thread) {
-    using N = typename A::Number;
     const Cache& cache = cache_of(o);
-    const int64_t slot = row / s.p.tokens, D = cache.size, V = o.target.size, group = o.query.heads / cache.kv_heads;
+    const int64_t slot = row / s.p.tokens, V = o.target.size, group = o.query.heads / cache.kv_heads;
     float* states = state_of(o, row, head, split);
-    auto* own = reinterpret_cast<typename A::Left::Number*>(queries + thread * query_size);
+    char* own = queries + thread * query_size;
     for (int64_t g = 0; g < group; ++g) {
       clear_state(states + g * state_size(V), V);
-      A::prepare(at<T>(o.query, row, head * group + g), D, own + g * D);
+      Form::prepare(o, cache, at<T>(o.query, row, head * group + g), frame_of(cache, slot, head), own + g * Form::query_bytes(cache));
     }
-    const int64_t offset = (slot * cache.kv_heads + head) * cache.entries * D;
-    const N *keys = static_cast<N*>(cache.keys) + offset, *values = static_cast<N*>(cache.values) + offset;
+    const int64_t first = (slot * cache.kv_heads + head) * cache.entries;
+    const auto *keys = static_cast<const uint8_t*>(cache.keys), *values = static_cast<const uint8_t*>(cache.values);
     const int64_t last = std::min((split + 1) * SPLIT, s.sees(cache.group, row));
     for (int64_t entry = split * SPLIT; entry < last; entry += ENTRIES) {
       const int64_t n = std::min(ENTRIES, last - entry);
-      Entries<N> block{keys + entry * D, values + entry * D, D, D};
+      Block block{keys + (first + entry) * cache.key_row, values + (first + entry) * cache.value_row};
       if (s.p.tokens > 1) block = with_pending(cache, block, row, head, entry, n, thread);
-      attend_block<A>(own, group, block, n, D, V, static_cast<float>(o.scale), static_cast<float>(o.cap), states);
+      Form::add(o, cache, own, block, n, states);
     }
   }
 
   // A block as it will be once this row and those before it are stored: uncertain tokens are not in the cache yet.
-  template <typename N>
-  Entries<N> with_pending(const Cache& cache, const Entries<N>& block, int64_t row, int64_t head, int64_t entry, int64_t n,
-                          int64_t thread) {
-    const int64_t slot = row / s.p.tokens, D = cache.size;
-    N *keys = reinterpret_cast<N*>(blocks + 2 * thread * block_size), *values = keys + ENTRIES * D;
+  Block with_pending(const Cache& cache, const Block& block, int64_t row, int64_t head, int64_t entry, int64_t n, int64_t thread) {
+    const int64_t slot = row / s.p.tokens, key_row = cache.key_row, value_row = cache.value_row;
+    uint8_t *keys = blocks + thread * block_size, *values = keys + ENTRIES * key_row;
     bool copied = false;
     for (int64_t before = slot * s.p.tokens; before <= row; ++before) {
       const int64_t at = s.place(cache.group, before) - entry;
       if (at < 0 || at >= n) continue;
-      if (!copied) std::copy_n(block.keys, n * D, keys), std::copy_n(block.values, n * D, values), copied = true;
-      const int64_t from = ((slot * cache.kv_heads + head) * s.p.tokens + before - slot * s.p.tokens) * D;
-      std::copy_n(static_cast<const N*>(cache.pending_keys) + from, D, keys + at * D);
-      std::copy_n(static_cast<const N*>(cache.pending_values) + from, D, values + at * D);
+      if (!copied) std::copy_n(block.keys, n * key_row, keys), std::copy_n(block.values, n * value_row, values), copied = true;
+      const int64_t from = (slot * cache.kv_heads + head) * s.p.tokens + before - slot * s.p.tokens;
+      std::copy_n(static_cast<const uint8_t*>(cache.pending_keys) + from * key_row, key_row, keys + at * key_row);
+      std::copy_n(static_cast<const uint8_t*>(cache.pending_values) + from * value_row, value_row, values + at * value_row);
     }
-    return copied ? Entries<N>{keys, values, D, D} : block;
+    return copied ? Block{keys, values} : block;
   }
 
   Step& s;
   int64_t most_spans = 0, most_heads = 0, query_size = 0, block_size = 0;
-  float* queries = nullptr;  // per thread, in the form in which they are multiplied, which takes no more than float
-  float* blocks = nullptr;   // per thread, keys and values of a block with pending ones, in the type of the cache
-  float* state = nullptr;    // per row, KV head, split and head of its group
+  char* queries = nullptr;    // per thread, in the form in which they are multiplied
+  uint8_t* blocks = nullptr;  // per thread, keys and values of a block with pending ones, as the cache has them
+  float* state = nullptr;     // per row, KV head, split and head of its group
   std::unique_ptr<std::atomic<int64_t>[]> waiting;  // parts of each slot's KV head that are not done
   std::vector<Span> spans;
 };

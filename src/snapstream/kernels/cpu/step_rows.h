@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "block_products.h"
+#include "codes.h"
 #include "step.h"
 #include "vectors.h"
 
@@ -215,14 +216,15 @@ class RowOperations {
     const bool certain = s.p.tokens == 1;
     const int64_t length = certain ? cache.entries : s.p.tokens, entry = certain ? s.place(cache.group, row) : t;
     void *keys = certain ? cache.keys : cache.pending_keys, *values = certain ? cache.values : cache.pending_values;
-    with_type(cache.type, [&](auto n) {
-      using N = decltype(n);
-      for (int64_t head = 0; head < cache.kv_heads; ++head) {
-        const int64_t to = ((slot * cache.kv_heads + head) * length + entry) * cache.size;
-        convert(at<T>(o.key, row, head), cache.size, static_cast<N*>(keys) + to);
-        if (o.value.data != nullptr) convert(at<T>(o.value, row, head), cache.size, static_cast<N*>(values) + to);
-      }
-    });
+    for (int64_t head = 0; head < cache.kv_heads; ++head) {
+      const int64_t to = (slot * cache.kv_heads + head) * length + entry;
+      const float* frame = cache.frames ? cache.frames + (slot * cache.kv_heads + head) * 2 * cache.size : nullptr;
+      const auto put_row = [&](const BufferView& from, int64_t type, const float* own, void* memory, int64_t bytes) {
+        put_entry(at<T>(from, row, head), cache, type, own, static_cast<uint8_t*>(memory) + to * bytes);
+      };
+      put_row(o.key, cache.type, frame, keys, cache.key_row);
+      if (o.value.data != nullptr) put_row(o.value, cache.value_type, nullptr, values, cache.value_row);
+    }
   }
 
   // The token taken after each token of a slot, and how many of the slot's guesses are therefore right.
@@ -240,18 +242,17 @@ class RowOperations {
   // Stores the pending entries of accepted tokens, in order: a short ring may wrap around in between.
   void commit(int64_t slot, const Cache& cache) {
     if (cache.is_state) return;  // see Recur
-    with_type(cache.type, [&](auto n) {
-      using N = decltype(n);
-      for (int64_t head = slot * cache.kv_heads; head < (slot + 1) * cache.kv_heads; ++head) {
-        for (int64_t t = 0; t < s.p.accepted[slot]; ++t) {
-          const int64_t from = (head * s.p.tokens + t) * cache.size;
-          const int64_t to = (head * cache.entries + s.place(cache.group, slot * s.p.tokens + t)) * cache.size;
-          std::copy_n(static_cast<const N*>(cache.pending_keys) + from, cache.size, static_cast<N*>(cache.keys) + to);
-          if (cache.values != cache.keys)
-            std::copy_n(static_cast<const N*>(cache.pending_values) + from, cache.size, static_cast<N*>(cache.values) + to);
-        }
+    const auto copy = [](const void* from, int64_t first, void* to, int64_t place, int64_t bytes) {
+      std::copy_n(static_cast<const uint8_t*>(from) + first * bytes, bytes, static_cast<uint8_t*>(to) + place * bytes);
+    };
+    for (int64_t head = slot * cache.kv_heads; head < (slot + 1) * cache.kv_heads; ++head) {
+      for (int64_t t = 0; t < s.p.accepted[slot]; ++t) {
+        const int64_t from = head * s.p.tokens + t;
+        const int64_t to = head * cache.entries + s.place(cache.group, slot * s.p.tokens + t);
+        copy(cache.pending_keys, from, cache.keys, to, cache.key_row);
+        if (cache.values != cache.keys) copy(cache.pending_values, from, cache.values, to, cache.value_row);
       }
-    });
+    }
   }
 
   void run(const Advance&, int64_t slot) {
@@ -260,6 +261,12 @@ class RowOperations {
   }
 
  private:
+  // Stores a key or value of activations as its cache has them.
+  static void put_entry(const T* from, const Cache& cache, int64_t type, const float* frame, uint8_t* to) {
+    if (is_coded(type)) return encode_row(type, from, cache.size, frame, cache.rotation, to);
+    with_type(type, [&](auto n) { convert(from, cache.size, reinterpret_cast<decltype(n)*>(to)); });
+  }
+
   // The most likely token after the t-th of a slot (of equal ones, the first) that a grammar allows, or the forced one.
   int64_t token_after(const Verify& o, int64_t slot, int64_t t) {
     const int64_t forced = s.p.forced[slot * s.p.most_steps + t], vocabulary = o.logits.size;

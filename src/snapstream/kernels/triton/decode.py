@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from snapstream.cache import LayerCache
+from snapstream.cache import LayerCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
 from snapstream.kernels.triton.tiles import (
@@ -241,7 +241,7 @@ def attend_slots(
     """
     (B, T), (rows, H, D), V = slots.token.shape, query.shape, out.shape[2]
     N = cache.keys.shape[1]
-    options: dict[str, Any] = tile_of(D, torch.promote_types(query.dtype, cache.dtype), H // N * T)
+    options: dict[str, Any] = tile_of(D, torch.promote_types(query.dtype, dense_dtype(cache.entry_type)), H // N * T)
     blocks = -(-H // N * T // options["ROWS"])
     keys, values = cache.keys, cache.values
     waiting = cache if pending is None else pending

@@ -1,0 +1,120 @@
+"""One layer's keys and values as codes of few bits, see :mod:`snapstream.cache.codes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from snapstream.cache.codes import INT4, INT8, Codes, EntryType, QuantizedType, frame_of, rotated, rotation_of
+from snapstream.cache.layer import EntryShape, LayerCache
+
+
+def plain_encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
+    """Store numbers as codes.
+
+    Args:
+        numbers: ``[N, E, D]``.
+        frame: Their frame, float32 ``[N, 2, D]``, if they are keys.
+        width: How many neighbors a rotation mixes.
+        bits: Of a code: 8 or 4.
+        target: uint8 ``[N, E, nbytes]``.
+    """
+    wide = numbers.float()
+    if frame is not None:
+        wide = (wide - frame[:, None, 0]) / frame[:, None, 1]
+    target.copy_((INT8 if bits == INT8.bits else INT4).encoded(rotated(wide, width)))
+
+
+encode = torch.library.custom_op("snapstream::encode", plain_encode, mutates_args=("target",))
+""":func:`plain_encode` as a custom operator, so that devices can register their own kernels."""
+
+
+@encode.register_fake
+def _encode_shape(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
+    return None
+
+
+class QuantizedCache(LayerCache):
+    """Entries as codes, and the frame of each sequence's keys, float32 ``[B, N, 2, D]``: see :func:`frame_of`.
+
+    Attributes:
+        entry: Shape of an entry; if it is a latent, values are part of the keys.
+        rotation: How many neighboring channels are mixed.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], entry: EntryShape, entry_type: QuantizedType) -> None:
+        super().__init__(tensors)
+        self.entry, self._entry_type = entry, entry_type
+        self.stored = entry.kind.stored
+        self.rotation = rotation_of(entry.size, latent=entry.latent)
+
+    @property
+    @override
+    def values(self) -> Tensor:
+        return self.tensors[self.stored - 1]
+
+    @property
+    def frames(self) -> Tensor:
+        """Per sequence and head, center and spread of each channel of the keys, float32 ``[B, N, 2, D]``."""
+        return self.tensors[self.stored]
+
+    @property
+    @override
+    def entry_type(self) -> QuantizedType:
+        return self._entry_type
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.entry.size
+
+    @override
+    def _with(self, tensors: Sequence[Tensor]) -> QuantizedCache:
+        return QuantizedCache(tensors, self.entry, self._entry_type)
+
+    @override
+    def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
+        (B, T, N, D), stored = key.shape, list[Tensor]()
+        frames = (self.frames.flatten(0, 1), None)
+        for codes, numbers, frame in zip(self._codes(), (key, value), frames, strict=False):
+            target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=key.device)
+            encode(numbers.transpose(1, 2).reshape(B * N, T, D), frame, self.rotation, codes.bits, target)
+            stored.append(target.view(B, N, T, -1).transpose(1, 2))
+        self.write_stored(entries, stored, active)
+
+    @override
+    def converted(self, entry_type: EntryType, like: LayerCache | None = None) -> LayerCache:
+        if entry_type == self._entry_type:
+            return self
+        if isinstance(entry_type, QuantizedType):
+            return super().converted(entry_type, like)
+        keys, *values = self.numbers()
+        return self.entry.made_of([each.to(entry_type) for each in (keys, *values)], entry_type)
+
+    def numbers(self) -> list[Tensor]:
+        """What the codes stand for: keys and, unless they are part of them, values, float32 ``[B, N, C, D]``."""
+        keys, *values = (
+            rotated(codes.decoded(tensor), self.rotation)
+            for codes, tensor in zip(self._codes(), self.tensors, strict=False)
+        )
+        return [keys * self.frames[:, :, 1, None] + self.frames[:, :, 0, None], *values]
+
+    def _codes(self) -> list[Codes]:
+        return [self._entry_type.keys, self._entry_type.values][: self.stored]
+
+
+def quantized(cache: LayerCache, entry_type: QuantizedType, like: LayerCache | None) -> QuantizedCache:
+    """Encode the entries of a cache of one row; see :meth:`LayerCache.converted`."""
+    tensors = cache.numbers() if isinstance(cache, QuantizedCache) else cache.tensors
+    latent = cache.entry.latent if isinstance(cache, QuantizedCache) else cache.stored == 1
+    entry = EntryShape(cache.heads, cache.size, latent)
+    made = entry.empty(cache.rows, cache.entries, entry_type=entry_type, device=cache.device)
+    assert isinstance(made, QuantizedCache)
+    made.frames.copy_(like.frames if isinstance(like, QuantizedCache) else frame_of(tensors[0].float()))
+    frames = (made.frames[0], None)
+    for numbers, frame, codes, target in zip(tensors, frames, made._codes(), made.tensors, strict=False):
+        encode(numbers[0], frame, made.rotation, codes.bits, target[0])
+    return made

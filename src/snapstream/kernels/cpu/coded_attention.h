@@ -1,0 +1,306 @@
+// Attention of single tokens over entries that are stored as codes; see decode_attention.h, which it follows. All products
+// are sums of integers: of codes of a query and codes of keys, and of codes of values and rounded weights.
+#pragma once
+#include "codes.h"
+#include "decode_attention.h"
+
+namespace snapstream {
+
+constexpr int CODED_HEADS = 8;  // heads for which codes are read once
+constexpr int64_t GROUPS = ENTRIES / LANES;
+
+// Entries of one KV head.
+struct CodedEntries {
+  const uint8_t *keys, *values;
+  int64_t key_row, value_row;  // bytes from one to the next
+};
+
+// Calls function(integral constant i) for i in 0 .. N - 1: arrays that are indexed with these stay in registers.
+template <int N, typename Function>
+INLINE inline void each(const Function& function) {
+  [&]<int... I>(std::integer_sequence<int, I...>) INLINE { (function(std::integral_constant<int, I>()), ...); }
+  (std::make_integer_sequence<int, N>());
+}
+
+// ---- Orders of bytes ----
+
+#define SNAPSTREAM_LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+// Vectors of four parts each of four vectors: part i of v[j] becomes part j of v[i].
+inline void transpose_quarters(vec_u32& a, vec_u32& b, vec_u32& c, vec_u32& d) {
+  const vec_u32 even_ab = SNAPSTREAM_LANES(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const vec_u32 even_cd = SNAPSTREAM_LANES(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const vec_u32 odd_ab = SNAPSTREAM_LANES(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const vec_u32 odd_cd = SNAPSTREAM_LANES(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  a = SNAPSTREAM_LANES(even_ab, even_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  b = SNAPSTREAM_LANES(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  c = SNAPSTREAM_LANES(even_ab, even_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  d = SNAPSTREAM_LANES(odd_ab, odd_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// Lane i of v[j] becomes lane j of v[i].
+inline void transpose(vec_u32* v) {
+  UNROLL for (int i = 0; i < LANES; i += 4) {
+    const vec_u32 low_a = SNAPSTREAM_LANES(v[i], v[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    const vec_u32 high_a = SNAPSTREAM_LANES(v[i], v[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const vec_u32 low_b = SNAPSTREAM_LANES(v[i + 2], v[i + 3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    const vec_u32 high_b = SNAPSTREAM_LANES(v[i + 2], v[i + 3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    v[i] = SNAPSTREAM_LANES(low_a, low_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    v[i + 1] = SNAPSTREAM_LANES(low_a, low_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    v[i + 2] = SNAPSTREAM_LANES(high_a, high_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    v[i + 3] = SNAPSTREAM_LANES(high_a, high_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  // v[i + c] now has, in part p, lane 4 p + c of v[i .. i + 4].
+  UNROLL for (int c = 0; c < 4; ++c) transpose_quarters(v[c], v[c + 4], v[c + 8], v[c + 12]);
+}
+
+// Of four vectors of bytes, four vectors with bytes 16 i .. 16 i + 16 of each: a lane has the same byte of all four.
+inline void interleave(vec_u32* v) {
+#if defined(__AVX512BW__)
+  const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+  const __m512i low_ab = _mm512_unpacklo_epi8(a, b), high_ab = _mm512_unpackhi_epi8(a, b);
+  const __m512i low_cd = _mm512_unpacklo_epi8(c, d), high_cd = _mm512_unpackhi_epi8(c, d);
+  v[0] = (vec_u32)_mm512_unpacklo_epi16(low_ab, low_cd), v[1] = (vec_u32)_mm512_unpackhi_epi16(low_ab, low_cd);
+  v[2] = (vec_u32)_mm512_unpacklo_epi16(high_ab, high_cd), v[3] = (vec_u32)_mm512_unpackhi_epi16(high_ab, high_cd);
+  transpose_quarters(v[0], v[1], v[2], v[3]);
+#else
+  uint8_t from[4][64], to[4][64];
+  std::memcpy(from, v, sizeof(from));
+  for (int i = 0; i < 4; ++i)
+    for (int byte = 0; byte < 16; ++byte)
+      for (int j = 0; j < 4; ++j) to[i][4 * byte + j] = from[j][16 * i + byte];
+  std::memcpy(v, to, sizeof(to));
+#endif
+}
+
+// ---- Keys ----
+
+// Adds products of four bytes per lane, with the same four of a query or of weights.
+template <bool EIGHT_BITS>
+inline void add_dot(vec_i32& total, vec_u32 numbers, const int8_t* four) {
+#if defined(__AVX512VNNI__)
+  // Compilers load many of the four bytes at once and bring them into vectors, which takes longer than the product.
+  vec_u32 same;
+  asm("vpbroadcastd %1, %0" : "=v"(same) : "m"(*reinterpret_cast<const int32_t(*)>(four)));
+  total = dot_bytes<EIGHT_BITS>(total, numbers, same);
+#else
+  uint32_t same;
+  std::memcpy(&same, four, sizeof(same));
+  total = dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
+#endif
+}
+
+// Memory that will be needed.
+struct Coming {
+  const uint8_t *next, *end;
+
+  // Prefetches the next line; memory does not have more of them than there are calls, but for a few.
+  void prefetch() { __builtin_prefetch(next, 0, 2), next += 64; }
+  void prefetch_rest() {
+    while (next < end) prefetch();
+  }
+};
+
+// Scores of LANES keys, at `rows`, for HEADS heads.
+template <typename F, int HEADS>
+inline void score_codes(const CodedQuery* queries, const uint8_t* const* rows, int64_t size, float* scores, Coming coming) {
+  vec total[HEADS];
+  vec_i32 whole[HEADS];
+  each<HEADS>([&](auto h) INLINE { total[h] = vec{}, whole[h] = vec_i32{} + queries[h].starts[0]; });
+  for (int64_t at = 0; at < size; at += F::CHUNK) {
+    const int64_t bytes = F::EIGHT_BITS ? at : at / 2, count = std::min<int64_t>(64, F::EIGHT_BITS ? size - at : (size - at) / 2);
+    vec_u32 codes[LANES];
+    each<LANES>([&](auto i) INLINE { codes[i] = load_some(rows[i] + bytes, count), coming.prefetch(); });
+    transpose(codes);
+    const auto* own = reinterpret_cast<const CodedQuery*>(reinterpret_cast<const char*>(queries) + at);
+    if constexpr (F::EIGHT_BITS) {
+      each<LANES>([&](auto i) INLINE {
+        each<HEADS>([&](auto h) INLINE { add_dot<true>(whole[h], codes[i], own[h].codes + 4 * i); });
+      });
+    } else {
+      vec scales[4];
+      F::read_scales(rows, size, at, scales);
+      each<4>([&](auto part) INLINE {
+        if (part * PART >= size - at) return;
+        each<HEADS>([&](auto h) INLINE { whole[h] = vec_i32{} + queries[h].starts[at / PART + part]; });
+        each<4>([&](auto i) INLINE {
+          const vec_u32 both = codes[4 * part + i], low = both & 0x0F0F0F0Fu, high = both >> 4 & 0x0F0F0F0Fu;
+          constexpr int64_t first = part * PART + 4 * i;
+          each<HEADS>([&](auto h) INLINE { add_dot<false>(whole[h], low, own[h].codes + first); });
+          each<HEADS>([&](auto h) INLINE { add_dot<false>(whole[h], high, own[h].codes + first + PART / 2); });
+        });
+        each<HEADS>([&](auto h) INLINE { total[h] += __builtin_convertvector(whole[h], vec) * scales[part]; });
+      });
+    }
+  }
+  coming.prefetch_rest();
+  vec scale;
+  if constexpr (F::EIGHT_BITS) F::read_scales(rows, size, 0, &scale);
+  each<HEADS>([&](auto h) INLINE {
+    if constexpr (F::EIGHT_BITS) total[h] = __builtin_convertvector(whole[h], vec) * scale;
+    store(scores + h * ENTRIES, total[h] * queries[h].scale + queries[h].constant);
+  });
+}
+
+// ---- Values ----
+
+// Weights of a block for numbers that have a scale in common: 128 * high + low, or only high.
+struct Weights {
+  alignas(64) int8_t high[ENTRIES], low[ENTRIES];
+  int32_t start;  // of sums of products with codes
+};
+
+// Rounds weights of a block times the scales of each part to every `step`-th of `to`. `most` are the largest magnitudes of
+// each entry's scales. Returns what sums of products have to be multiplied by.
+template <typename F>
+inline float round_weights(const float* weights, const float (*scales)[ENTRIES], const float* most, int64_t parts, Weights* to,
+                           int64_t step) {
+  constexpr bool TWO = F::WEIGHT_BYTES == 2;
+  constexpr float MOST = TWO ? 16383.0f : 127.0f, MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  vec peaks{}, nothing{};
+  UNROLL for (int64_t i = 0; i < ENTRIES; i += LANES) {
+    const vec w = load(weights + i) * load(most + i);
+    peaks = larger(peaks, w), nothing += w * 0.0f;
+  }
+  const float peak = largest(peaks);
+  const bool finite = !any(~(nothing == 0.0f));
+  const float factor = finite && peak > SMALLEST_PEAK ? MOST / peak : 0.0f;
+  vec own_weights[GROUPS];
+  each<GROUPS>([&](auto i) INLINE { own_weights[i] = finite ? load(weights + i * LANES) * factor : vec{}; });
+  for (int64_t part = 0; part < parts; ++part) {
+    vec_i32 total{};
+    Weights& own = to[part * step];
+    each<GROUPS>([&](auto i) INLINE {
+      const vec_i32 whole = (vec_i32)(own_weights[i] * load(scales[part] + i * LANES) + MAGIC) - 0x4B400000;
+      store_bytes(own.high + i * LANES, TWO ? whole >> 7 : whole);
+      if (TWO) store_bytes(own.low + i * LANES, whole & 127);
+      total += whole;
+    });
+    own.start = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(__builtin_convertvector(total, vec)));
+  }
+  return finite ? peak / MOST : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Adds weighted codes of COLUMNS * LANES columns to each head's output, at `out` and `stride` apart. `codes` are those of
+// a block, four entries after four, `distance` vectors apart.
+template <typename F, int HEADS, int COLUMNS>
+inline void add_codes(const Weights* weights, const float* factors, const vec_u32* codes, int64_t distance, float* out,
+                      int64_t stride) {
+  constexpr bool TWO = F::WEIGHT_BYTES == 2;
+  vec_i32 high[HEADS * COLUMNS], low[TWO ? HEADS * COLUMNS : 1];
+  each<HEADS * COLUMNS>([&](auto i) INLINE {
+    const vec_i32 start = vec_i32{} + weights[i % HEADS].start;
+    if constexpr (TWO) high[i] = vec_i32{}, low[i] = start;
+    else high[i] = start;
+  });
+  for (int64_t i = 0; i < ENTRIES / 4; ++i, codes += distance) {
+    each<HEADS>([&](auto h) INLINE {
+      each<COLUMNS>([&](auto c) INLINE {
+        add_dot<F::EIGHT_BITS>(high[c * HEADS + h], codes[c], weights[h].high + 4 * i);
+        if constexpr (TWO) add_dot<F::EIGHT_BITS>(low[c * HEADS + h], codes[c], weights[h].low + 4 * i);
+      });
+    });
+  }
+  each<HEADS * COLUMNS>([&](auto i) INLINE {
+    float* to = out + i % HEADS * stride + i / HEADS * LANES;
+    vec_i32 whole = high[i];
+    if constexpr (TWO) whole = whole * 128 + low[i];
+    store(to, load(to) + __builtin_convertvector(whole, vec) * factors[i % HEADS]);
+  });
+}
+
+// Adds a block of values, weighted, to the states of HEADS heads.
+template <typename F, int HEADS>
+inline void add_coded_values(const float* scores, const uint8_t* const* rows, int64_t n, int64_t size, int64_t columns,
+                             float* states, int64_t stride, Coming coming) {
+  constexpr int64_t MOST_PARTS = F::EIGHT_BITS ? 1 : MOST_CHANNELS / PART;
+  constexpr int VECTORS = F::EIGHT_BITS ? 4 : 8;  // of LANES columns, in 64 bytes
+  constexpr int COLUMNS = F::WEIGHT_BYTES == 2 && HEADS > 4 ? 1 : 2;  // as many as stay in registers
+  alignas(64) float scales[MOST_PARTS][ENTRIES];
+  Weights weights[HEADS * MOST_PARTS];
+  float factors[HEADS];
+  const int64_t parts = F::EIGHT_BITS ? 1 : columns / PART;
+  alignas(64) float most[ENTRIES];
+  for (int64_t i = 0; i < ENTRIES; i += LANES) {
+    vec largest_scales{};
+    for (int64_t at = 0; at < (F::EIGHT_BITS ? 1 : columns); at += F::CHUNK) {
+      vec own[4];
+      F::read_scales(rows + i, size, at, own);
+      for (int64_t part = 0; part < std::min<int64_t>(4, parts - at / PART); ++part) {
+        store(scales[at / PART + part] + i, own[part]);
+        const vec magnitude = (vec)((vec_u32)own[part] & 0x7FFFFFFFu);
+        largest_scales = select(magnitude > largest_scales | magnitude != magnitude, magnitude, largest_scales);  // keeps NaN
+      }
+    }
+    store(most + i, largest_scales);
+  }
+  for (int64_t part = 0; part < parts; ++part) std::fill(scales[part] + n, scales[part] + ENTRIES, 0.0f);
+  std::fill(most + n, most + ENTRIES, 0.0f);
+  for (int h = 0; h < HEADS; ++h)
+    factors[h] = round_weights<F>(scores + h * ENTRIES, scales, most, parts, weights + h, HEADS);
+  for (int64_t at = 0; at < columns; at += F::CHUNK) {
+    const int64_t bytes = F::EIGHT_BITS ? at : at / 2, count = std::min<int64_t>(64, F::EIGHT_BITS ? columns - at : (columns - at) / 2);
+    vec_u32 codes[ENTRIES / 4 * VECTORS];
+    for (int64_t i = 0; i < ENTRIES; i += 4) {
+      vec_u32 four[4];
+      each<4>([&](auto j) INLINE { four[j] = load_some(rows[i + j] + bytes, count), coming.prefetch(); });
+      interleave(four);
+      vec_u32* to = codes + i / 4 * VECTORS;
+      each<4>([&](auto j) INLINE {
+        if constexpr (F::EIGHT_BITS) to[j] = four[j];
+        else to[2 * j] = four[j] & 0x0F0F0F0Fu, to[2 * j + 1] = four[j] >> 4 & 0x0F0F0F0Fu;
+      });
+    }
+    for (int64_t v = 0; v < count * VECTORS / 64; v += COLUMNS) {
+      const int64_t column = at + v * LANES;
+      add_codes<F, HEADS, COLUMNS>(weights + (F::EIGHT_BITS ? 0 : column / PART * HEADS), factors, codes + v, VECTORS,
+                                   states + LANES + column, stride);
+    }
+  }
+  coming.prefetch_rest();
+}
+
+// Adds n entries to the states of HEADS heads. `columns` are as much of a value as is wanted.
+template <typename K, typename V, int HEADS>
+__attribute__((noinline)) void attend_coded(const CodedQuery* queries, const CodedEntries& entries, int64_t n, int64_t size,
+                                            int64_t columns, float cap, float* states) {
+  const int64_t stride = state_size(columns);
+  alignas(64) float scores[HEADS][ENTRIES];
+  const uint8_t *keys[ENTRIES], *values[ENTRIES];
+  for (int64_t i = 0; i < ENTRIES; ++i) {  // after the last entry, some that exist
+    const int64_t entry = std::min(i, n - 1);
+    keys[i] = entries.keys + entry * entries.key_row, values[i] = entries.values + entry * entries.value_row;
+  }
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Coming coming{entries.values + (AHEAD + i) * entries.value_row, entries.values + (AHEAD + i + LANES) * entries.value_row};
+    score_codes<K, HEADS>(queries, keys + i, size, scores[0] + i, coming);
+  }
+  for (int h = 0; h < HEADS; ++h) weigh(scores[h], n, columns, cap, states + h * stride);
+  const Coming coming{entries.keys + AHEAD * entries.key_row, entries.keys + (AHEAD + ENTRIES) * entries.key_row};
+  add_coded_values<V, HEADS>(scores[0], values, n, size, columns, states, stride, coming);
+}
+
+// The same for all `heads` heads that share a KV head; their states are contiguous.
+template <typename K, typename V>
+inline void attend_coded(const CodedQuery* queries, int64_t heads, const CodedEntries& entries, int64_t n, int64_t size,
+                         int64_t columns, float cap, float* states) {
+  for (int64_t h = 0; h < heads; h += CODED_HEADS) {
+    const CodedQuery* q = queries + h;
+    float* s = states + h * state_size(columns);
+    switch (heads - h) {
+      case 1: attend_coded<K, V, 1>(q, entries, n, size, columns, cap, s); break;
+      case 2: attend_coded<K, V, 2>(q, entries, n, size, columns, cap, s); break;
+      case 3: attend_coded<K, V, 3>(q, entries, n, size, columns, cap, s); break;
+      case 4: attend_coded<K, V, 4>(q, entries, n, size, columns, cap, s); break;
+      case 5: attend_coded<K, V, 5>(q, entries, n, size, columns, cap, s); break;
+      case 6: attend_coded<K, V, 6>(q, entries, n, size, columns, cap, s); break;
+      case 7: attend_coded<K, V, 7>(q, entries, n, size, columns, cap, s); break;
+      default: attend_coded<K, V, 8>(q, entries, n, size, columns, cap, s);
+    }
+  }
+}
+
+#undef INLINE
+#undef SNAPSTREAM_LANES
+
+}  // namespace snapstream

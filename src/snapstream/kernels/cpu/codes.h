@@ -1,0 +1,226 @@
+// Cache entries as codes of 8 or 4 bits, as snapstream/cache/codes.py describes them: how numbers become codes, and what
+// attention reads.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "blocks.h"
+
+namespace snapstream {
+
+constexpr int64_t MOST_CHANNELS = 1024;  // MOST_HEAD_SIZE in __init__.py
+constexpr float SMALLEST_PEAK = 1e-30f;
+
+inline bool is_coded(int64_t type) { return type == INT8 || type == INT4; }
+
+// Sums and differences of lanes that are HALF apart.
+template <int HALF>
+inline vec with_neighbors(vec x) {
+  constexpr auto other = [](int lane) { return lane ^ HALF; };
+  const vec y = __builtin_shufflevector(x, x, other(0), other(1), other(2), other(3), other(4), other(5), other(6), other(7),
+                                        other(8), other(9), other(10), other(11), other(12), other(13), other(14), other(15));
+  vec sign;
+  for (int lane = 0; lane < LANES; ++lane) sign[lane] = lane & HALF ? -1.0f : 1.0f;
+  return y + x * sign;
+}
+
+// Multiplies each `width` neighbors by the normalized Hadamard matrix, in place; `width` is at least LANES.
+inline void rotate_channels(float* x, int64_t size, int64_t width) {
+  for (int64_t i = 0; i < size; i += LANES)
+    store(x + i, with_neighbors<8>(with_neighbors<4>(with_neighbors<2>(with_neighbors<1>(load(x + i))))));
+  for (int64_t half = LANES; half < width; half *= 2) {
+    for (int64_t begin = 0; begin < size; begin += 2 * half) {
+      for (int64_t i = begin; i < begin + half; i += LANES) {
+        const vec a = load(x + i), b = load(x + i + half);
+        store(x + i, a + b), store(x + i + half, a - b);
+      }
+    }
+  }
+  const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(width)));
+  for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * factor);
+}
+
+// The largest magnitude, or NaN if there is a number that is not finite.
+inline float peak_of(const float* x, int64_t size) {
+  vec peaks{}, nothing{};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const vec v = load(x + i);
+    peaks = larger(peaks, (vec)((vec_u32)v & 0x7FFFFFFFu)), nothing += v * 0.0f;
+  }
+  return any(~(nothing == 0.0f)) ? std::numeric_limits<float>::quiet_NaN() : largest(peaks);
+}
+
+// Bytes with a sign that have the same bits as bytes without one.
+inline vec_i32 signed_byte(vec_i32 byte) { return (byte ^ 128) - 128; }
+
+// Rounds numbers times a factor to integers, to nearest, ties to even.
+inline vec_i32 rounded_to_integers(vec x, float factor) {
+  vec y = x * factor;
+  for (int lane = 0; lane < LANES; ++lane) y[lane] = std::rint(y[lane]);
+  return __builtin_convertvector(y, vec_i32);
+}
+
+// Reads 64 bytes, of which `count` exist; there are zeros after them.
+inline vec_u32 load_some(const uint8_t* p, int64_t count) {
+  if (count >= 64) return load_bits(p);
+#if defined(__AVX512BW__)
+  return (vec_u32)_mm512_maskz_loadu_epi8((1ull << count) - 1, p);
+#else
+  vec_u32 v{};
+  std::memcpy(&v, p, count);
+  return v;
+#endif
+}
+
+#define INLINE __attribute__((always_inline))
+
+// Four bytes from each of LANES addresses.
+template <typename Function>
+INLINE inline vec_u32 gathered(const Function& address) {
+  vec_u32 v;
+  UNROLL for (int i = 0; i < LANES; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, address(i), sizeof(bits));
+    v[i] = bits;
+  }
+  return v;
+}
+
+// Eight bytes from each of LANES addresses, of which parts of two bytes can be had as the upper halves of lanes.
+struct Eights {
+  typedef uint64_t half __attribute__((vector_size(64)));
+  typedef uint32_t narrow __attribute__((vector_size(32)));
+  half first, second;
+
+  template <typename Function>
+  INLINE explicit Eights(const Function& address) {
+    UNROLL for (int i = 0; i < 8; ++i) {
+      uint64_t a, b;
+      std::memcpy(&a, address(i), sizeof(a)), std::memcpy(&b, address(i + 8), sizeof(b));
+      first[i] = a, second[i] = b;
+    }
+  }
+
+  vec_u32 upper(int64_t part) const {
+    const auto a = __builtin_convertvector(first >> 16 * part, narrow), b = __builtin_convertvector(second >> 16 * part, narrow);
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) << 16;
+  }
+};
+
+// The formats. CHUNK numbers of an entry have 64 bytes of codes, which have no sign and are OFFSET too large. An entry has
+// `scales` of them, each for a part of it.
+
+// 8 bits: a scale per entry.
+struct Codes8 {
+  static constexpr int64_t OFFSET = 128, CHUNK = 64, WEIGHT_BYTES = 2;  // of a weight that values are multiplied with
+  static constexpr bool EIGHT_BITS = true;
+
+  static int64_t bytes(int64_t size) { return size + 4; }
+
+  static void encode(const float* x, int64_t size, uint8_t* to) {
+    const float peak = peak_of(x, size), scale = peak <= SMALLEST_PEAK ? 0.0f : peak / 127.0f;
+    const float factor = 127.0f / peak;
+    for (int64_t i = 0; i < size; i += LANES) {
+      const vec_i32 whole = peak > SMALLEST_PEAK ? rounded_to_integers(load(x + i), factor) : vec_i32{};
+      store_bytes(reinterpret_cast<int8_t*>(to) + i, signed_byte(whole + 128));
+    }
+    std::memcpy(to + size, &scale, sizeof(scale));
+  }
+
+  static int64_t scales(int64_t) { return 1; }
+
+  // The scales of LANES entries.
+  INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t, vec* scales) {
+    scales[0] = (vec)gathered([&](int i) INLINE { return rows[i] + size; });
+  }
+};
+
+// 4 bits: a scale per 32 numbers, whose first half is in the low halves of 16 bytes, and whose second one in the high.
+struct Codes4 {
+  static constexpr int64_t OFFSET = 8, CHUNK = 128, WEIGHT_BYTES = 1;
+  static constexpr bool EIGHT_BITS = false;
+
+  static int64_t bytes(int64_t size) { return size / 2 + size / PART * 2; }
+
+  static void encode(const float* x, int64_t size, uint8_t* to) {
+    uint8_t* scales = to + size / 2;
+    for (int64_t at = 0; at < size; at += PART, to += PART / 2, scales += 2) {
+      const vec low = load(x + at), high = load(x + at + LANES);
+      const float peak = peak_of(x + at, PART), most = largest(larger(low, high));  // not finite: peak is NaN
+      const float furthest = most == peak ? peak : -peak;
+      const bfloat16 scale(peak <= SMALLEST_PEAK ? 0.0f : furthest / -8.0f);
+      const float wide = scale, factor = 1.0f / wide;
+      const auto coded = [&](vec v) {
+        if (!(peak > SMALLEST_PEAK && wide != 0.0f)) return vec_i32{} + 8;
+        const vec_i32 code = rounded_to_integers(v, factor) + 8;
+        return code > 15 ? vec_i32{} + 15 : code;
+      };
+      store_bytes(reinterpret_cast<int8_t*>(to), signed_byte(coded(low) | coded(high) << 4));
+      std::memcpy(scales, &scale, sizeof(scale));
+    }
+  }
+
+  static int64_t scales(int64_t size) { return size / PART; }
+
+  // The scales of the parts of LANES entries that are in the chunk from `at` on; 0 where there are none.
+  INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t at, vec* scales) {
+    const int64_t count = std::min<int64_t>(CHUNK, size - at) / PART, end = size / 2 + (at / PART + count) * 2;
+    const Eights last([&](int i) INLINE { return rows[i] + end - 8; });  // there are 16 bytes of codes before them
+    UNROLL for (int part = 0; part < 4; ++part)
+      scales[part] = part < count ? (vec)last.upper(part + 4 - count) : vec{};
+  }
+};
+
+// Calls function(format).
+template <typename Function>
+inline auto with_codes(int64_t type, const Function& function) {
+  return type == INT8 ? function(Codes8()) : function(Codes4());
+}
+
+// Stores a row of numbers as codes. `frame` has the center and then the spread of each channel; no pointer: there is none.
+template <typename T>
+inline void encode_row(int64_t type, const T* from, int64_t size, const float* frame, int64_t width, uint8_t* to) {
+  float x[MOST_CHANNELS];
+  for (int64_t i = 0; i < size; ++i) {
+    const float number = static_cast<float>(from[i]);
+    x[i] = frame ? (number - frame[i]) / frame[size + i] : number;
+  }
+  rotate_channels(x, size, width);
+  with_codes(type, [&](auto f) { decltype(f)::encode(x, size, to); });
+}
+
+// A query as it is multiplied with codes: 8 bits with a sign. Sums of products start at what the codes' OFFSET adds to
+// them, with the opposite sign.
+struct CodedQuery {
+  float scale;        // of its codes, times the factor on logits
+  float constant;     // what the centers of all channels add to each logit
+  int32_t starts[MOST_CHANNELS / PART];  // of each of the parts that have a scale
+  // 0 after the last channel, as whole vectors are multiplied. Of a fixed size, so that compilers know all addresses.
+  int8_t codes[MOST_CHANNELS];
+
+  // Brings a query into this form, in which what is not finite becomes NaN.
+  template <typename F, typename T>
+  static void prepare(const T* query, int64_t size, const float* frame, int64_t width, float factor, CodedQuery* to) {
+    float x[MOST_CHANNELS];
+    double constant = 0.0;
+    for (int64_t i = 0; i < size; ++i) {
+      const float number = static_cast<float>(query[i]);
+      constant += static_cast<double>(number) * frame[i], x[i] = number * frame[size + i];
+    }
+    rotate_channels(x, size, width);
+    const float peak = peak_of(x, size), inverse = 127.0f / peak;
+    to->scale = peak / 127.0f * factor;
+    to->constant = static_cast<float>(constant * factor);
+    std::fill(to->codes + size, to->codes + (size + 127) / 128 * 128, 0);
+    for (int64_t i = 0; i < size; i += LANES)
+      store_bytes(to->codes + i, peak > SMALLEST_PEAK ? rounded_to_integers(load(x + i), inverse) : vec_i32{});
+    const int64_t parts = F::scales(size), in_part = size / parts;
+    for (int64_t part = 0; part < parts; ++part) {
+      int32_t total = 0;
+      for (int64_t i = 0; i < in_part; ++i) total += to->codes[part * in_part + i];
+      to->starts[part] = -static_cast<int32_t>(F::OFFSET) * total;
+    }
+  }
+};
+
+}  // namespace snapstream

@@ -1,0 +1,47 @@
+"""Kernel that stores numbers as codes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from snapstream.kernels.cpu import interface, library
+from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
+
+MOST_CHANNELS = 1024
+"""Largest head size, given by a buffer in ``codes.h``."""
+
+
+def takes(numbers: Tensor, target: Tensor) -> bool:
+    """Whether :func:`encode` can store these numbers."""
+    size = numbers.shape[2]
+    fits = numbers.dtype in TYPES and size % MULTIPLE == 0 and size <= MOST_CHANNELS
+    return fits and numbers.is_cpu and numbers.stride(2) == target.stride(2) == 1
+
+
+def encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
+    """CPU kernel for :func:`snapstream.cache.quantized.encode`, with the same results.
+
+    Raises:
+        ValueError: Shapes or dtypes do not match.
+        MemoryError: There is not enough memory for temporaries.
+    """
+    (N, E, D), bytes_of_row = numbers.shape, target.shape[2]
+    require(takes(numbers, target) and target.shape[:2] == (N, E), "shapes or types do not match")
+    require(bytes_of_row == (D + 4 if bits == 8 else D // 2 + D // 16), "shapes or types do not match")
+    frame = None if frame is None else frame.contiguous()
+    arguments = interface.STRUCTURES["Encoding"](
+        numbers.data_ptr(),
+        None if frame is None else frame.data_ptr(),
+        target.data_ptr(),
+        type=TYPES.index(numbers.dtype),
+        codes=interface.TYPES.index(f"int{bits}"),
+        heads=N,
+        entries=E,
+        size=D,
+        rotation=width,
+        head=numbers.stride(0),
+        row=numbers.stride(1),
+        out_head=target.stride(0),
+        out_row=target.stride(1),
+    )
+    library.run("encode", arguments, of="quantizing")
