@@ -375,7 +375,7 @@ def test_bad_use_is_refused_with_reasons(model):
         cache.crop(-1)
     with pytest.raises(RequestError, match="does not support offloading"):
         cache.layers[0].offload()
-    with pytest.raises(ConfigurationError, match="cannot be offloaded or quantized"):
+    with pytest.raises(ConfigurationError, match="cannot be offloaded"):
         SnapStreamCache(model.config, SMALL, offloading=True)
     with pytest.raises(ConfigurationError, match="too few"):
         SnapStreamCache(model.config, 3)

@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 
 from snapstream.attention import flash
 from snapstream.attention.base import AttentionBackend
-from snapstream.cache import EntryShape
+from snapstream.cache import EntryShape, QuantizedCache, dense_dtype
 from snapstream.kernels import triton as kernels
 from snapstream.kernels.buffers import Slots, StepBuffers
 from snapstream.kernels.operations import Attend, Operation
@@ -70,8 +70,9 @@ class TritonAttention(AttentionBackend):
         splits = 1
         for each in operations:
             if isinstance(each, Attend):  # those with the most entries need most
-                keys, query = work.caches[each.layer].keys, torch.Size((1, each.query.heads, each.query.size))
-                splits = max(splits, self.splits(len(work.slots.token), query, keys.shape[1:], keys.dtype))
+                cache, query = work.caches[each.layer], torch.Size((1, each.query.heads, each.query.size))
+                dtype = dense_dtype(cache.entry_type)
+                splits = max(splits, self.splits(len(work.slots.token), query, cache.keys.shape[1:], dtype))
         return TritonProgram(operations, work, splits=splits)
 
     def splits(self, slots: int, query: torch.Size, cache: torch.Size, dtype: torch.dtype) -> int:
@@ -96,7 +97,9 @@ class TritonAttention(AttentionBackend):
         # This is an upper bound, as grouped heads have fewer programs.
         most = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
         parts = min(slots * most, max(slots, 2 * kernels.PROGRAMS_PER_PROCESSOR * kernels.processors(self.device)))
-        return parts * o.query.heads * (o.target.size + 1) * 4
+        mixed = slots * o.query.heads * (o.query.size + 1 + o.target.size) * 4
+        coded = mixed if isinstance(m.caches[o.layer], QuantizedCache) else 0
+        return parts * o.query.heads * (o.target.size + 1) * 4 + coded
 
     @override
     def prefill(

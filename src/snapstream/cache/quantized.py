@@ -79,7 +79,7 @@ class QuantizedCache(LayerCache):
     def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
         (B, T, N, D), stored = key.shape, list[Tensor]()
         frames = (self.frames.flatten(0, 1), None)
-        for codes, numbers, frame in zip(self._codes(), (key, value), frames, strict=False):
+        for codes, numbers, frame in zip(self.codes, (key, value), frames, strict=False):
             target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=key.device)
             encode(numbers.transpose(1, 2).reshape(B * N, T, D), frame, self.rotation, codes.bits, target)
             stored.append(target.view(B, N, T, -1).transpose(1, 2))
@@ -98,11 +98,13 @@ class QuantizedCache(LayerCache):
         """What the codes stand for: keys and, unless they are part of them, values, float32 ``[B, N, C, D]``."""
         keys, *values = (
             rotated(codes.decoded(tensor), self.rotation)
-            for codes, tensor in zip(self._codes(), self.tensors, strict=False)
+            for codes, tensor in zip(self.codes, self.tensors, strict=False)
         )
         return [keys * self.frames[:, :, 1, None] + self.frames[:, :, 0, None], *values]
 
-    def _codes(self) -> list[Codes]:
+    @property
+    def codes(self) -> list[Codes]:
+        """Formats of keys and, unless they are part of them, of values."""
         return [self._entry_type.keys, self._entry_type.values][: self.stored]
 
 
@@ -115,6 +117,6 @@ def quantized(cache: LayerCache, entry_type: QuantizedType, like: LayerCache | N
     assert isinstance(made, QuantizedCache)
     made.frames.copy_(like.frames if isinstance(like, QuantizedCache) else frame_of(tensors[0].float()))
     frames = (made.frames[0], None)
-    for numbers, frame, codes, target in zip(tensors, frames, made._codes(), made.tensors, strict=False):
+    for numbers, frame, codes, target in zip(tensors, frames, made.codes, made.tensors, strict=False):
         encode(numbers[0], frame, made.rotation, codes.bits, target[0])
     return made

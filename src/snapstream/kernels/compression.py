@@ -94,7 +94,12 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
 
 @encode.register_kernel(DEVICES)
 def _encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
-    if cpu.loaded and codes.takes(numbers, target):
+    if triton.takes(numbers) and numbers.stride(2) == target.stride(2) == 1:
+        from snapstream.kernels.triton.codes import encode as encode_on_device
+
+        with triton.current_device(numbers.device):
+            encode_on_device(numbers, frame, width, bits, target)
+    elif cpu.loaded and codes.takes(numbers, target):
         codes.encode(numbers, frame, width, bits, target)
     else:
         plain_encode(numbers, frame, width, bits, target)

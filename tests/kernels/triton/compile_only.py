@@ -76,7 +76,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     from snapstream.kernels.plain import Activation
     from snapstream.kernels.triton import decode, prefill, rows, select, store, votes
     from snapstream.kernels.triton import keys as differences
-    from snapstream.kernels.triton.store import RING, STRAIGHT, Places
+    from snapstream.kernels.triton.places import RING, STRAIGHT, Places
 
     latent, B, L = size == 576, 4, 4096
     H, N, columns = (128, 1, 512) if latent else (32, 8, size)
@@ -117,6 +117,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     rows.gate_by(wide[:, None, :1], wide[:, None, 4096:8192], sigmoid=True)
     rows.gate_by(wide.view(B, -1, 128), wide.view(B, -1, 128), sigmoid=False)
     compile_states(dtype, stored, B)
+    compile_codes(dtype, shape, H, columns)
     places = (Places(RING, 1, state, state, state, active), Places(STRAIGHT, B, one))
     for each, into in zip(places, (cache, staging), strict=True):
         if latent:
@@ -124,6 +125,40 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
         else:
             qkv = torch.zeros(B, (H + 2 * N) * size, dtype=dtype)
             store.store_grouped(qkv, qkv, angles, angles, into, each, (wide[0, :size], wide[0, :size], 1e-5))
+
+
+def compile_codes(dtype: torch.dtype, shape, heads: int, columns: int) -> None:
+    """Entries of 8 and 4 bits: prompts, steps of one token and of several."""
+    from snapstream.cache import CODES, QuantizedType
+    from snapstream.kernels.buffers import Slots
+    from snapstream.kernels.triton import codes, decode, store
+    from snapstream.kernels.triton.places import RING, Places
+
+    B, D = 4, shape.size
+    state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
+    for each in CODES.values():
+        cache = shape.empty(B, 1024, entry_type=QuantizedType(each, each, dtype))
+        prompt, target = torch.zeros(1, 512, D, dtype=dtype), torch.zeros(1, 512, each.nbytes(D), dtype=torch.uint8)
+        codes.encode(prompt, cache.frames[0, :1], cache.rotation, each.bits, target)
+        places = Places(RING, 1, state, state, state, active)
+        codes.store_tokens(shape.empty(B, 1, entry_type=dtype), cache, places)
+        for tokens in (1, 4):
+            query, out = (
+                torch.zeros(B * tokens, heads, D, dtype=dtype),
+                torch.zeros(B * tokens, heads, columns, dtype=dtype),
+            )
+            slots = Slots(
+                torch.zeros(B, tokens, dtype=torch.int64),
+                state,
+                *[state[None]] * 3,
+                active,
+                state[:, None],
+                state[None],
+            )
+            pending = cache.pending(tokens) if tokens > 1 else None
+            if pending is not None:
+                store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
+            decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=16)
 
 
 def compile_states(dtype: torch.dtype, stored: torch.dtype, B: int) -> None:

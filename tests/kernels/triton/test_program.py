@@ -212,7 +212,7 @@ def test_accepted_tokens_are_stored(latent, ring):
         drafted=column([T - 1] * B),
         accepted=column([5, 4, 5, 1, 3, 5]),
     )
-    TritonProgram([Commit()], StepBuffers({}, slots, [mine], [pending], mine.dtype)).run()
-    PlainProgram([Commit()], StepBuffers({}, slots, [plain], [pending], plain.dtype)).run()
+    TritonProgram([Commit()], StepBuffers({}, slots, [mine], [pending], mine.entry_type)).run()
+    PlainProgram([Commit()], StepBuffers({}, slots, [plain], [pending], plain.entry_type)).run()
     for a, b in zip(mine.tensors, plain.tensors, strict=True):
         assert torch.equal(a, b)

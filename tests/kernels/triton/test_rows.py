@@ -12,7 +12,7 @@ from tests.kernels.triton.devices import DEVICE, DTYPES, TOLERANCE, column, rand
 
 pytest.importorskip("triton")
 from snapstream.kernels.triton import rows, store
-from snapstream.kernels.triton.store import PENDING, RING, STRAIGHT, Places
+from snapstream.kernels.triton.places import PENDING, RING, STRAIGHT, Places
 
 
 def close(got, want, dtype):

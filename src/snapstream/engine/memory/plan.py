@@ -35,6 +35,7 @@ class MemoryPlan:
         bytes_per_token: Bytes of keys and values of one token over all layers.
         slot_bytes: Bytes of the caches of one slot, and of what they keep for the sake of saved sequences.
         weight_formats: Formats of the weights, for people.
+        entry_type: Type of cache entries, for people.
         keeps_workspace: Whether the workspace stays allocated. On CUDA, captured graphs and torch's allocator keep it,
             so it is part of the steady state.
     """
@@ -57,6 +58,7 @@ class MemoryPlan:
     bytes_per_token: int
     slot_bytes: int
     weight_formats: str
+    entry_type: str
     keeps_workspace: bool
 
     @property
@@ -110,7 +112,7 @@ class EnginePlan:
         caches = "1 cache" if plan.slot_count == 1 else f"{plan.slot_count} caches"
         return (
             f"memory: weights {gigabytes(plan.weights)} ({plan.weight_formats}), "
-            f"{caches} of {plan.cache_entries} entries {gigabytes(plan.slots)}"
+            f"{caches} of {plan.cache_entries} entries ({plan.entry_type}) {gigabytes(plan.slots)}"
             + (f" (full caches of {plan.max_model_len}: {gigabytes(full.slots)})" if compared else "")
             + f", staging {gigabytes(plan.staging)}, "
             + (f"sessions {gigabytes(plan.sessions)}, " if plan.sessions else "")

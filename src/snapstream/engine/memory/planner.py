@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from snapstream.cache import type_name
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import ALL
 from snapstream.engine.decode.workspace import decode_workspace
@@ -142,6 +143,7 @@ def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = Fa
         bytes_per_token=spec.kv_bytes_per_token(setup.types.cache),
         slot_bytes=decode.slot_bytes // slots,
         weight_formats=setup.weight_formats,
+        entry_type=type_name(setup.types.cache),
         keeps_workspace=setup.captured,
     )
 

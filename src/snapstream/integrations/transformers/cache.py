@@ -13,6 +13,7 @@ from snapstream.config import CacheBudget
 from snapstream.config.pins import Span
 from snapstream.errors import ConfigurationError, RequestError
 from snapstream.integrations.transformers.attention import ATTENTION
+from snapstream.integrations.transformers.coding import Coding
 from snapstream.integrations.transformers.layer import SnapStreamLayer
 from snapstream.integrations.transformers.pins import pins_of
 from snapstream.integrations.transformers.sliding import SlidingLayer
@@ -43,6 +44,7 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         *,
         pin: Sequence[Span | str] | Sequence[Sequence[Span | str]] = (),
         chunked_prefill: bool = False,
+        kv_dtype: str = "auto",
         offloading: bool = False,
     ) -> None:
         """Create an empty cache for one model; memory is allocated with the first token.
@@ -57,6 +59,8 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             chunked_prefill: Whether the prompt comes in several forward passes (``prefill_chunk_size`` of
                 ``generate``). Compression then waits for the first single token, so the whole prompt stays in memory
                 until then. Otherwise every layer is compressed as soon as it has processed the prompt.
+            kv_dtype: Type of entries: ``auto``, that of the model's keys and values; ``int8``; ``int4``; or one for
+                keys and one for values, such as ``int8/int4``. Layers with a sliding window keep the model's type.
             offloading: Not supported; accepted only to raise an informative error.
 
         Raises:
@@ -65,7 +69,7 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         """
         if offloading:
             raise ConfigurationError(
-                "SnapStreamCache cannot be offloaded or quantized: its size is fixed; give it fewer entries instead"
+                "SnapStreamCache cannot be offloaded: its size is fixed; give it fewer entries, or kv_dtype='int8'"
             )
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigurationError(
@@ -84,11 +88,13 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
             )
         self.budget = CacheBudget.parse(budget)
         self.budget.require_fixed_places("transformers")
-        pins = pins_of(pin)
+        pins, coding = pins_of(pin), Coding.named(kv_dtype)
         windows = _windows(config, name)
         latent = bool(getattr(config, "kv_lora_rank", None))
         layers: list[CacheLayerMixin] = [
-            SnapStreamLayer(index, self.budget, latent=latent, chunked_prefill=chunked_prefill, pins=pins)
+            SnapStreamLayer(
+                index, self.budget, latent=latent, chunked_prefill=chunked_prefill, pins=pins, coding=coding
+            )
             if window is None
             else SlidingLayer(max_cache_len=window, sliding_window=window)
             for index, window in enumerate(windows)
@@ -140,9 +146,9 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         total = 0
         for layer in self.layers:
             if layer.is_initialized:
-                held = layer.keys.nbytes + layer.values.nbytes
                 compressed = isinstance(layer, SnapStreamLayer)
-                total += held // self.budget.capacity * int(layer.get_seq_length()) if compressed else held
+                held = layer.keys.nbytes + layer.values.nbytes
+                total += layer.nbytes_per_token * int(layer.get_seq_length()) if compressed else held
         return total
 
 

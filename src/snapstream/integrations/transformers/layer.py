@@ -24,6 +24,7 @@ from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.config.pins import Span
 from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
+from snapstream.integrations.transformers.coding import Coding
 from snapstream.integrations.transformers.pins import BatchPins, Row, row_budgets
 from snapstream.integrations.transformers.prompt import is_causal
 from snapstream.transfers import to_device
@@ -102,8 +103,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     in the cache. An update of one token is a decode step.
 
     Attributes:
-        keys: ``[B, N, C, D]``; ``None`` before the first token.
-        values: ``[B, N, C, D_v]``.
+        keys: ``[B, N, C, D]``, or codes; ``None`` before the first token.
+        values: ``[B, N, C, D_v]``, or codes.
+        frames: With codes, the frame of each sequence, float32 ``[B, N, 2, D]``.
         base: First entry of the ring, int64 ``[B]``.
         count: Tokens ever stored, int64 ``[B]``, without padding.
         limit: End of the ring, int64 ``[B]``.
@@ -125,6 +127,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         latent: bool,
         chunked_prefill: bool,
         pins: Sequence[Sequence[Span]] = (),
+        coding: Coding | None = None,
     ) -> None:
         """Create an empty layer.
 
@@ -134,6 +137,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             latent: Whether all heads read one latent per token (MLA), so that all of them keep the same tokens.
             chunked_prefill: Whether to wait for a single token before compressing.
             pins: Spans to pin of each sequence, without padding; none, one for all, or one per sequence.
+            coding: How entries are stored, if they are codes.
         """
         super().__init__()
         self.index, self.budget, self.latent, self.chunked_prefill = index, budget, latent, chunked_prefill
@@ -146,6 +150,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._at_end: tuple[Tensor, Tensor] | None = None  # count and seen tokens, when the last prompt ended
         self._budgets = [replace(budget, pin=(*spans, *budget.pin)) for spans in pins or [()]]
         self._prompt: _Prompt | None = None
+        self._coding = coding
+        self.frames: Tensor | None = None
+        self._given: tuple[Tensor, Tensor] | None = None  # what the last update of one token returned
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``."""
@@ -154,14 +161,20 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         def entries(like: Tensor) -> Tensor:
             return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
 
+        stored = key_states[:, :, :1], value_states[:, :, :1]
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
-            self.keys, self.values = entries(key_states), entries(value_states)
+            if self._coding is not None:
+                self._coding.check(key_states.shape[-1], value_states.shape[-1])
+                self.frames = key_states.new_ones(*key_states.shape[:2], 2, key_states.shape[-1], dtype=torch.float32)
+                self.frames[:, :, 0] = 0
+                stored = self._coding.encoded(*stored, self.frames)
+            self.keys, self.values = map(entries, stored)
             start = layout_tensors([lay_out(1, self.budget)] * key_states.shape[0], self.device)
             self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
             self.padding = torch.zeros_like(start.count)
             self.seen = torch.zeros((), dtype=torch.int64, device=self.device)
         if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.base, self.limit, self.count, self.seen):
+            for tensor in (*self._stored(), self.base, self.limit, self.count, self.seen):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
@@ -202,16 +215,33 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         if key_states.shape[2] > 1:
             return self._stage(key_states, value_states)
         self._settle()
-        self.empty = False
         entry = next_entry(self.count, self.base, self.limit)[:, None, None, None]
-        for mine, new in ((self.keys, key_states), (self.values, value_states)):
+        stored = key_states, value_states
+        if self._coding is not None and self.frames is not None:
+            if self.empty:
+                self.frames.copy_(self._coding.frames(key_states, [1] * len(key_states)))
+            stored = self._coding.encoded(*stored, self.frames)
+        self.empty = False
+        for mine, new in zip((self.keys, self.values), stored, strict=True):
             mine.scatter_(2, entry.expand(new.shape), new)
         self.count.add_(1)
-        return self.keys, self.values
+        self._given = self._numbers()
+        return self._given
+
+    def _stored(self) -> list[Tensor]:
+        """All tensors with entries, and the frames that belong to codes."""
+        return [self.keys, self.values, *([] if self.frames is None else [self.frames])]
+
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, also of codes."""
+        if self._coding is None or self.frames is None:
+            return self.keys, self.values
+        return self._coding.decoded(self.keys, self.values, self.frames, self.dtype)
 
     def returned(self, key: Tensor) -> bool:
         """Whether ``key`` is what the last update returned."""
-        keys = self.keys if self._prompt is None else self._prompt.keys
+        given = self.keys if self._given is None else self._given[0]
+        keys = given if self._prompt is None else self._prompt.keys
         if self.latent or torch.compiler.is_compiling():  # latents are expanded in between
             return key.shape[2] == keys.shape[2]
         return key is keys
@@ -308,6 +338,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens to the cache's contents, oldest first, until attention has scored them."""
+        self._given = None
         if self._prompt is None and self.empty:
             self._prompt = _Prompt(key_states, value_states, [0] * key_states.shape[0])
         else:
@@ -331,7 +362,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         positions = self._true_positions()
         positions = None if positions is None else positions.gather(2, order.expand(-1, positions.shape[1], -1))
         bases = [] if positions is None else self.base.tolist()
-        return _Prompt(_take(self.keys, order), _take(self.values, order), valid.tolist(), positions, bases, real)
+        keys, values = (_take(each, order) for each in self._numbers())
+        return _Prompt(keys, values, valid.tolist(), positions, bases, real)
 
     def _true_positions(self) -> Tensor | None:
         """True position of each entry in use, int64 ``[B, N or 1, C]``; ``None`` if no tokens are pinned."""
@@ -415,8 +447,13 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         assert prompt.layout is not None
         if prompt.real is not None and not bool(prompt.real[:, -1].all()):
             raise RequestError("a prompt is padded on the right; use left padding (tokenizer.padding_side = 'left')")
-        self.keys.copy_(_take(prompt.keys, prompt.chosen))
-        self.values.copy_(_take(prompt.values, prompt.chosen))
+        kept = _take(prompt.keys, prompt.chosen), _take(prompt.values, prompt.chosen)
+        if self._coding is not None and self.frames is not None:
+            if not any(prompt.first_voters):  # else, with the frames that they have, kept entries keep their codes
+                self.frames.copy_(self._coding.frames(kept[0], prompt.layout.count.tolist()))
+            kept = self._coding.encoded(*kept, self.frames)
+        self.keys.copy_(kept[0])
+        self.values.copy_(kept[1])
         for name in ("base", "count", "limit"):
             getattr(self, name).copy_(getattr(prompt.layout, name))
         self.positions = prompt.positions
@@ -426,9 +463,17 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values held now, including a prompt that is not compressed yet."""
-        held = (self.keys, self.values) if self.is_initialized else ()
+        held = self._stored() if self.is_initialized else ()
         waiting = (self._prompt.keys, self._prompt.values) if self._prompt is not None else ()
         return sum(tensor.nbytes for tensor in (*held, *waiting))
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all sequences, if they were not codes."""
+        sizes = self.keys.shape[-1] + self.values.shape[-1]
+        if self.frames is not None:
+            sizes = self.frames.shape[-1] + self._numbers()[1].shape[-1]
+        return int(self.keys.shape[0] * self.keys.shape[1] * sizes * self.dtype.itemsize)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the mask that the model builds; for a single token, the mask is ignored."""
@@ -444,7 +489,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empty the cache; its memory is kept for the next prompts."""
-        self._prompt = self.positions = self._at_end = None
+        self._prompt = self.positions = self._at_end = self._given = None
         self.empty, self.updates = True, 0
         self.seen.zero_()
         if self.is_initialized:
@@ -459,7 +504,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._settle()
         if self.is_initialized:
             rows = beam_idx.to(self.device)
-            for tensor in (self.keys, self.values, self.base, self.count, self.limit, self.padding):
+            for tensor in (*self._stored(), self.base, self.count, self.limit, self.padding):
                 tensor.copy_(tensor.index_select(0, rows))
             self._reorder_positions(rows)
 
@@ -474,8 +519,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._settle()
         if self.is_initialized:
             rows, before = indices.to(self.device), len(self.base)
-            for name in ("keys", "values", "base", "count", "limit", "padding"):
-                setattr(self, name, getattr(self, name)[rows])
+            for name in ("keys", "values", "frames", "base", "count", "limit", "padding"):
+                if getattr(self, name) is not None:
+                    setattr(self, name, getattr(self, name)[rows])
             self._reorder_positions(rows)
             if len(self._budgets) > 1:
                 self._budgets = [self._budgets[row * len(self._budgets) // before] for row in rows.tolist()]

@@ -44,7 +44,7 @@ _STRUCTURES = {
     # One layer's cache, [slots, kv_heads, entries, size]; `values` may be `keys`. Tokens that are not certain yet are
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group. Of a state, `keys` are the
     # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size]. A key and
-    # a value have `key_row` and `value_row` bytes. Codes have frames, [slots, kv_heads, 2, size], and a `rotation` mixes
+    # a value have `key_row` and `value_row` bytes. Codes have frames, [slots, kv_heads, 2, size]; a `rotation` mixes
     # so many channels.
     "Cache": (
         "void* keys, values, pending_keys, pending_values; const float* frames;"

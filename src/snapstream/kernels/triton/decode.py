@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from snapstream.cache import LayerCache, dense_dtype
+from snapstream.cache import LayerCache, QuantizedCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
+from snapstream.kernels.triton.codes import Mixed, load_coded_parts, mixed_scratch
 from snapstream.kernels.triton.tiles import (
     LOG2_E,
     SMALLEST,
@@ -35,6 +36,25 @@ from snapstream.kernels.triton.tiles import (
 
 
 @triton.jit
+def _load(
+    address,
+    stride,
+    rows,
+    is_row,
+    like,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Both parts of some rows of entries, which are numbers, or with ``BITS`` codes."""
+    if BITS:
+        return load_coded_parts(address, stride, rows, is_row, like, FIRST, SECOND, SIZE, BITS)
+    else:
+        return load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)
+
+
+@triton.jit
 def _attend(
     query,
     keys,
@@ -48,6 +68,7 @@ def _attend(
     limit,
     active,
     sinks,
+    constants,
     scale,
     cap,
     query_row,
@@ -57,13 +78,22 @@ def _attend(
     cache_slot,
     cache_head,
     cache_entry,
+    value_slot,
+    value_head,
+    value_entry,
     pending_slot,
     pending_head,
     pending_entry,
+    new_value_slot,
+    new_value_head,
+    new_value_entry,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     KEY_FIRST: tl.constexpr,
     KEY_SECOND: tl.constexpr,
     VALUE_FIRST: tl.constexpr,
@@ -86,9 +116,14 @@ def _attend(
     is_row = token < TOKENS
     query_at = (slot * TOKENS + token) * query_row + (head * GROUP + in_group) * query_head
     query_first, query_second = load_parts(query, 1, query_at, is_row, KEY_FIRST, KEY_SECOND, SIZE)
+    constant = None
+    if constants is not None:
+        heads_of_all = tl.num_programs(1) // BLOCKS * GROUP
+        constant_at = (slot * TOKENS + token) * heads_of_all + head * GROUP + in_group
+        constant = tl.load(constants + constant_at, mask=is_row, other=0.0)
     peak, total, first, second = nothing_seen(ROWS, VALUE_FIRST, VALUE_SECOND)
     keys += slot * cache_slot + head * cache_head
-    values += slot * cache_slot + head * cache_head
+    values += slot * value_slot + head * value_head
     if TOKENS > 1:
         ring_start = tl.load(base + slot).to(tl.int32)
         ring = tl.maximum(end.to(tl.int32) - ring_start, 1)
@@ -98,8 +133,8 @@ def _attend(
     for start in range(split * share, tl.minimum((split + 1) * share, valid), ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         is_entry = entry < valid
-        key_first, key_second = load_parts(keys, cache_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
-        logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
+        key_first, key_second = _load(keys, cache_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS)
+        logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
         seen = is_entry[None, :] & is_row[:, None]
         if TOKENS > 1:
             # The token of this step that will overwrite the entry: tokens before it still see the entry.
@@ -109,26 +144,34 @@ def _attend(
         if KEYS_ARE_VALUES:
             value_first, value_second = key_first, key_second
         else:
-            value_first, value_second = load_parts(
-                values, cache_entry, entry, is_entry, VALUE_FIRST, VALUE_SECOND, COLUMNS
+            value_first, value_second = _load(
+                values, value_entry, entry, is_entry, query, VALUE_FIRST, VALUE_SECOND, VALUE_SIZE, VALUE_BITS
             )
         peak, total, first, second = fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
     if TOKENS > 1 and split == SPLITS - 1:
         pending_keys += slot * pending_slot + head * pending_head
-        pending_values += slot * pending_slot + head * pending_head
+        pending_values += slot * new_value_slot + head * new_value_head
         for start in range(0, TOKENS, ENTRIES):
             entry = start + tl.arange(0, ENTRIES)
             is_entry = entry < TOKENS
-            key_first, key_second = load_parts(
-                pending_keys, pending_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE
+            key_first, key_second = _load(
+                pending_keys, pending_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS
             )
-            logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
+            logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
             # A token sees itself and those before it, unless one in between overwrites them.
             is_lasting = counted + entry < ring_start
             seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
             logits = tl.where(seen & is_entry[None, :] & is_row[:, None], logits, float("-inf"))
-            value_first, value_second = load_parts(
-                pending_values, pending_entry, entry, is_entry, VALUE_FIRST, VALUE_SECOND, COLUMNS
+            value_first, value_second = _load(
+                pending_values,
+                new_value_entry,
+                entry,
+                is_entry,
+                query,
+                VALUE_FIRST,
+                VALUE_SECOND,
+                VALUE_SIZE,
+                VALUE_BITS,
             )
             peak, total, first, second = fold(
                 peak, total, first, second, logits, value_first, value_second, VALUE_SECOND
@@ -202,9 +245,18 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> dict[str, int]:
     return {"ROWS": 16, "ENTRIES": 16, "num_warps": 8, "num_stages": 1}
 
 
-def decode_scratch(rows: int, heads: int, columns: int, splits: int) -> int:
-    """Elements of float32 scratch that ``rows`` tokens need: the results of all parts, and their weights."""
-    return 0 if splits == 1 else rows * heads * splits * (columns + 1)
+def decode_scratch(rows: int, heads: int, columns: int, splits: int, coded: int = 0) -> int:
+    """Elements of float32 scratch that ``rows`` tokens need: the results of all parts, and their weights.
+
+    Args:
+        rows: Tokens.
+        heads: Query heads.
+        columns: Elements of a value.
+        splits: See :func:`splits_of`.
+        coded: Elements of a key, if entries are codes.
+    """
+    mixed = mixed_scratch(rows, heads, coded, columns) if coded else 0
+    return mixed + (0 if splits == 1 else rows * heads * splits * (columns + 1))
 
 
 def attend_slots(
@@ -245,10 +297,18 @@ def attend_slots(
     blocks = -(-H // N * T // options["ROWS"])
     keys, values = cache.keys, cache.values
     waiting = cache if pending is None else pending
-    if splits > 1 and scratch is None:
-        scratch = torch.empty(decode_scratch(rows, H, V, splits), dtype=torch.float32, device=query.device)
+    bits, mixed, target = (0, 0), None, out
+    coded = D if isinstance(cache, QuantizedCache) else 0
+    if scratch is None and (splits > 1 or coded):
+        scratch = torch.empty(decode_scratch(rows, H, V, splits, coded), dtype=torch.float32, device=query.device)
+    if isinstance(cache, QuantizedCache):
+        assert scratch is not None
+        own = mixed_scratch(rows, H, D, V)
+        mixed = Mixed(query, out, cache, T, slots.active, scratch[:own])
+        query, target, scratch = mixed.query, mixed.out, scratch[own:]
+        bits = cache.codes[0].bits, cache.codes[-1].bits
     part_numbers = rows * H * splits * V
-    parts, state = (out, out) if scratch is None or splits == 1 else (scratch, scratch[part_numbers:])
+    parts, state = (target, target) if scratch is None or splits == 1 else (scratch, scratch[part_numbers:])
     _attend[(splits, N * blocks, B)](
         query,
         keys,
@@ -262,14 +322,20 @@ def attend_slots(
         slots.limit[group],
         slots.active,
         sinks,
+        None if mixed is None else mixed.constants,
         scale,
         cap or None,
         query.stride(0),
         query.stride(1),
-        out.stride(0),
-        out.stride(1),
+        target.stride(0),
+        target.stride(1),
         *keys.stride()[:3],
+        *values.stride()[:3],
         *waiting.keys.stride()[:3],
+        *waiting.values.stride()[:3],
+        KEY_BITS=bits[0],
+        VALUE_BITS=bits[1],
+        VALUE_SIZE=D if coded else V,
         TOKENS=T,
         SPLITS=splits,
         BLOCKS=blocks,
@@ -280,14 +346,16 @@ def attend_slots(
         _merge[(rows, H)](
             parts,
             state,
-            out,
+            target,
             slots.active,
             sinks,
-            out.stride(0),
-            out.stride(1),
+            target.stride(0),
+            target.stride(1),
             TOKENS=T,
             COLUMNS=V,
             PADDED=next_power_of_2(V),
             SPLITS=splits,
             num_warps=4,
         )
+    if mixed is not None:
+        mixed.write()

@@ -113,7 +113,7 @@ def _fold_entries(
     entry = at + tl.arange(0, ENTRIES)
     is_entry = entry < end
     key_first, key_second = load_parts(keys, key_entry, entry, is_entry, KEY_FIRST, KEY_SECOND, SIZE)
-    logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, KEY_SECOND)
+    logits = logits_of(query_first, query_second, key_first, key_second, None, scale, cap, KEY_SECOND)
     if MASKED:
         seen = (entry[None, :] <= position[:, None]) & is_entry[None, :]
         if WINDOWED:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from snapstream.cache import LayerCache, StateCache
+from snapstream.cache import EntryShape, LayerCache, QuantizedCache, StateCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
@@ -20,7 +20,9 @@ from snapstream.kernels.products import add_biases, stock_grouped_linear
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.taking import Commit
 from snapstream.kernels.triton import blocks, recurrence, rows, store
+from snapstream.kernels.triton.codes import store_tokens
 from snapstream.kernels.triton.decode import attend_slots, decode_scratch
+from snapstream.kernels.triton.places import PENDING, RING, STRAIGHT, Places
 from snapstream.kernels.weight import BlockWeight
 
 Call = Callable[[], object]
@@ -43,11 +45,18 @@ class TritonProgram:
         self.operations, self.work = operations, work
         # All layers share the scratch memory of attention.
         needed = [
-            decode_scratch(work.slots.token.numel(), each.target.heads, each.target.size, splits)
+            decode_scratch(
+                work.slots.token.numel(),
+                each.target.heads,
+                each.target.size,
+                splits,
+                each.query.size if isinstance(work.caches[each.layer], QuantizedCache) else 0,
+            )
             for each in operations
             if type(each) is ops.Attend
         ]
         device = work.slots.token.device
+        self._numbers: dict[EntryShape, LayerCache] = {}  # tokens before they become codes
         self._scratch = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
         self._splits = splits
         self._length, self._calls = len(operations), list[tuple[int, Call]]()  # with the index of the first operation
@@ -106,8 +115,8 @@ class TritonProgram:
         if (o.key, o.value) != (BufferView(buffer, D, N, o.key.offset), BufferView(buffer, D, N, end)):
             return functools.partial(o.run, self.work)
         source = BufferView(buffer, 2 * N * D, offset=o.key.offset).of(self.work.buffers)[:, 0]
-        into, places = self._places(o.layer)
-        return functools.partial(store.store_grouped, source, source, None, None, into, places)
+        into, places, after = self._places(o.layer)
+        return _in_turn(functools.partial(store.store_grouped, source, source, None, None, into, places), after)
 
     def _grouped_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``[norm of queries, norm of keys,] rotation of both, store``."""
@@ -142,10 +151,9 @@ class TritonProgram:
             assert isinstance(second, ops.Norm)
             weights, wide = (first.weight, second.weight, first.epsilon), first.wide
         cosine, sine = _angles(rotated.angles, m)
-        into, places = self._places(stored.layer)
-        return len(norms) + 2, functools.partial(
-            store.store_grouped, source, source, cosine, sine, into, places, weights, wide=wide
-        )
+        into, places, after = self._places(stored.layer)
+        call = functools.partial(store.store_grouped, source, source, cosine, sine, into, places, weights, wide=wide)
+        return len(norms) + 2, _in_turn(call, after)
 
     def _latent_store(self, operations: Sequence[Operation]) -> tuple[int, Call] | None:
         """``norm of the compressed part, rotation of the rest, store``."""
@@ -165,20 +173,38 @@ class TritonProgram:
             return None
         source = entry.of(m.buffers)[:, 0]
         cosine, sine = _angles(rotated.angles, m)
-        into, places = self._places(stored.layer)
+        into, places, after = self._places(stored.layer)
         weight, pairs = (norm.weight, norm.epsilon), rotated.pairs
-        return 3, lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs)
+        return 3, _in_turn(lambda: store.store_latent(source, cosine, sine, into, places, weight, pairs=pairs), after)
 
-    def _places(self, layer: int) -> tuple[LayerCache, store.Places]:
-        """Where tokens are stored; several that are not certain only become pending."""
+    def _places(self, layer: int) -> tuple[LayerCache, Places, Call | None]:
+        """Where tokens are stored, and what comes after that; several that are not certain only become pending."""
         m, slots = self.work, self.work.slots
         T, group = slots.tokens, m.group_of(layer)
         if isinstance(m, PromptChunk):
-            return m.caches[layer], store.Places(store.STRAIGHT, T, slots.count[group])
+            return m.caches[layer], Places(STRAIGHT, T, slots.count[group]), None
         into = m.caches[layer] if T == 1 else m.pending[layer]
-        kind = store.RING if T == 1 else store.PENDING
         ring = (slots.count[group], slots.base[group], slots.limit[group])
-        return into, store.Places(kind, T, *ring, slots.active)
+        places = Places(RING if T == 1 else PENDING, T, *ring, slots.active)
+        if not isinstance(into, QuantizedCache):
+            return into, places, None
+        if into.entry not in self._numbers:
+            made = into.entry.empty(into.rows, T, entry_type=m.dtype, device=into.device)
+            self._numbers[into.entry] = made
+        numbers = self._numbers[into.entry]
+        after = functools.partial(store_tokens, numbers, into, places)
+        return numbers, Places(PENDING, T, *ring, slots.active), after
+
+
+def _in_turn(first: Call, second: Call | None) -> Call:
+    if second is None:
+        return first
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _angles(part: BufferView, m: StepBuffers) -> tuple[Tensor, Tensor]:

@@ -7,61 +7,16 @@ to one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from snapstream.cache import LayerCache
+from snapstream.cache import LayerCache, QuantizedCache
 from snapstream.kernels.buffers import Slots
+from snapstream.kernels.triton.places import STRAIGHT, Places, entry_of
 from snapstream.kernels.triton.rows import load_turned, normed, scaled, turned
 from snapstream.kernels.triton.tiles import rounded
-
-PENDING, STRAIGHT, RING = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the tokens of each slot go.
-
-    Attributes:
-        kind: ``PENDING``: token ``t`` to entry ``t``. ``STRAIGHT``: to entry ``count + t``. ``RING``: to where
-            :func:`~snapstream.compression.next_entry` says; the ring must have at least ``tokens`` entries.
-        tokens: Tokens per slot (``T``).
-        count: Tokens stored before these, int64 ``[B]``.
-        base: First entry of the ring, int64 ``[B]``; used with ``RING`` only.
-        limit: End of the ring, int64 ``[B]``; used with ``RING`` only.
-        active: Slots to write, bool ``[B]``; for the others nothing is written, not even queries. ``None``: all.
-    """
-
-    kind: int
-    tokens: int
-    count: Tensor
-    base: Tensor | None = None
-    limit: Tensor | None = None
-    active: Tensor | None = None
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Count, base, limit and active; ``count`` takes the place of unused ones."""
-        base, limit, active = (self.count if each is None else each for each in (self.base, self.limit, self.active))
-        return self.count, base, limit, active
-
-
-@triton.jit
-def _entry_of(slot, token, count, base, limit, is_row, KIND: tl.constexpr):
-    if KIND == 0:
-        entry = token.to(tl.int64)
-    else:
-        entry = tl.load(count + slot, mask=is_row, other=0) + token
-    if KIND == 2:
-        start = tl.load(base + slot, mask=is_row, other=0)
-        end = tl.load(limit + slot, mask=is_row, other=0)
-        # Before the ring wraps around, the difference may be negative and is not used.
-        turn = tl.maximum(entry - start, 0) % tl.maximum(end - start, 1)
-        entry = tl.where(entry < end, entry, start + turn)
-    return entry
 
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
@@ -129,7 +84,7 @@ def _store_grouped(
         tl.store(written, first, mask=mask)
         tl.store(written + HALF, second, mask=mask)
     else:
-        entry = _entry_of(slot, token, count, base, limit, is_row, KIND)
+        entry = entry_of(slot, token, count, base, limit, is_row, KIND)
         at = slot * cache_slot + entry * cache_entry + ((head - HEADS) % KV_HEADS).to(tl.int64) * cache_head
         stored = (keys if head < HEADS + KV_HEADS else values) + at[:, None] + column[None, :]
         tl.store(stored, rounded(first.to(tl.float32), keys), mask=mask)
@@ -166,7 +121,7 @@ def _store_latent(
     if not ALL_ACTIVE:
         if tl.load(active + slot) == 0:
             return
-    written = cache + slot * cache_slot + _entry_of(slot, token, count, base, limit, True, KIND) * cache_entry
+    written = cache + slot * cache_slot + entry_of(slot, token, count, base, limit, True, KIND) * cache_entry
     source += row * source_row
     column = tl.arange(0, PADDED_RANK)
     mask = column < RANK
@@ -214,7 +169,7 @@ def _commit(
     is_replaced = (tl.load(count + slot) + token >= start) & (token + ring < certain)
     if (token >= certain) | is_replaced:
         return
-    entry = _entry_of(slot, token, count, base, limit, True, 2)
+    entry = entry_of(slot, token, count, base, limit, True, 2)
     source = slot * pending_slot + head * pending_head + token * pending_entry
     target = slot * cache_slot + head * cache_head + entry * cache_entry
     column = tl.arange(0, PADDED)
@@ -233,11 +188,22 @@ def commit(pending: LayerCache, cache: LayerCache, slots: Slots, group: int = 0)
         slots: State of the slots, with the number of tokens accepted.
         group: The group of the cache's layer.
     """
+    if cache.entry_type == pending.entry_type and isinstance(cache, QuantizedCache):
+        # Keys and values may have different numbers of bytes.
+        for new, mine in zip(pending.tensors[: cache.stored], cache.tensors, strict=False):
+            _commit_tensors(new, new, mine, mine, slots, group)
+    else:
+        _commit_tensors(pending.keys, pending.values, cache.keys, cache.values, slots, group)
+
+
+def _commit_tensors(
+    new_keys: Tensor, new_values: Tensor, keys: Tensor, values: Tensor, slots: Slots, group: int
+) -> None:
     assert slots.accepted is not None
-    (B, N, T, D), keys, values = pending.keys.shape, cache.keys, cache.values
+    B, N, T, D = new_keys.shape
     _commit[(T, N, B)](
-        pending.keys,
-        pending.values,
+        new_keys,
+        new_values,
         keys,
         values,
         slots.accepted,
@@ -246,7 +212,7 @@ def commit(pending: LayerCache, cache: LayerCache, slots: Slots, group: int = 0)
         slots.limit[group],
         slots.active,
         T,
-        *pending.keys.stride()[:3],
+        *new_keys.stride()[:3],
         *keys.stride()[:3],
         SIZE=D,
         PADDED=next_power_of_2(D),

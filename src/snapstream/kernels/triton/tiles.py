@@ -71,11 +71,16 @@ def load_parts(address, stride, rows, is_row, FIRST: tl.constexpr, SECOND: tl.co
 
 
 @triton.jit
-def logits_of(query_first, query_second, key_first, key_second, scale, cap, SECOND: tl.constexpr):
-    """Logits of tiles of queries and keys, in base 2; ``cap`` is their soft cap, or ``None``."""
+def logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, SECOND: tl.constexpr):
+    """Logits of tiles of queries and keys, in base 2.
+
+    ``constant`` is added to the products of each query, and ``cap`` is a soft cap of logits; ``None`` for none.
+    """
     logits = product(query_first, tl.trans(key_first))
     if SECOND:
         logits += product(query_second, tl.trans(key_second))
+    if constant is not None:
+        logits += constant[:, None]
     if cap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         logits = cap - 2.0 * cap / (tl.exp2(logits * (scale / cap * 2.0 * LOG2_E)) + 1.0)
         return logits * LOG2_E

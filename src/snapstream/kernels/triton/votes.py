@@ -32,7 +32,7 @@ def _logits(
         queries, 1, member.to(tl.int64) * query_head + voter * query_row, is_row, FIRST, SECOND, SIZE
     )
     key_first, key_second = load_parts(keys, key_row, position, is_key, FIRST, SECOND, SIZE)
-    logits = logits_of(query_first, query_second, key_first, key_second, scale, cap, SECOND)
+    logits = logits_of(query_first, query_second, key_first, key_second, None, scale, cap, SECOND)
     if sink < 0:
         last_seen, first_seen = voter_position, 0
     else:
