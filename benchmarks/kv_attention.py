@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from snapstream.cache import CODES, EntryShape, EntryType, QuantizedType
+from snapstream.cache import EntryShape, EntryType, QuantizedType
 from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
@@ -27,10 +27,8 @@ BYTES = 300e6
 
 def types() -> dict[str, EntryType]:
     """The types of entries by name, the one that others are compared with first."""
-    names = ("int8", "int8/int4", "int4")
-    pairs = {name: (name.split("/")[0], name.split("/")[-1]) for name in names}
-    coded = {name: QuantizedType(CODES[a], CODES[b], torch.bfloat16) for name, (a, b) in pairs.items()}
-    return {"bfloat16": torch.bfloat16, **coded}
+    named = {name: QuantizedType.named(name, torch.bfloat16) for name in ("int8", "int8/int4", "int4")}
+    return {"bfloat16": torch.bfloat16, **{name: kind for name, kind in named.items() if kind is not None}}
 
 
 def program(entry_type: EntryType, heads: tuple[int, int, int], batch: int, entries: int, layers: int) -> CpuProgram:
@@ -43,8 +41,8 @@ def program(entry_type: EntryType, heads: tuple[int, int, int], batch: int, entr
         if isinstance(entry_type, QuantizedType):
             cache.tensors[-1].fill_(1)
         for start in range(0, entries, 64):
-            place = torch.arange(start, start + 64).expand(batch, -1)
-            new = some.expand(batch, -1, -1, -1).to(torch.bfloat16)
+            place = torch.arange(start, min(start + 64, entries)).expand(batch, -1)
+            new = some[:, : place.shape[1]].expand(batch, -1, -1, -1).to(torch.bfloat16)
             cache.write(place, new, new)
         caches.append(cache)
     query, out = BufferView("query", D, H), BufferView("out", D, H)

@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--lengths", default="1024,4096")
-    parser.add_argument("--passages", type=int, default=16)
+    parser.add_argument("--passages", type=int, default=16, help="two or more")
     parser.add_argument("--types", default=",".join(TYPES))
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.lengths.split(",")]

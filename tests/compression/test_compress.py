@@ -42,7 +42,7 @@ def compress(queries, keys, values, layout, budget, *, scale, layer=0):
     prompt = LayerPrompt(queries, keys, values, layout, budget.sink, scale, layer)
     positions = choose_entries(prompt, budget)
     N, D = keys.shape[1], keys.shape[3]
-    into = EntryShape(N, D, latent=False).empty(len(keys), budget.capacity, dtype=keys.dtype)
+    into = EntryShape(N, D, latent=False).empty(len(keys), budget.capacity, entry_type=keys.dtype)
     for row, kept in enumerate(positions):
         GroupedCache([keys[row : row + 1], values[row : row + 1]]).gather(kept.clamp(min=0), into.row(row))
     return Compressed(into.keys, into.values, positions)

@@ -31,6 +31,11 @@ def make(checkpoint, **settings):
     return LLM(checkpoint, **(given | {"report_plan": lambda plan: None} | settings))
 
 
+def used(kind, checkpoint):
+    """Latents have no values of their own."""
+    return kind.split("/")[0] if "deepseek" in checkpoint else kind
+
+
 def logprobs_of(llm, prompt=PROMPT):
     """Log-probabilities of the same tokens, decoded in a compressed cache."""
     forced = SamplingParams(max_tokens=40, forced=tuple(PROMPT[:40]), logprobs=0, ignore_eos=True)
@@ -51,7 +56,7 @@ def test_answers_are_close_to_those_of_float32(checkpoint, kind):
         llm = make(checkpoint, kv_dtype=kind, attention=attention)
         entries = [one for one in llm.engine.model_runner.decoder.layers if isinstance(one, QuantizedCache)]
         assert entries
-        assert {type_name(one.entry_type) for one in entries} == {kind}
+        assert {type_name(one.entry_type) for one in entries} == {used(kind, checkpoint)}
         off[attention] = (logprobs_of(llm) - want).abs().mean()
         check_integrity(llm.engine)
     assert 0 < off["sdpa"] < (0.1 if kind == "int8" else 1), off
@@ -82,7 +87,7 @@ def test_conversations_and_files(checkpoint, kind, tmp_path):
             outputs += [output for output in llm.engine.step() if output.finished]
     saved = outputs[-1].saved
     saved.check_integrity()
-    assert type_name(saved.entry_type) == kind
+    assert type_name(saved.entry_type) == used(kind, checkpoint)
     llm.engine.files.save(saved, tmp_path / "file")
     again = llm.engine.files.load(tmp_path / "file")
     for mine, theirs in zip(saved.layers, again.layers, strict=True):
@@ -94,7 +99,7 @@ def test_conversations_and_files(checkpoint, kind, tmp_path):
         while llm.engine.busy:
             answers += [output.token_ids for output in llm.engine.step() if output.finished]
     assert answers[0] == answers[1]
-    with pytest.raises(CacheFileError, match=f"holds {kind}, but caches are float32 here"):
+    with pytest.raises(CacheFileError, match=f"holds {used(kind, checkpoint)}, but caches are float32 here"):
         make(checkpoint, sessions=1).engine.files.load(tmp_path / "file")
 
 
@@ -127,6 +132,25 @@ def test_a_cached_prefix_changes_nothing(checkpoint, kind):
     want = greedy(llm, [PROMPT])
     assert greedy(llm, [PROMPT]) == want
     assert greedy(make(checkpoint, kv_dtype=kind, prefix_cache=0), [PROMPT]) == want
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8/int4"])
+def test_a_prefix_cache_of_codes(checkpoint, kind, tmp_path):
+    """It holds less, survives a restart, and what is computed from it is close to what it would have been."""
+    want, settings = logprobs_of(make(checkpoint, prefix_cache=0)), {"prefix_dir": str(tmp_path), "prefix_cache": 2**24}
+    exact = make(checkpoint, prefix_cache=2**24)
+    logprobs_of(exact)
+    llm = make(checkpoint, prefix_kv_dtype=kind, **settings)
+    first, again = logprobs_of(llm), logprobs_of(llm)
+    assert torch.equal(first, want)
+    assert 0 < (again - want).abs().mean() < (0.1 if kind == "int8" else 1)
+    assert llm.engine.prefix_bytes < exact.engine.prefix_bytes
+    llm.close()
+    restarted = make(checkpoint, prefix_kv_dtype=kind, **settings)
+    assert torch.equal(logprobs_of(restarted), again)
+    restarted.close()
+    other = make(checkpoint, **settings)  # its entries are of another type
+    assert torch.equal(logprobs_of(other), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

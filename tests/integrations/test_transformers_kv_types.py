@@ -113,6 +113,19 @@ def test_memory_is_what_codes_need(checkpoint, model):
     assert held["int4"] < held["int8/int4"] <= held["int8"] < held["auto"]
 
 
+def test_nothing_wide_outlives_a_step(model):
+    """A decode step widens one layer after the other."""
+    cache = cache_of(model, "int8")
+    token = torch.tensor([prompt(60)])
+    with torch.no_grad():
+        for _ in range(3):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    for layer in cache._ours:
+        held = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        assert {each.dtype for each in held if each.dim() == 4 and each.shape[2] == BUDGET.capacity} == {torch.uint8}
+        assert layer._given() is None
+
+
 def cache_of_numbers(model):
     cache = cache_of(model, "auto")
     generate(model, [prompt(90)], cache, 5)

@@ -1,5 +1,6 @@
 """The libraries: one for each level of instructions, each of which has to give right results by itself."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from snapstream.cache import EntryShape
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels import products
 from snapstream.kernels.cpu import blocks, build, library
@@ -18,6 +20,7 @@ from snapstream.kernels.weight import BlockWeight
 from snapstream.models.weights import load_model, load_spec
 from tests.blocks import random_rows
 from tests.checkpoints import save_checkpoint
+from tests.kernels.test_coded_attention import KINDS, SHAPES, VALID, attend, filled, random
 from tests.kernels.test_program import EXACT, agree, work
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no kernels, and no C++ compiler")
@@ -79,13 +82,30 @@ PORTABLE = build.Level("portable", frozenset(), ())
 """What processors that are not x86 get."""
 
 
-@pytest.mark.parametrize("level", [*LEVELS, "portable"])
-def test_blocks_are_the_same_on_each_level(built, level, monkeypatch, tmp_path):
-    """Sums of products of integers are exact; what is left is the order of the others."""
-    if level != "portable" and LEVELS[level] not in library.supported_levels():
+@pytest.fixture(scope="module", params=[*LEVELS, "portable"])
+def opened(built, request, tmp_path_factory):
+    """The library of a level that this processor supports."""
+    if request.param == "portable":
+        return library.open_library(build.build(PORTABLE, tmp_path_factory.mktemp("portable")))
+    if LEVELS[request.param] not in library.supported_levels():
         pytest.skip("not on this processor")
-    path = build.build(PORTABLE, tmp_path) if level == "portable" else built[level]
-    opened = library.open_library(path)
+    return library.open_library(built[request.param])
+
+
+@torch.inference_mode()
+def test_attention_to_codes_is_the_same_on_each_level(opened, monkeypatch):
+    """Sums of products of integers are exact here, too."""
+    wanted = {}
+    for kind, (H, N, D, V) in itertools.product(KINDS, SHAPES[:5]):
+        cache, query = filled(EntryShape(N, D, latent=False), kind), random(len(VALID), H, D, seed=3)
+        wanted[kind, D, V] = cache, query, attend(cache, query, D, V)
+    monkeypatch.setattr(library, "load", lambda: opened)
+    for (_, D, V), (cache, query, want) in wanted.items():
+        torch.testing.assert_close(attend(cache, query, D, V), want, rtol=1e-3, atol=5e-3)
+
+
+def test_blocks_are_the_same_on_each_level(opened, monkeypatch):
+    """Sums of products of integers are exact; what is left is the order of the others."""
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(library, "load", lambda: opened)
     for kind in FORMATS.values():

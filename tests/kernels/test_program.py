@@ -145,7 +145,7 @@ def check_each_operation(model, **kinds):
         operations, plain = work(model, **kinds)
         mine = copy.deepcopy(plain)
         loop, twin = CpuProgram(operations, mine, instructions=instructions), PlainProgram(operations, plain)
-        tolerance = max(EXACT[each] for each in (plain.dtype, plain.caches[0].dtype))
+        tolerance = max(EXACT[each] for each in (plain.dtype, plain.caches[0].entry_type))
         for index in range(len(operations)):
             loop.run(1, index, index + 1)
             twin.run(1, index, index + 1)

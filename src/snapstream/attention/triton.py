@@ -97,8 +97,9 @@ class TritonAttention(AttentionBackend):
         # This is an upper bound, as grouped heads have fewer programs.
         most = min(kernels.MOST_SPLITS, -(-entries // kernels.LEAST_ENTRIES) * 2)
         parts = min(slots * most, max(slots, 2 * kernels.PROGRAMS_PER_PROCESSOR * kernels.processors(self.device)))
-        mixed = slots * o.query.heads * (o.query.size + 1 + o.target.size) * 4
-        coded = mixed if isinstance(m.caches[o.layer], QuantizedCache) else 0
+        cache, coded = m.caches[o.layer], 0
+        if isinstance(cache, QuantizedCache):  # queries and results in another form, and tokens before they are codes
+            coded = slots * (o.query.heads * (o.query.size + 2 + o.target.size) * 4 + 2 * cache.heads * cache.size * 4)
         return parts * o.query.heads * (o.target.size + 1) * 4 + coded
 
     @override

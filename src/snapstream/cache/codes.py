@@ -7,11 +7,12 @@ Some channels of keys are hundreds of times as large as others (Qwen2.5 adds a b
 the others. Therefore:
 
 1. Keys are stored relative to a *frame*: per channel, a center, which is subtracted, and a spread, by which they are
-   divided. A frame comes from the first entries of a sequence, and never changes: see :func:`frame_of`.
+   divided. A frame comes from the first entries of a sequence, and stays: see :func:`frame_of`.
 2. Keys and values are rotated by a Hadamard matrix, which spreads what is large in one channel over all of them
    (QuaRot, arXiv 2404.00456). Attention rotates queries likewise, and takes the rotation back from its result.
 
-Everything here is computed in float32 in a fixed order, so that kernels can give the same codes, bit for bit.
+Everything here is computed in float32 in a fixed order, so that CPU kernels give the same codes, bit for bit. Those of
+GPUs may decide differently in the middle between two codes.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch import Tensor
 
 BLOCK = 32
 """Numbers that have a scale in common with ``int4``, and largest rotation of latents."""
+FEWEST_KEYS = 64
+"""A frame of fewer keys is replaced by that of the next prompt."""
 SMALLEST_PEAK = 1e-30
 """Entries without a larger number are stored as zeros."""
 
 
 @dataclass(frozen=True)
-class Codes:
+class CodeFormat:
     """How the numbers of a key or a value are stored.
 
     Attributes:
@@ -43,16 +46,17 @@ class Codes:
 
     def unsupported(self, size: int) -> str | None:
         """Why keys or values of ``size`` elements cannot be stored; ``None`` if they can."""
-        if self.bits == 4 and size % BLOCK:
-            return f"{self.name} needs heads whose size is a multiple of {BLOCK}, not {size}"
-        return None
+        multiple = BLOCK if self.bits == 4 else 4  # so that scales are aligned
+        return (
+            f"{self.name} needs heads whose size is a multiple of {multiple}, not {size}" if size % multiple else None
+        )
 
     def nbytes(self, size: int) -> int:
         """Bytes of ``size`` numbers: first their codes, then their scales."""
         return size + 4 if self.bits == 8 else size // 2 + size // BLOCK * 2
 
     def encoded(self, x: Tensor) -> Tensor:
-        """Codes and scales of float32 numbers ``[..., D]``: uint8 ``[..., nbytes(D)]``.
+        """CodeFormat and scales of float32 numbers ``[..., D]``: uint8 ``[..., nbytes(D)]``.
 
         Numbers that share a scale with one that is not finite become NaN.
         """
@@ -87,7 +91,7 @@ class Codes:
         return ((codes.float() - 8) * scale[..., None]).flatten(-2)
 
 
-INT8, INT4 = Codes("int8", 8), Codes("int4", 4)
+INT8, INT4 = CodeFormat("int8", 8), CodeFormat("int4", 4)
 CODES = {each.name: each for each in (INT8, INT4)}
 """The formats, by name."""
 
@@ -102,9 +106,20 @@ class QuantizedType:
         dense: Dtype of what is not stored as codes, such as the inputs of a state.
     """
 
-    keys: Codes
-    values: Codes
+    keys: CodeFormat
+    values: CodeFormat
     dense: torch.dtype
+
+    @classmethod
+    def named(cls, name: str, dense: torch.dtype) -> QuantizedType | None:
+        """The type called ``int8``, or ``int8/int4`` for keys and values; ``None`` if these are not codes."""
+        keys, _, values = name.partition("/")
+        return cls(CODES[keys], CODES[values or keys], dense) if keys in CODES else None
+
+    def unsupported(self, key_size: int, value_size: int | None) -> str | None:
+        """Why heads of these sizes cannot be stored; without values of their own, ``value_size`` is ``None``."""
+        of_values = None if value_size is None else self.values.unsupported(value_size)
+        return self.keys.unsupported(key_size) or of_values
 
     def __str__(self) -> str:
         return self.keys.name if self.keys == self.values else f"{self.keys.name}/{self.values.name}"

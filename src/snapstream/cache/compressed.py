@@ -258,11 +258,18 @@ class CompressedSequence:
                 f"{path} holds caches of {held} layers, but {layers} are needed here; a sequence created without "
                 "speculative='mtp' can only be continued without it"
             )
-        wanted = type_name(entry_type if any(not group.has_state for group in groups) else dense_dtype(entry_type))
-        if described.get("kv_dtype", wanted) != wanted:  # earlier versions did not write it
-            raise CacheFileError(
-                f"{path} holds {described['kv_dtype']}, but caches are {wanted} here; run with the kv_dtype of the file"
-            )
+        for group in groups:
+            first, wanted = f"layer.{group.layers[0]}.", entry_type
+            if group.has_state:
+                wanted, own = dense_dtype(entry_type), type_name(tensors[first + "1"].dtype)
+            else:  # earlier versions did not write their type
+                own = described.get("kv_dtype") or type_name(tensors[first + "0"].dtype)
+            if own != type_name(wanted):
+                option = "dtype" if group.has_state else "kv_dtype"
+                raise CacheFileError(
+                    f"{path} holds {own}, but caches are {type_name(wanted)} here; run with {option}={own!r}, or "
+                    "process its text again"
+                )
         # 2. Its entries.
         caches = {}
         entries = {layer: group.entry for group in groups for layer in group.layers}

@@ -162,7 +162,7 @@ class LayerCache(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
@@ -222,7 +222,7 @@ class LayerCache(ABC):
         self._require_same_type(into)
         for mine, theirs in zip(self.tensors[: self.stored], into.tensors, strict=False):
             copy_rows(mine[0], positions, theirs[0, :, : positions.shape[1]])
-        self._share(into)
+        self._copy_rest_to(into)
 
     def gathered(self, positions: Tensor) -> LayerCache:
         """Copy entries, as :meth:`gather` does, to a new cache."""
@@ -232,7 +232,9 @@ class LayerCache(ABC):
 
     def take(self, row: int, entries: Tensor) -> LayerCache:
         """Copy entries ``[E]`` of one sequence to a new cache."""
-        return self.row(row)._of_entries(lambda tensor: tensor.index_select(2, entries)).clone(entries=False)
+        one = self.row(row)
+        taken = [tensor.index_select(2, entries) for tensor in one.tensors[: self.stored]]
+        return self._with([*taken, *(tensor.clone() for tensor in one.tensors[self.stored :])])
 
     def joined(self, other: LayerCache) -> LayerCache:
         """A new cache with the entries of this one, then those of another."""
@@ -253,7 +255,7 @@ class LayerCache(ABC):
         self._require_same_type(other)
         for mine, theirs in zip(self.tensors[: self.stored], other.tensors, strict=False):
             mine[0, :, : other.entries].copy_(theirs[0])
-        other._share(self)
+        other._copy_rest_to(self)
 
     def converted(self, entry_type: EntryType, like: LayerCache | None = None) -> LayerCache:
         """The same entries in another type; this cache itself if it has that type already.
@@ -272,14 +274,9 @@ class LayerCache(ABC):
             return quantized(self, entry_type, like)
         return self._with([tensor.to(entry_type) for tensor in self.tensors])
 
-    def clone(self, *, entries: bool = True) -> LayerCache:
-        """A copy; without ``entries``, only of what sequences have besides them."""
-        return self._with(
-            [
-                tensor.clone() if entries or number >= self.stored else tensor
-                for number, tensor in enumerate(self.tensors)
-            ]
-        )
+    def clone(self) -> LayerCache:
+        """A copy."""
+        return self._with([tensor.clone() for tensor in self.tensors])
 
     def to(self, device: torch.device | str) -> LayerCache:
         """The same cache on another device."""
@@ -293,8 +290,8 @@ class LayerCache(ABC):
         """A cache whose tensors of entries are changed."""
         return self._with([*map(change, self.tensors[: self.stored]), *self.tensors[self.stored :]])
 
-    def _share(self, into: LayerCache) -> None:
-        """Copy what the only sequence has besides its entries to another one."""
+    def _copy_rest_to(self, into: LayerCache) -> None:
+        """Copy what the only sequence has besides its entries to another cache."""
         for mine, theirs in zip(self.tensors[self.stored :], into.tensors[self.stored :], strict=True):
             theirs.copy_(mine)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from snapstream.cache.codes import INT4, INT8, Codes, EntryType, QuantizedType, frame_of, rotated, rotation_of
+from snapstream.cache.codes import INT4, INT8, CodeFormat, EntryType, QuantizedType, frame_of, rotated, rotation_of
 from snapstream.cache.layer import EntryShape, LayerCache
 
 
@@ -35,6 +36,10 @@ encode = torch.library.custom_op("snapstream::encode", plain_encode, mutates_arg
 @encode.register_fake
 def _encode_shape(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
     return None
+
+
+AT_ONCE = 4096
+"""Entries that are widened at once: each step of a rotation is a copy of them in float32."""
 
 
 class QuantizedCache(LayerCache):
@@ -79,7 +84,7 @@ class QuantizedCache(LayerCache):
     def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
         (B, T, N, D), stored = key.shape, list[Tensor]()
         frames = (self.frames.flatten(0, 1), None)
-        for codes, numbers, frame in zip(self.codes, (key, value), frames, strict=False):
+        for codes, numbers, frame in zip(self.formats, (key, value), frames, strict=False):
             target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=key.device)
             encode(numbers.transpose(1, 2).reshape(B * N, T, D), frame, self.rotation, codes.bits, target)
             stored.append(target.view(B, N, T, -1).transpose(1, 2))
@@ -91,25 +96,31 @@ class QuantizedCache(LayerCache):
             return self
         if isinstance(entry_type, QuantizedType):
             return super().converted(entry_type, like)
-        keys, *values = self.numbers()
-        return self.entry.made_of([each.to(entry_type) for each in (keys, *values)], entry_type)
+        made = self.entry.empty(self.rows, self.entries, entry_type=entry_type, device=self.device)
+        for start in range(0, self.entries, AT_ONCE):
+            end = min(start + AT_ONCE, self.entries)
+            some = cast(QuantizedCache, self.span(start, end))
+            for mine, numbers in zip(made.span(start, end).tensors, some.numbers(), strict=True):
+                mine.copy_(numbers)
+        return made
 
     def numbers(self) -> list[Tensor]:
         """What the codes stand for: keys and, unless they are part of them, values, float32 ``[B, N, C, D]``."""
         keys, *values = (
             rotated(codes.decoded(tensor), self.rotation)
-            for codes, tensor in zip(self.codes, self.tensors, strict=False)
+            for codes, tensor in zip(self.formats, self.tensors, strict=False)
         )
         return [keys * self.frames[:, :, 1, None] + self.frames[:, :, 0, None], *values]
 
     @property
-    def codes(self) -> list[Codes]:
+    def formats(self) -> list[CodeFormat]:
         """Formats of keys and, unless they are part of them, of values."""
         return [self._entry_type.keys, self._entry_type.values][: self.stored]
 
 
 def quantized(cache: LayerCache, entry_type: QuantizedType, like: LayerCache | None) -> QuantizedCache:
     """Encode the entries of a cache of one row; see :meth:`LayerCache.converted`."""
+    assert cache.rows == 1, "sequences have frames of their own"
     tensors = cache.numbers() if isinstance(cache, QuantizedCache) else cache.tensors
     latent = cache.entry.latent if isinstance(cache, QuantizedCache) else cache.stored == 1
     entry = EntryShape(cache.heads, cache.size, latent)
@@ -117,6 +128,6 @@ def quantized(cache: LayerCache, entry_type: QuantizedType, like: LayerCache | N
     assert isinstance(made, QuantizedCache)
     made.frames.copy_(like.frames if isinstance(like, QuantizedCache) else frame_of(tensors[0].float()))
     frames = (made.frames[0], None)
-    for numbers, frame, codes, target in zip(tensors, frames, made.codes, made.tensors, strict=False):
+    for numbers, frame, codes, target in zip(tensors, frames, made.formats, made.tensors, strict=False):
         encode(numbers[0], frame, made.rotation, codes.bits, target[0])
     return made

@@ -73,7 +73,7 @@ def plan(
     from snapstream.engine.memory.planner import plan_engine
     from snapstream.engine.settings import set_up
 
-    _check_memory(memory, cache_memory, devices, options.weights)
+    _check_memory(memory, cache_memory, devices, options)
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     config = options.config(max_model_len=length, slots=slots, sessions=count_or_size(sessions), prefix_cache=0)
     with quiet():
@@ -92,7 +92,7 @@ def plan(
             fields |= {"slots_in_caches": ours.slots_in(room), "slots_in_caches_full": full.slots_in(room)}
         print(json.dumps(fields))
     else:
-        kind = f"{setup.weight_formats} on {setup.device}"
+        kind = f"{setup.weight_formats} on {setup.device}, cache entries {ours.entry_type}"
         table = _table(setup, f"{slots} slots, up to {ours.max_model_len} tokens, {kind}")
         kept = ["weights", "slots", "staging", "sessions", "contexts", "prefixes", "drafter", "metadata"]
         rows = [*kept, "workspace", "steady"] if ours.keeps_workspace else [*kept, "steady", "workspace", "tokenizing"]
@@ -113,13 +113,19 @@ def plan(
     planned.check()
 
 
-def _check_memory(memory: float | None, cache_memory: float | None, devices: int | None, weights: str) -> None:
+def _check_memory(
+    memory: float | None, cache_memory: float | None, devices: int | None, options: SpeculativeOptions
+) -> None:
     for option, given in (("memory", memory), ("cache-memory", cache_memory)):
         if given is not None and not 0 < given < 2**40:
             raise ConfigurationError(f"{option} is {given} GiB; it must be a positive number")
-    if devices is not None and weights in QUANTIZED:
+    if devices is not None and options.kv_dtype != "auto":
         raise ConfigurationError(
-            f"weights is {weights!r}, which is for one device; with devices, give 'dense' or 'auto'"
+            f"kv_dtype is {options.kv_dtype!r}, which is for one device; with devices, leave it out"
+        )
+    if devices is not None and options.weights in QUANTIZED:
+        raise ConfigurationError(
+            f"weights is {options.weights!r}, which is for one device; with devices, give 'dense' or 'auto'"
         )
     if memory is not None and devices is not None:
         raise ConfigurationError("memory is for one device; with devices, give cache-memory, of all together")

@@ -123,6 +123,14 @@ def serve(
             rich_help_panel=CACHE,
         ),
     ] = None,
+    prefix_kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Type of its entries, as --kv-dtype. int8 holds twice as many tokens, but answers to prompts that "
+            "begin like earlier ones may then differ slightly.",
+            rich_help_panel=CACHE,
+        ),
+    ] = "auto",
     prefix_contexts: Annotated[int, typer.Option(hidden=True)] = 0,
     prefix_dir: Annotated[
         Path | None,
@@ -225,6 +233,7 @@ def serve(
         sessions=count_or_size(sessions),
         context_bytes=_memory(contexts, "contexts"),
         prefix_cache=None if prefix_cache is None else _memory(prefix_cache, "prefix cache"),
+        prefix_kv_dtype=prefix_kv_dtype,
         prefix_contexts=prefix_contexts,
         prefix_dir=None if prefix_dir is None else str(prefix_dir),
         prefix_disk=int(prefix_disk * 2**30),

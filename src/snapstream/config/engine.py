@@ -20,6 +20,7 @@ _TYPES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "weights": ("auto", "dense", *QUANTIZED),
     "kv_dtype": KV_DTYPES,
+    "prefix_kv_dtype": KV_DTYPES,
 }
 MOST_GUESSES = 15
 """Maximum number of draft tokens that one step can verify."""
@@ -60,6 +61,8 @@ class EngineConfig:
         prefix_cache: Memory of the prefix cache, which keeps the full caches of what prompts begin with: a size such as
             ``"2GiB"``, or a number of bytes. ``None``: up to 2 GiB of what the plan leaves; 0 turns it off. See
             :mod:`snapstream.engine.prefill.prefix_cache`.
+        prefix_kv_dtype: Type of its entries, as ``kv_dtype``. With codes, it holds twice or three times as many tokens,
+            and prompts that begin like an earlier one are no longer answered exactly as without it.
         prefix_contexts: The same as a number of prompts of ``max_model_len`` tokens; prefer ``prefix_cache``.
         prefix_dir: Directory for cached prefixes that do not fit in memory, and for all of them when the engine is
             closed; ``None`` to drop them.
@@ -86,6 +89,7 @@ class EngineConfig:
     sessions: int | str = 0
     context_bytes: int = 0
     prefix_cache: int | str | None = None
+    prefix_kv_dtype: str = "auto"
     prefix_contexts: int = 0
     prefix_dir: str | None = None
     prefix_disk: int = 16 * 2**30

@@ -61,7 +61,7 @@ class SequenceFiles:
         setup, described = self._setup, CompressedSequence.describe(path)
         if described.get("model") == self.model:  # otherwise, that is what is wrong
             self.check(path, described)
-        entry_type = setup.types.activations if self._of_prefixes else setup.types.cache
+        entry_type = setup.types.of_prefixes if self._of_prefixes else setup.types.cache
         return CompressedSequence.load(
             path, model=self.model, groups=setup.spec.groups, entry_type=entry_type, device=setup.device
         )

@@ -134,10 +134,11 @@ class ModelRunner:
         self.prefixes: PrefixCache | None = None
         if prefixes is not None:
             block = BLOCK if self.prefiller.takes_rows_alone else setup.chunk
-            sizes = spec.sizes(setup.types.activations)
+            sizes = spec.sizes(setup.types.of_prefixes)
             self.prefixes = PrefixCache(prefixes, sizes, chunk=setup.chunk, block=block)
         # What else entries depend on, to the bit: those of others may be in the same directory.
-        self._kind = f"{self.device.type} {type(setup.backend).__name__} {setup.types.activations}"
+        types = setup.types.activations, *([] if setup.types.prefixes is None else [setup.types.prefixes])
+        self._kind = " ".join([self.device.type, type(setup.backend).__name__, *map(str, types)])
         self.windows = sorted(group.window for group in spec.groups if group.window and group.slides)
         self.pool = graph_pool(self.device)
         self._first_token = SamplingState(1, spec.vocab_size, config.max_logprobs, self.device)

@@ -11,7 +11,7 @@ import torch
 
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
-from snapstream.cache import CODES, EntryType, QuantizedType
+from snapstream.cache import EntryType, QuantizedType
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
@@ -38,16 +38,23 @@ class Types:
         weights: Parameters of the model.
         activations: What is between two operations, and the staging cache of prefill.
         cache: Entries of the slots' caches, and of what is saved from them.
+        prefixes: Entries of cached prefixes; ``None`` for the type of activations.
     """
 
     weights: torch.dtype
     activations: torch.dtype
     cache: EntryType
+    prefixes: EntryType | None = None
 
     @classmethod
-    def all(cls, dtype: torch.dtype, cache: EntryType | None = None) -> Types:
-        """One dtype for everything but entries, if those have another type."""
-        return cls(dtype, dtype, dtype if cache is None else cache)
+    def all(cls, dtype: torch.dtype) -> Types:
+        """One dtype for everything."""
+        return cls(dtype, dtype, dtype)
+
+    @property
+    def of_prefixes(self) -> EntryType:
+        """Type of the entries of cached prefixes."""
+        return self.activations if self.prefixes is None else self.prefixes
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec=spec,
         config=config,
         device=device,
-        types=Types.all(dtype, choose_entry_type(config.kv_dtype, dtype, spec)),
+        types=_types(config, dtype, spec),
         max_model_len=max_model_len,
         budget=chosen,
         backend=choose_backend(
@@ -215,7 +222,7 @@ def choose_device(name: str, *, must_exist: bool = True) -> torch.device:
 
 
 def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights and caches; ``auto`` is the checkpoint's own.
+    """The dtype of weights and activations; ``auto`` is the checkpoint's own.
 
     On a CPU, ``auto`` replaces float16 by bfloat16, because the CPU kernels do not support float16 and its matrix
     products take three times as long.
@@ -231,24 +238,37 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
     return stored
 
 
-def choose_entry_type(name: str, dtype: torch.dtype, spec: ModelSpec) -> EntryType:
+def _types(config: EngineConfig, dtype: torch.dtype, spec: ModelSpec) -> Types:
+    cache = choose_entry_type(config.kv_dtype, dtype, spec)
+    if config.prefix_kv_dtype == "auto":
+        return Types(dtype, dtype, cache)
+    return Types(dtype, dtype, cache, choose_entry_type(config.prefix_kv_dtype, dtype, spec, "prefix_kv_dtype"))
+
+
+def choose_entry_type(name: str, dtype: torch.dtype, spec: ModelSpec, setting: str = "kv_dtype") -> EntryType:
     """The type of cache entries called ``name``; ``auto`` is the dtype of activations.
+
+    Args:
+        name: One of :data:`~snapstream.config.engine.KV_DTYPES`.
+        dtype: Dtype of activations.
+        spec: The model.
+        setting: Where it was said.
 
     Raises:
         ConfigurationError: The model's entries cannot have it.
     """
     if name == "auto":
         return dtype
-    keys, _, values = name.partition("/")
-    if keys not in CODES:
+    kind = QuantizedType.named(name, dtype)
+    if kind is None:
         number: torch.dtype = getattr(torch, name)
         return number
-    for codes in (CODES[keys], CODES[values or keys]):
-        for entry in spec.entries:
-            reason = codes.unsupported(entry.size)
-            if reason:
-                raise ConfigurationError(f"kv_dtype is {name!r}: {reason}; use int8")
-    return QuantizedType(CODES[keys], CODES[values or keys], dtype)
+    for entry in spec.entries:
+        reason = kind.unsupported(entry.size, None if entry.latent else entry.size)
+        if reason:
+            raise ConfigurationError(f"{setting} is {name!r}: {reason}; use int8")
+    # Latents have no values of their own.
+    return replace(kind, values=kind.keys) if all(entry.latent for entry in spec.entries) else kind
 
 
 def choose_max_model_len(wanted: int | None, trained: int) -> int:

@@ -82,7 +82,9 @@ class EngineHost:
             "device": self.llm.engine.device.type,
             "torch": torch.__version__,
             "chat": self.prompts.chat,
-        } | ({} if config.speculative == "off" else {"speculative": config.speculative, "guesses": config.guesses})
+            **({} if config.kv_dtype == "auto" else {"kv_dtype": config.kv_dtype}),
+            **({} if config.speculative == "off" else {"speculative": config.speculative, "guesses": config.guesses}),
+        }
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Answer]]:
         """Answer jobs; equal prompts that follow each other are prefilled once, and so are texts of contexts."""

@@ -63,6 +63,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         prefill_chunk: int | None = None,
         dtype: str = "auto",
         weights: str = "auto",
+        kv_dtype: str = "auto",
         device: str = "auto",
         compiled: bool = True,
         batch_size: int | str | None = None,
@@ -82,6 +83,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             prefill_chunk: Prompt tokens per prefill launch.
             dtype: As in :class:`EngineConfig`.
             weights: As in :class:`EngineConfig`.
+            kv_dtype: As in :class:`EngineConfig`.
             device: As in :class:`EngineConfig`.
             compiled: On CUDA, capture decode steps as graphs: faster.
             batch_size: lm-eval's ``--batch_size``; ``auto`` is the engine's default.
@@ -111,6 +113,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
         config = EngineConfig(
             dtype=str(dtype),
             weights=str(weights),
+            kv_dtype=str(kv_dtype),
             device=_device(str(device)),
             enforce_eager=not _flag("compiled", compiled),
             **given,
@@ -179,6 +182,7 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             "kv_budget": budget.as_dict() | {"capacity": budget.capacity},
             "max_model_len": self.llm.engine.max_model_len,
             "model_dtype": self.llm.engine.plan.weight_formats,
+            "kv_dtype": self.llm.engine.plan.entry_type,
         }
 
     def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -333,9 +333,9 @@ class ModelSpec:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
         return sum(len(group.layers) * group.entry.nbytes(entry_type) for group in self.groups if not group.has_state)
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the states of one sequence, with the inputs that their convolutions look back to."""
-        return sum(group.nbytes(group.window or 0, dtype) for group in self.groups if group.has_state)
+    def fixed_bytes(self, entry_type: EntryType) -> int:
+        """Bytes of one sequence besides its entries: of states, with the inputs they look back to, and of frames."""
+        return sum(group.nbytes((group.window or 0) * group.has_state, entry_type) for group in self.groups)
 
     @property
     def has_states(self) -> bool:

@@ -107,6 +107,19 @@ def test_accepted_tokens_are_stored_as_they_are(kind, shape):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS[::3], ids=str)
+def test_narrow_activations(kind, dtype):
+    operations, mine = work(SHAPES[0], kind, 1)
+    _, plain = work(SHAPES[0], kind, 1)
+    for each in (mine, plain):
+        each.dtype = dtype
+        each.buffers = {name: buffer.to(dtype) for name, buffer in each.buffers.items()}
+    TritonProgram(operations, mine, splits=2).run()
+    PlainProgram(operations, plain).run()
+    torch.testing.assert_close(mine.buffers["out"], plain.buffers["out"], rtol=0.05, atol=0.05)
+
+
 def test_caps_and_sinks_see_the_centers_of_keys():
     """Without them, what the centers add to all logits alike changes nothing."""
     shape, kind = SHAPES[0], KINDS[0]

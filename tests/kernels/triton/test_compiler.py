@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 KERNELS = {"_attend", "_merge", "_normalize", "_reduce", "_pool", "_sum_directions", "_differ", "_select", "_gather"}
 KERNELS |= {"_commit", "_norm", "_gate", "_rotate", "_multiply", "_add_splits", "_widen", "_recur", "_gate_by"}
-KERNELS |= {"_encode", "_mix", "_unmix"}
+KERNELS |= {"_encode", "_rotate_queries", "_rotate_back"}
 
 
 def compile_only(*arguments):

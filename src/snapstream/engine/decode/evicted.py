@@ -38,8 +38,8 @@ class Evicted:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(cache.nbytes for cache in self._held.values())
+        """Bytes in memory; frames are those of the slots."""
+        return sum(each.nbytes for cache in self._held.values() for each in cache.tensors[: cache.stored])
 
     @torch.inference_mode()
     def before_launch(self, position: Tensor, count: Tensor) -> None:

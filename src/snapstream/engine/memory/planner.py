@@ -156,8 +156,9 @@ def _plan_of_drafter(setup: Setup, models: Sequence[DecoderModel]) -> int:
 
 def _full_bytes(setup: Setup) -> int:
     """Bytes of the longest prompt in the prefix cache; a state is kept for every chunk."""
-    spec, dtype, length = setup.spec, setup.types.activations, setup.max_model_len
-    return length * spec.kv_bytes_per_token(dtype) + -(-length // setup.chunk) * spec.state_bytes(dtype)
+    spec, entry_type, length = setup.spec, setup.types.of_prefixes, setup.max_model_len
+    pieces = -(-length // setup.chunk)
+    return length * spec.kv_bytes_per_token(entry_type) + pieces * spec.fixed_bytes(entry_type)
 
 
 def _prefixes_by_default(setup: Setup, left: int | None) -> int:

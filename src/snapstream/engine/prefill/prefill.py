@@ -29,6 +29,7 @@ from torch import Tensor
 from snapstream.attention import AttentionBackend
 from snapstream.attention.operation import with_backend
 from snapstream.cache import LayerCache, StateCache, dense_dtype, no_positions, reported_layers
+from snapstream.cache.codes import FEWEST_KEYS
 from snapstream.compression import choose_entries, kept_attention, layout_tensors
 from snapstream.config import WINDOW, LayerPrompt
 from snapstream.config.policy import rows_of_queries
@@ -371,8 +372,8 @@ class Prefill:
         layout, budget, into = target.layouts[job.group], target.budget, target.layers[job.layer]
         has_budget = self.model.spec.groups[job.group].has_budget
         staging = self.lanes[job.lane].caches[job.group]
-        # With the frame that it has, what is kept again gets the same codes again.
-        like = None if job.past is None else job.past.layers[job.layer]
+        # With the frame that they have, entries that are kept again keep their codes.
+        like = None if job.past is None or job.past.entries < FEWEST_KEYS else job.past.layers[job.layer]
         if isinstance(staging, StateCache):
             into.put(staging.converted(into.entry_type), job.total)
             if target.wants_positions:

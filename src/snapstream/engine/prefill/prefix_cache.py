@@ -25,6 +25,7 @@ from snapstream.cache import (
     CompressedSequence,
     LayerCache,
     SequenceStore,
+    StateCache,
     Stored,
     StoreFullError,
     make_caches,
@@ -78,11 +79,12 @@ class Prefix:
     def put_into(self, staging: LayerCache, layer: int, *, has_state: bool) -> None:
         """Copy one layer of it to a staging cache."""
         if has_state:
-            staging.put(self.pieces[-1][0].layers[layer], self.tokens)
+            staging.put(self.pieces[-1][0].layers[layer].converted(staging.entry_type), self.tokens)
             return
         start = 0
         for sequence, used in self.pieces:
-            staging.span(start, start + used).put(sequence.layers[layer].first(used))
+            entries = sequence.layers[layer].first(used)
+            staging.span(start, start + used).put(entries.converted(staging.entry_type))
             start += used
 
 
@@ -107,7 +109,11 @@ class Keeping:
         for piece in self.pieces:
             if piece.end <= done and piece.finished == layer:
                 piece.layers = piece.layers or self.make(len(piece.tokens), staging.device)
-                staging.copy_to(piece.layers[layer], piece.start, piece.end)
+                mine = piece.layers[layer]
+                if mine.entry_type == staging.entry_type or isinstance(staging, StateCache):
+                    staging.copy_to(mine, piece.start, piece.end)
+                else:  # each piece has a frame of its own
+                    mine.put(staging.span(piece.start, piece.end).converted(mine.entry_type))
                 piece.finished += 1
 
 
@@ -119,7 +125,7 @@ class PrefixCache:
 
         Args:
             store: Keeps the pieces.
-            sizes: Sizes of staging caches.
+            sizes: Sizes of caches of its entries.
             chunk: Tokens of a piece: those of a prefill chunk.
             block: Tokens that a shorter piece is a multiple of.
         """

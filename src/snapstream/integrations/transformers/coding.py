@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapstream.cache import CODES
-from snapstream.cache.codes import Codes, frame_of, rotated, rotation_of
+from snapstream.cache import CODES, QuantizedType
+from snapstream.cache.codes import CodeFormat, frame_of, rotated, rotation_of
 from snapstream.cache.quantized import encode
 from snapstream.config.engine import KV_DTYPES
 from snapstream.errors import ConfigurationError
@@ -23,10 +23,15 @@ ALLOWED = ("auto", *(name for name in KV_DTYPES if name.partition("/")[0] in COD
 
 @dataclass(frozen=True)
 class Coding:
-    """Formats of keys and of values."""
+    """How a layer stores its entries.
 
-    keys: Codes
-    values: Codes
+    Attributes:
+        name: The name that the user gave.
+        kind: The formats of keys and of values.
+    """
+
+    name: str
+    kind: QuantizedType
 
     @classmethod
     def named(cls, name: str) -> Coding | None:
@@ -37,8 +42,8 @@ class Coding:
         """
         if name not in ALLOWED:
             raise ConfigurationError(f"kv_dtype is {name!r}; allowed: {', '.join(ALLOWED)}")
-        keys, _, values = name.partition("/")
-        return None if name == "auto" else cls(CODES[keys], CODES[values or keys])
+        kind = QuantizedType.named(name, torch.float32)
+        return None if kind is None else cls(name, kind)
 
     def check(self, key_size: int, value_size: int) -> None:
         """Check that heads of these sizes can be stored.
@@ -46,12 +51,9 @@ class Coding:
         Raises:
             ConfigurationError: They cannot.
         """
-        reason = self.keys.unsupported(key_size) or self.values.unsupported(value_size)
+        reason = self.kind.unsupported(key_size, value_size)
         if reason:
-            raise ConfigurationError(f"kv_dtype is {self}: {reason}; use int8")
-
-    def __str__(self) -> str:
-        return f"{self.keys.name}/{self.values.name}"
+            raise ConfigurationError(f"kv_dtype is {self.name!r}: {reason}; use int8")
 
     def frames(self, keys: Tensor, counts: Sequence[int]) -> Tensor:
         """Frames of new sequences, float32 ``[B, N, 2, D]``, of the first ``counts`` of their keys ``[B, N, E, D]``."""
@@ -59,20 +61,20 @@ class Coding:
         return torch.cat(each)
 
     def encoded(self, keys: Tensor, values: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``, uint8."""
-        return _encoded(self.keys, keys, frames), _encoded(self.values, values, None)
+        """CodeFormat of keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``, uint8."""
+        return _encoded(self.kind.keys, keys, frames), _encoded(self.kind.values, values, None)
 
     def decoded(self, keys: Tensor, values: Tensor, frames: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What codes stand for."""
         wide_keys, wide_values = (
             rotated(numbers, rotation_of(numbers.shape[-1], latent=False))
-            for numbers in (self.keys.decoded(keys), self.values.decoded(values))
+            for numbers in (self.kind.keys.decoded(keys), self.kind.values.decoded(values))
         )
         center, spread = frames[:, :, None].unbind(3)
         return (wide_keys * spread + center).to(dtype), wide_values.to(dtype)
 
 
-def _encoded(codes: Codes, numbers: Tensor, frames: Tensor | None) -> Tensor:
+def _encoded(codes: CodeFormat, numbers: Tensor, frames: Tensor | None) -> Tensor:
     B, N, T, D = numbers.shape
     target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=numbers.device)
     own = None if frames is None else frames.flatten(0, 1)

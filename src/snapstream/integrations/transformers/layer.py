@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
+from snapstream.cache.codes import FEWEST_KEYS
 from snapstream.compression import (
     LayoutTensors,
     choose_entries,
@@ -152,11 +153,14 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self._prompt: _Prompt | None = None
         self._coding = coding
         self.frames: Tensor | None = None
-        self._given: tuple[Tensor, Tensor] | None = None  # what the last update of one token returned
+        # Of codes, the keys that the last update of one token returned; they must not outlive attention.
+        self._given: weakref.ReferenceType[Tensor] | None = None
+        self._value_size = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all entries; called with the first keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._value_size = value_states.shape[-1]
 
         def entries(like: Tensor) -> Tensor:
             return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
@@ -225,8 +229,10 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         for mine, new in zip((self.keys, self.values), stored, strict=True):
             mine.scatter_(2, entry.expand(new.shape), new)
         self.count.add_(1)
-        self._given = self._numbers()
-        return self._given
+        keys, values = self._numbers()
+        if not torch.compiler.is_compiling():
+            self._given = weakref.ref(keys)
+        return keys, values
 
     def _stored(self) -> list[Tensor]:
         """All tensors with entries, and the frames that belong to codes."""
@@ -240,10 +246,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def returned(self, key: Tensor) -> bool:
         """Whether ``key`` is what the last update returned."""
-        given = self.keys if self._given is None else self._given[0]
-        keys = given if self._prompt is None else self._prompt.keys
+        keys: Tensor = self.keys if self._prompt is None else self._prompt.keys
         if self.latent or torch.compiler.is_compiling():  # latents are expanded in between
             return key.shape[2] == keys.shape[2]
+        if self._prompt is None and self.frames is not None:
+            return self._given is not None and key is self._given()
         return key is keys
 
     @property
@@ -449,8 +456,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
             raise RequestError("a prompt is padded on the right; use left padding (tokenizer.padding_side = 'left')")
         kept = _take(prompt.keys, prompt.chosen), _take(prompt.values, prompt.chosen)
         if self._coding is not None and self.frames is not None:
-            if not any(prompt.first_voters):  # else, with the frames that they have, kept entries keep their codes
-                self.frames.copy_(self._coding.frames(kept[0], prompt.layout.count.tolist()))
+            # With the frame that they have, entries that are kept again keep their codes.
+            made = self._coding.frames(kept[0], prompt.layout.count.tolist())
+            few = [count < FEWEST_KEYS for count in prompt.first_voters]
+            is_new = to_device(torch.tensor(few), self.device, torch.bool)[:, None, None, None]
+            self.frames.copy_(torch.where(is_new, made, self.frames))
             kept = self._coding.encoded(*kept, self.frames)
         self.keys.copy_(kept[0])
         self.values.copy_(kept[1])
@@ -470,9 +480,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all sequences, if they were not codes."""
-        sizes = self.keys.shape[-1] + self.values.shape[-1]
-        if self.frames is not None:
-            sizes = self.frames.shape[-1] + self._numbers()[1].shape[-1]
+        key_size = self.keys.shape[-1] if self.frames is None else self.frames.shape[-1]
+        sizes = key_size + self._value_size
         return int(self.keys.shape[0] * self.keys.shape[1] * sizes * self.dtype.itemsize)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -156,8 +156,8 @@ def check_supported(config: Any, budget: CacheBudget) -> None:
         ),
         (
             cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"--kv-cache-dtype {cache.cache_dtype}, because tokens are chosen by the keys in vLLM's blocks, which then "
-            "are codes that need vLLM's scales; use auto",
+            f"--kv-cache-dtype {cache.cache_dtype}, because tokens are chosen by the keys in vLLM's blocks, and those "
+            "would be quantized; use auto",
         ),
         (getattr(cache, "kv_sharing_fast_prefill", False), "--kv-sharing-fast-prefill; remove it"),
         (getattr(cache, "kv_offloading_size", None) is not None, "KV offloading; remove --kv-offloading-size"),

@@ -6,7 +6,6 @@
 
 namespace snapstream {
 
-constexpr int CODED_HEADS = 8;  // heads for which codes are read once
 constexpr int64_t GROUPS = ENTRIES / LANES;
 
 // Entries of one KV head.
@@ -17,13 +16,14 @@ struct CodedEntries {
 
 // Calls function(integral constant i) for i in 0 .. N - 1: arrays that are indexed with these stay in registers.
 template <int N, typename Function>
-INLINE inline void each(const Function& function) {
-  [&]<int... I>(std::integer_sequence<int, I...>) INLINE { (function(std::integral_constant<int, I>()), ...); }
+ALWAYS_INLINE inline void each(const Function& function) {
+  [&]<int... I>(std::integer_sequence<int, I...>) ALWAYS_INLINE { (function(std::integral_constant<int, I>()), ...); }
   (std::make_integer_sequence<int, N>());
 }
 
 // ---- Orders of bytes ----
 
+#define NOT_INLINE __attribute__((noinline))
 #define SNAPSTREAM_LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
 // Vectors of four parts each of four vectors: part i of v[j] becomes part j of v[i].
@@ -106,37 +106,37 @@ template <typename F, int HEADS>
 inline void score_codes(const CodedQuery* queries, const uint8_t* const* rows, int64_t size, float* scores, Coming coming) {
   vec total[HEADS];
   vec_i32 whole[HEADS];
-  each<HEADS>([&](auto h) INLINE { total[h] = vec{}, whole[h] = vec_i32{} + queries[h].starts[0]; });
+  each<HEADS>([&](auto h) ALWAYS_INLINE { total[h] = vec{}, whole[h] = vec_i32{} + queries[h].starts[0]; });
   for (int64_t at = 0; at < size; at += F::CHUNK) {
     const int64_t bytes = F::EIGHT_BITS ? at : at / 2, count = std::min<int64_t>(64, F::EIGHT_BITS ? size - at : (size - at) / 2);
     vec_u32 codes[LANES];
-    each<LANES>([&](auto i) INLINE { codes[i] = load_some(rows[i] + bytes, count), coming.prefetch(); });
+    each<LANES>([&](auto i) ALWAYS_INLINE { codes[i] = load_some(rows[i] + bytes, count), coming.prefetch(); });
     transpose(codes);
     const auto* own = reinterpret_cast<const CodedQuery*>(reinterpret_cast<const char*>(queries) + at);
     if constexpr (F::EIGHT_BITS) {
-      each<LANES>([&](auto i) INLINE {
-        each<HEADS>([&](auto h) INLINE { add_dot<true>(whole[h], codes[i], own[h].codes + 4 * i); });
+      each<LANES>([&](auto i) ALWAYS_INLINE {
+        each<HEADS>([&](auto h) ALWAYS_INLINE { add_dot<true>(whole[h], codes[i], own[h].codes + 4 * i); });
       });
     } else {
       vec scales[4];
       F::read_scales(rows, size, at, scales);
-      each<4>([&](auto part) INLINE {
+      each<4>([&](auto part) ALWAYS_INLINE {
         if (part * PART >= size - at) return;
-        each<HEADS>([&](auto h) INLINE { whole[h] = vec_i32{} + queries[h].starts[at / PART + part]; });
-        each<4>([&](auto i) INLINE {
+        each<HEADS>([&](auto h) ALWAYS_INLINE { whole[h] = vec_i32{} + queries[h].starts[at / PART + part]; });
+        each<4>([&](auto i) ALWAYS_INLINE {
           const vec_u32 both = codes[4 * part + i], low = both & 0x0F0F0F0Fu, high = both >> 4 & 0x0F0F0F0Fu;
           constexpr int64_t first = part * PART + 4 * i;
-          each<HEADS>([&](auto h) INLINE { add_dot<false>(whole[h], low, own[h].codes + first); });
-          each<HEADS>([&](auto h) INLINE { add_dot<false>(whole[h], high, own[h].codes + first + PART / 2); });
+          each<HEADS>([&](auto h) ALWAYS_INLINE { add_dot<false>(whole[h], low, own[h].codes + first); });
+          each<HEADS>([&](auto h) ALWAYS_INLINE { add_dot<false>(whole[h], high, own[h].codes + first + PART / 2); });
         });
-        each<HEADS>([&](auto h) INLINE { total[h] += __builtin_convertvector(whole[h], vec) * scales[part]; });
+        each<HEADS>([&](auto h) ALWAYS_INLINE { total[h] += __builtin_convertvector(whole[h], vec) * scales[part]; });
       });
     }
   }
   coming.prefetch_rest();
   vec scale;
   if constexpr (F::EIGHT_BITS) F::read_scales(rows, size, 0, &scale);
-  each<HEADS>([&](auto h) INLINE {
+  each<HEADS>([&](auto h) ALWAYS_INLINE {
     if constexpr (F::EIGHT_BITS) total[h] = __builtin_convertvector(whole[h], vec) * scale;
     store(scores + h * ENTRIES, total[h] * queries[h].scale + queries[h].constant);
   });
@@ -166,11 +166,11 @@ inline float round_weights(const float* weights, const float (*scales)[ENTRIES],
   const bool finite = !any(~(nothing == 0.0f));
   const float factor = finite && peak > SMALLEST_PEAK ? MOST / peak : 0.0f;
   vec own_weights[GROUPS];
-  each<GROUPS>([&](auto i) INLINE { own_weights[i] = finite ? load(weights + i * LANES) * factor : vec{}; });
+  each<GROUPS>([&](auto i) ALWAYS_INLINE { own_weights[i] = finite ? load(weights + i * LANES) * factor : vec{}; });
   for (int64_t part = 0; part < parts; ++part) {
     vec_i32 total{};
     Weights& own = to[part * step];
-    each<GROUPS>([&](auto i) INLINE {
+    each<GROUPS>([&](auto i) ALWAYS_INLINE {
       const vec_i32 whole = (vec_i32)(own_weights[i] * load(scales[part] + i * LANES) + MAGIC) - 0x4B400000;
       store_bytes(own.high + i * LANES, TWO ? whole >> 7 : whole);
       if (TWO) store_bytes(own.low + i * LANES, whole & 127);
@@ -188,20 +188,20 @@ inline void add_codes(const Weights* weights, const float* factors, const vec_u3
                       int64_t stride) {
   constexpr bool TWO = F::WEIGHT_BYTES == 2;
   vec_i32 high[HEADS * COLUMNS], low[TWO ? HEADS * COLUMNS : 1];
-  each<HEADS * COLUMNS>([&](auto i) INLINE {
+  each<HEADS * COLUMNS>([&](auto i) ALWAYS_INLINE {
     const vec_i32 start = vec_i32{} + weights[i % HEADS].start;
     if constexpr (TWO) high[i] = vec_i32{}, low[i] = start;
     else high[i] = start;
   });
   for (int64_t i = 0; i < ENTRIES / 4; ++i, codes += distance) {
-    each<HEADS>([&](auto h) INLINE {
-      each<COLUMNS>([&](auto c) INLINE {
+    each<HEADS>([&](auto h) ALWAYS_INLINE {
+      each<COLUMNS>([&](auto c) ALWAYS_INLINE {
         add_dot<F::EIGHT_BITS>(high[c * HEADS + h], codes[c], weights[h].high + 4 * i);
         if constexpr (TWO) add_dot<F::EIGHT_BITS>(low[c * HEADS + h], codes[c], weights[h].low + 4 * i);
       });
     });
   }
-  each<HEADS * COLUMNS>([&](auto i) INLINE {
+  each<HEADS * COLUMNS>([&](auto i) ALWAYS_INLINE {
     float* to = out + i % HEADS * stride + i / HEADS * LANES;
     vec_i32 whole = high[i];
     if constexpr (TWO) whole = whole * 128 + low[i];
@@ -211,7 +211,7 @@ inline void add_codes(const Weights* weights, const float* factors, const vec_u3
 
 // Adds a block of values, weighted, to the states of HEADS heads.
 template <typename F, int HEADS>
-inline void add_coded_values(const float* scores, const uint8_t* const* rows, int64_t n, int64_t size, int64_t columns,
+NOT_INLINE void add_coded_values(const float* scores, const uint8_t* const* rows, int64_t n, int64_t size, int64_t columns,
                              float* states, int64_t stride, Coming coming) {
   constexpr int64_t MOST_PARTS = F::EIGHT_BITS ? 1 : MOST_CHANNELS / PART;
   constexpr int VECTORS = F::EIGHT_BITS ? 4 : 8;  // of LANES columns, in 64 bytes
@@ -243,10 +243,10 @@ inline void add_coded_values(const float* scores, const uint8_t* const* rows, in
     vec_u32 codes[ENTRIES / 4 * VECTORS];
     for (int64_t i = 0; i < ENTRIES; i += 4) {
       vec_u32 four[4];
-      each<4>([&](auto j) INLINE { four[j] = load_some(rows[i + j] + bytes, count), coming.prefetch(); });
+      each<4>([&](auto j) ALWAYS_INLINE { four[j] = load_some(rows[i + j] + bytes, count), coming.prefetch(); });
       interleave(four);
       vec_u32* to = codes + i / 4 * VECTORS;
-      each<4>([&](auto j) INLINE {
+      each<4>([&](auto j) ALWAYS_INLINE {
         if constexpr (F::EIGHT_BITS) to[j] = four[j];
         else to[2 * j] = four[j] & 0x0F0F0F0Fu, to[2 * j + 1] = four[j] >> 4 & 0x0F0F0F0Fu;
       });
@@ -260,10 +260,20 @@ inline void add_coded_values(const float* scores, const uint8_t* const* rows, in
   coming.prefetch_rest();
 }
 
+// Scores of a block of n keys.
+template <typename F, int HEADS>
+NOT_INLINE void score_block(const CodedQuery* queries, const uint8_t* const* rows, int64_t n, int64_t size, float* scores,
+                            const CodedEntries& entries) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    const uint8_t* values = entries.values + (AHEAD + i) * entries.value_row;
+    score_codes<F, HEADS>(queries, rows + i, size, scores + i, Coming{values, values + LANES * entries.value_row});
+  }
+}
+
 // Adds n entries to the states of HEADS heads. `columns` are as much of a value as is wanted.
 template <typename K, typename V, int HEADS>
-__attribute__((noinline)) void attend_coded(const CodedQuery* queries, const CodedEntries& entries, int64_t n, int64_t size,
-                                            int64_t columns, float cap, float* states) {
+inline void attend_coded(const CodedQuery* queries, const CodedEntries& entries, int64_t n, int64_t size, int64_t columns,
+                         float cap, float* states) {
   const int64_t stride = state_size(columns);
   alignas(64) float scores[HEADS][ENTRIES];
   const uint8_t *keys[ENTRIES], *values[ENTRIES];
@@ -271,36 +281,32 @@ __attribute__((noinline)) void attend_coded(const CodedQuery* queries, const Cod
     const int64_t entry = std::min(i, n - 1);
     keys[i] = entries.keys + entry * entries.key_row, values[i] = entries.values + entry * entries.value_row;
   }
-  for (int64_t i = 0; i < n; i += LANES) {
-    const Coming coming{entries.values + (AHEAD + i) * entries.value_row, entries.values + (AHEAD + i + LANES) * entries.value_row};
-    score_codes<K, HEADS>(queries, keys + i, size, scores[0] + i, coming);
-  }
+  score_block<K, HEADS>(queries, keys, n, size, scores[0], entries);
   for (int h = 0; h < HEADS; ++h) weigh(scores[h], n, columns, cap, states + h * stride);
-  const Coming coming{entries.keys + AHEAD * entries.key_row, entries.keys + (AHEAD + ENTRIES) * entries.key_row};
-  add_coded_values<V, HEADS>(scores[0], values, n, size, columns, states, stride, coming);
+  const uint8_t* next = entries.keys + AHEAD * entries.key_row;
+  add_coded_values<V, HEADS>(scores[0], values, n, size, columns, states, stride,
+                             Coming{next, next + ENTRIES * entries.key_row});
 }
 
-// The same for all `heads` heads that share a KV head; their states are contiguous.
+// The same for all `heads` heads that share a KV head; their states are contiguous. Codes are read once for some of them.
 template <typename K, typename V>
 inline void attend_coded(const CodedQuery* queries, int64_t heads, const CodedEntries& entries, int64_t n, int64_t size,
                          int64_t columns, float cap, float* states) {
-  for (int64_t h = 0; h < heads; h += CODED_HEADS) {
-    const CodedQuery* q = queries + h;
-    float* s = states + h * state_size(columns);
-    switch (heads - h) {
-      case 1: attend_coded<K, V, 1>(q, entries, n, size, columns, cap, s); break;
-      case 2: attend_coded<K, V, 2>(q, entries, n, size, columns, cap, s); break;
-      case 3: attend_coded<K, V, 3>(q, entries, n, size, columns, cap, s); break;
-      case 4: attend_coded<K, V, 4>(q, entries, n, size, columns, cap, s); break;
-      case 5: attend_coded<K, V, 5>(q, entries, n, size, columns, cap, s); break;
-      case 6: attend_coded<K, V, 6>(q, entries, n, size, columns, cap, s); break;
-      case 7: attend_coded<K, V, 7>(q, entries, n, size, columns, cap, s); break;
-      default: attend_coded<K, V, 8>(q, entries, n, size, columns, cap, s);
-    }
+  const auto some = [&](auto count) {
+    attend_coded<K, V, count>(queries, entries, n, size, columns, cap, states);
+    queries += count, states += count * state_size(columns), heads -= count;
+  };
+  while (heads > 0) {
+    if (heads >= 8) some(std::integral_constant<int, 8>());
+    else if (heads >= 6) some(std::integral_constant<int, 6>());
+    else if (heads >= 4) some(std::integral_constant<int, 4>());
+    else if (heads == 3) some(std::integral_constant<int, 3>());
+    else if (heads == 2) some(std::integral_constant<int, 2>());
+    else some(std::integral_constant<int, 1>());
   }
 }
 
-#undef INLINE
+#undef NOT_INLINE
 #undef SNAPSTREAM_LANES
 
 }  // namespace snapstream

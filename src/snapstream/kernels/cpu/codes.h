@@ -72,11 +72,9 @@ inline vec_u32 load_some(const uint8_t* p, int64_t count) {
 #endif
 }
 
-#define INLINE __attribute__((always_inline))
-
 // Four bytes from each of LANES addresses.
 template <typename Function>
-INLINE inline vec_u32 gathered(const Function& address) {
+ALWAYS_INLINE inline vec_u32 gathered(const Function& address) {
   vec_u32 v;
   UNROLL for (int i = 0; i < LANES; ++i) {
     uint32_t bits;
@@ -93,7 +91,7 @@ struct Eights {
   half first, second;
 
   template <typename Function>
-  INLINE explicit Eights(const Function& address) {
+  ALWAYS_INLINE explicit Eights(const Function& address) {
     UNROLL for (int i = 0; i < 8; ++i) {
       uint64_t a, b;
       std::memcpy(&a, address(i), sizeof(a)), std::memcpy(&b, address(i + 8), sizeof(b));
@@ -115,8 +113,6 @@ struct Codes8 {
   static constexpr int64_t OFFSET = 128, CHUNK = 64, WEIGHT_BYTES = 2;  // of a weight that values are multiplied with
   static constexpr bool EIGHT_BITS = true;
 
-  static int64_t bytes(int64_t size) { return size + 4; }
-
   static void encode(const float* x, int64_t size, uint8_t* to) {
     const float peak = peak_of(x, size), scale = peak <= SMALLEST_PEAK ? 0.0f : peak / 127.0f;
     const float factor = 127.0f / peak;
@@ -130,8 +126,8 @@ struct Codes8 {
   static int64_t scales(int64_t) { return 1; }
 
   // The scales of LANES entries.
-  INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t, vec* scales) {
-    scales[0] = (vec)gathered([&](int i) INLINE { return rows[i] + size; });
+  ALWAYS_INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t, vec* scales) {
+    scales[0] = (vec)gathered([&](int i) ALWAYS_INLINE { return rows[i] + size; });
   }
 };
 
@@ -139,8 +135,6 @@ struct Codes8 {
 struct Codes4 {
   static constexpr int64_t OFFSET = 8, CHUNK = 128, WEIGHT_BYTES = 1;
   static constexpr bool EIGHT_BITS = false;
-
-  static int64_t bytes(int64_t size) { return size / 2 + size / PART * 2; }
 
   static void encode(const float* x, int64_t size, uint8_t* to) {
     uint8_t* scales = to + size / 2;
@@ -163,9 +157,9 @@ struct Codes4 {
   static int64_t scales(int64_t size) { return size / PART; }
 
   // The scales of the parts of LANES entries that are in the chunk from `at` on; 0 where there are none.
-  INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t at, vec* scales) {
+  ALWAYS_INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t at, vec* scales) {
     const int64_t count = std::min<int64_t>(CHUNK, size - at) / PART, end = size / 2 + (at / PART + count) * 2;
-    const Eights last([&](int i) INLINE { return rows[i] + end - 8; });  // there are 16 bytes of codes before them
+    const Eights last([&](int i) ALWAYS_INLINE { return rows[i] + end - 8; });  // there are 16 bytes of codes before them
     UNROLL for (int part = 0; part < 4; ++part)
       scales[part] = part < count ? (vec)last.upper(part + 4 - count) : vec{};
   }

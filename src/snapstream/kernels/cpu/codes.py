@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from snapstream.kernels.cpu import interface, library
@@ -26,9 +27,12 @@ def encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target:
         MemoryError: There is not enough memory for temporaries.
     """
     (N, E, D), bytes_of_row = numbers.shape, target.shape[2]
-    require(takes(numbers, target) and target.shape[:2] == (N, E), "shapes or types do not match")
-    require(bytes_of_row == (D + 4 if bits == 8 else D // 2 + D // 16), "shapes or types do not match")
-    frame = None if frame is None else frame.contiguous()
+    fits = bits in (4, 8) and takes(numbers, target) and target.shape[:2] == (N, E) and target.dtype == torch.uint8
+    require(fits and bytes_of_row == (D + 4 if bits == 8 else D // 2 + D // 16), "shapes or types do not match")
+    require(width >= MULTIPLE and D % width == 0 and width & (width - 1) == 0, f"{width} channels cannot be mixed")
+    if frame is not None:
+        require(frame.shape == (N, 2, D) and frame.dtype == torch.float32, "the frame does not match")
+        frame = frame.contiguous()
     arguments = interface.STRUCTURES["Encoding"](
         numbers.data_ptr(),
         None if frame is None else frame.data_ptr(),

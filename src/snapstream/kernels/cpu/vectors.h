@@ -26,6 +26,7 @@ typedef int32_t vec_i32 __attribute__((vector_size(4 * LANES)));
 
 // The accumulators must live in registers, so every loop over them has to be unrolled.
 #define UNROLL _Pragma("GCC unroll 16")
+#define ALWAYS_INLINE __attribute__((always_inline))
 
 // Keeps a vector in a register. Otherwise the compiler loads it again for every use, and loads are the bottleneck.
 inline void pin(vec& v) {

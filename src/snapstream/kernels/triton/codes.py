@@ -174,15 +174,15 @@ def store_tokens(numbers: LayerCache, cache: QuantizedCache, places: Places) -> 
         places: Entries of the tokens.
     """
     frames = (cache.frames, None)
-    for codes, new, frame, stored in zip(cache.codes, numbers.tensors, frames, cache.tensors, strict=False):
+    for codes, new, frame, stored in zip(cache.formats, numbers.tensors, frames, cache.tensors, strict=False):
         _launch(new, frame, stored, places, cache.rotation, codes.bits, rows_at_once=1)
 
 
 @triton.jit
-def _mix(
+def _rotate_queries(
     query,
     frames,
-    mixed,
+    target,
     constants,
     active,
     query_row,
@@ -206,11 +206,11 @@ def _mix(
     at = row * tl.num_programs(1) + head
     tl.store(constants + at, tl.sum(x * center, 0))
     y = tl.reshape(rotated((x * spread)[None, :], 1, PADDED, WIDTH), (PADDED,))
-    tl.store(mixed + at * SIZE + column, rounded(y, mixed), mask=mask)
+    tl.store(target + at * SIZE + column, rounded(y, target), mask=mask)
 
 
 @triton.jit
-def _unmix(
+def _rotate_back(
     source,
     frames,
     out,
@@ -240,12 +240,17 @@ def _unmix(
     tl.store(out + row * out_row + head * out_head + column, rounded(y, out), mask=mask)
 
 
-def mixed_scratch(rows: int, heads: int, size: int, columns: int) -> int:
-    """Elements of float32 scratch that :class:`Mixed` needs."""
-    return rows * heads * (size + 1 + columns)
+def rotated_scratch(rows: int, heads: int, size: int, columns: int) -> int:
+    """Elements of float32 scratch that :class:`RotatedQueries` needs."""
+    return sum(map(_aligned, (rows * heads * size, rows * heads, rows * heads * columns)))
 
 
-class Mixed:
+def _aligned(elements: int) -> int:
+    """So many elements or a few more, so that what follows is aligned for vectors."""
+    return -(-elements // 4) * 4
+
+
+class RotatedQueries:
     """Queries of a step in the form in which they are multiplied with codes, and room for the results.
 
     Attributes:
@@ -263,16 +268,16 @@ class Mixed:
             cache: The cache.
             tokens: Rows per slot.
             active: Slots to process, one byte each ``[B]``.
-            scratch: float32, :func:`mixed_scratch` elements.
+            scratch: float32, :func:`rotated_scratch` elements.
         """
         (rows, H, D), V = query.shape, out.shape[2]
-        of_queries, of_constants, rest = scratch.split([rows * H * D, rows * H, len(scratch) - rows * H * (D + 1)])
-        flat = of_queries.view(query.dtype)[: rows * H * D]
-        self.query, self.constants = flat.view(rows, H, D), of_constants.view(rows, H)
-        self.out = rest[: rows * H * V].view(rows, H, V)
+        sizes = rows * H * D, rows * H, rows * H * V
+        parts = scratch.split([_aligned(size) for size in sizes])
+        self.query = parts[0].view(query.dtype)[: sizes[0]].view(rows, H, D)
+        self.constants, self.out = parts[1][: sizes[1]].view(rows, H), parts[2][: sizes[2]].view(rows, H, V)
         self._cache, self._tokens, self._active, self._target = cache, tokens, active, out
         self._heads = {"KV_HEADS": cache.heads, "GROUP": H // cache.heads, "SIZE": D, "WIDTH": cache.rotation}
-        _mix[(rows, H)](
+        _rotate_queries[(rows, H)](
             query,
             cache.frames,
             self.query,
@@ -289,7 +294,7 @@ class Mixed:
     def write(self) -> None:
         """Write results to where they go."""
         rows, H, V = self.out.shape
-        _unmix[(rows, H)](
+        _rotate_back[(rows, H)](
             self.out,
             self._cache.frames,
             self._target,

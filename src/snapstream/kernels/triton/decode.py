@@ -18,7 +18,7 @@ from triton import next_power_of_2
 from snapstream.cache import LayerCache, QuantizedCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
-from snapstream.kernels.triton.codes import Mixed, load_coded_parts, mixed_scratch
+from snapstream.kernels.triton.codes import RotatedQueries, load_coded_parts, rotated_scratch
 from snapstream.kernels.triton.tiles import (
     LOG2_E,
     SMALLEST,
@@ -255,8 +255,8 @@ def decode_scratch(rows: int, heads: int, columns: int, splits: int, coded: int 
         splits: See :func:`splits_of`.
         coded: Elements of a key, if entries are codes.
     """
-    mixed = mixed_scratch(rows, heads, coded, columns) if coded else 0
-    return mixed + (0 if splits == 1 else rows * heads * splits * (columns + 1))
+    rotated_queries = rotated_scratch(rows, heads, coded, columns) if coded else 0
+    return rotated_queries + (0 if splits == 1 else rows * heads * splits * (columns + 1))
 
 
 def attend_slots(
@@ -297,16 +297,17 @@ def attend_slots(
     blocks = -(-H // N * T // options["ROWS"])
     keys, values = cache.keys, cache.values
     waiting = cache if pending is None else pending
-    bits, mixed, target = (0, 0), None, out
+    bits, rotated_queries, target = (0, 0), None, out
     coded = D if isinstance(cache, QuantizedCache) else 0
     if scratch is None and (splits > 1 or coded):
         scratch = torch.empty(decode_scratch(rows, H, V, splits, coded), dtype=torch.float32, device=query.device)
     if isinstance(cache, QuantizedCache):
         assert scratch is not None
-        own = mixed_scratch(rows, H, D, V)
-        mixed = Mixed(query, out, cache, T, slots.active, scratch[:own])
-        query, target, scratch = mixed.query, mixed.out, scratch[own:]
-        bits = cache.codes[0].bits, cache.codes[-1].bits
+        assert sinks is None or not cache.entry.latent, "what a sink has of the weights has no center"
+        own = rotated_scratch(rows, H, D, V)
+        rotated_queries = RotatedQueries(query, out, cache, T, slots.active, scratch[:own])
+        query, target, scratch = rotated_queries.query, rotated_queries.out, scratch[own:]
+        bits = cache.formats[0].bits, cache.formats[-1].bits
     part_numbers = rows * H * splits * V
     parts, state = (target, target) if scratch is None or splits == 1 else (scratch, scratch[part_numbers:])
     _attend[(splits, N * blocks, B)](
@@ -322,7 +323,7 @@ def attend_slots(
         slots.limit[group],
         slots.active,
         sinks,
-        None if mixed is None else mixed.constants,
+        None if rotated_queries is None else rotated_queries.constants,
         scale,
         cap or None,
         query.stride(0),
@@ -357,5 +358,5 @@ def attend_slots(
             SPLITS=splits,
             num_warps=4,
         )
-    if mixed is not None:
-        mixed.write()
+    if rotated_queries is not None:
+        rotated_queries.write()

@@ -188,7 +188,7 @@ def commit(pending: LayerCache, cache: LayerCache, slots: Slots, group: int = 0)
         slots: State of the slots, with the number of tokens accepted.
         group: The group of the cache's layer.
     """
-    if cache.entry_type == pending.entry_type and isinstance(cache, QuantizedCache):
+    if isinstance(cache, QuantizedCache):
         # Keys and values may have different numbers of bytes.
         for new, mine in zip(pending.tensors[: cache.stored], cache.tensors, strict=False):
             _commit_tensors(new, new, mine, mine, slots, group)
