@@ -47,16 +47,15 @@ class CodeFormat:
     def unsupported(self, size: int) -> str | None:
         """Why keys or values of ``size`` elements cannot be stored; ``None`` if they can."""
         multiple = BLOCK if self.bits == 4 else 4  # so that scales are aligned
-        return (
-            f"{self.name} needs heads whose size is a multiple of {multiple}, not {size}" if size % multiple else None
-        )
+        reason = f"{self.name} needs heads whose size is a multiple of {multiple}, not {size}"
+        return reason if size % multiple else None
 
     def nbytes(self, size: int) -> int:
         """Bytes of ``size`` numbers: first their codes, then their scales."""
         return size + 4 if self.bits == 8 else size // 2 + size // BLOCK * 2
 
     def encoded(self, x: Tensor) -> Tensor:
-        """CodeFormat and scales of float32 numbers ``[..., D]``: uint8 ``[..., nbytes(D)]``.
+        """Codes and scales of float32 numbers ``[..., D]``: uint8 ``[..., nbytes(D)]``.
 
         Numbers that share a scale with one that is not finite become NaN.
         """

@@ -54,6 +54,7 @@ class CacheState(BaseModel):
 
     budget: dict[str, Any]
     capacity: int
+    kv_dtype: str
     bytes_per_token: int
     max_model_len: int
     slots: list[SlotState]
@@ -82,6 +83,7 @@ def router(parts: Parts) -> APIRouter:
         return CacheState(
             budget=llm.engine.budget.as_dict(),
             capacity=llm.engine.plan.cache_entries,
+            kv_dtype=llm.engine.plan.entry_type,
             bytes_per_token=llm.engine.plan.bytes_per_token,
             max_model_len=llm.engine.max_model_len,
             slots=[

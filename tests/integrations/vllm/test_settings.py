@@ -160,7 +160,7 @@ def test_a_plain_configuration_is_supported():
             },
             "set --pipeline-parallel-size to 1",
         ),
-        ({"cache__cache_dtype": "fp8"}, "--kv-cache-dtype fp8; use auto"),
+        ({"cache__cache_dtype": "fp8"}, "--kv-cache-dtype fp8, because .*; use auto"),
         ({"model__runner_type": "pooling"}, "runner type 'pooling'"),
         ({"model__is_encoder_decoder": True}, "encoder-decoder"),
         ({"model__is_attention_free": True}, "a model without attention"),

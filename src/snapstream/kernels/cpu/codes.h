@@ -56,8 +56,12 @@ inline vec_i32 signed_byte(vec_i32 byte) { return (byte ^ 128) - 128; }
 // Rounds numbers times a factor to integers, to nearest, ties to even.
 inline vec_i32 rounded_to_integers(vec x, float factor) {
   vec y = x * factor;
+#if defined(__AVX512F__)
+  return (vec_i32)_mm512_cvtps_epi32((__m512)y);
+#else
   for (int lane = 0; lane < LANES; ++lane) y[lane] = std::rint(y[lane]);
   return __builtin_convertvector(y, vec_i32);
+#endif
 }
 
 // Reads 64 bytes, of which `count` exist; there are zeros after them.
@@ -175,9 +179,9 @@ inline auto with_codes(int64_t type, const Function& function) {
 template <typename T>
 inline void encode_row(int64_t type, const T* from, int64_t size, const float* frame, int64_t width, uint8_t* to) {
   float x[MOST_CHANNELS];
-  for (int64_t i = 0; i < size; ++i) {
-    const float number = static_cast<float>(from[i]);
-    x[i] = frame ? (number - frame[i]) / frame[size + i] : number;
+  for (int64_t i = 0; i < size; i += LANES) {
+    const vec numbers = load_numbers(from + i);
+    store(x + i, frame ? (numbers - load(frame + i)) / load(frame + size + i) : numbers);
   }
   rotate_channels(x, size, width);
   with_codes(type, [&](auto f) { decltype(f)::encode(x, size, to); });
@@ -196,23 +200,25 @@ struct CodedQuery {
   template <typename F, typename T>
   static void prepare(const T* query, int64_t size, const float* frame, int64_t width, float factor, CodedQuery* to) {
     float x[MOST_CHANNELS];
-    double constant = 0.0;
-    for (int64_t i = 0; i < size; ++i) {
-      const float number = static_cast<float>(query[i]);
-      constant += static_cast<double>(number) * frame[i], x[i] = number * frame[size + i];
+    vec constant{};
+    for (int64_t i = 0; i < size; i += LANES) {
+      const vec numbers = load_numbers(query + i);
+      constant += numbers * load(frame + i);
+      store(x + i, numbers * load(frame + size + i));
     }
     rotate_channels(x, size, width);
     const float peak = peak_of(x, size), inverse = 127.0f / peak;
     to->scale = peak / 127.0f * factor;
-    to->constant = static_cast<float>(constant * factor);
+    to->constant = sum(constant) * factor;
     std::fill(to->codes + size, to->codes + (size + 127) / 128 * 128, 0);
     for (int64_t i = 0; i < size; i += LANES)
       store_bytes(to->codes + i, peak > SMALLEST_PEAK ? rounded_to_integers(load(x + i), inverse) : vec_i32{});
     const int64_t parts = F::scales(size), in_part = size / parts;
     for (int64_t part = 0; part < parts; ++part) {
-      int32_t total = 0;
-      for (int64_t i = 0; i < in_part; ++i) total += to->codes[part * in_part + i];
-      to->starts[part] = -static_cast<int32_t>(F::OFFSET) * total;
+      vec_i32 total{};
+      for (int64_t i = part * in_part; i < (part + 1) * in_part; i += LANES)
+        total += load_bytes<true>(reinterpret_cast<const uint8_t*>(to->codes) + i);
+      to->starts[part] = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(__builtin_convertvector(total, vec)));
     }
   }
 };
