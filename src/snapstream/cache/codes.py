@@ -93,6 +93,8 @@ class CodeFormat:
 INT8, INT4 = CodeFormat("int8", 8), CodeFormat("int4", 4)
 CODES = {each.name: each for each in (INT8, INT4)}
 """The formats, by name."""
+OF_BITS = {each.bits: each for each in CODES.values()}
+"""The formats, by the bits of a code."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from snapstream.cache.codes import INT4, INT8, CodeFormat, EntryType, QuantizedType, frame_of, rotated, rotation_of
+from snapstream.cache.codes import OF_BITS, CodeFormat, EntryType, QuantizedType, frame_of, rotated, rotation_of
 from snapstream.cache.layer import EntryShape, LayerCache
 
 
@@ -26,7 +26,7 @@ def plain_encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, t
     wide = numbers.float()
     if frame is not None:
         wide = (wide - frame[:, None, 0]) / frame[:, None, 1]
-    target.copy_((INT8 if bits == INT8.bits else INT4).encoded(rotated(wide, width)))
+    target.copy_(OF_BITS[bits].encoded(rotated(wide, width)))
 
 
 encode = torch.library.custom_op("snapstream::encode", plain_encode, mutates_args=("target",))
@@ -36,6 +36,21 @@ encode = torch.library.custom_op("snapstream::encode", plain_encode, mutates_arg
 @encode.register_fake
 def _encode_shape(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
     return None
+
+
+def encoded(codes: CodeFormat, numbers: Tensor, frames: Tensor | None, width: int) -> Tensor:
+    """Store numbers ``[B, N, T, D]`` as codes, uint8 ``[B, N, T, nbytes]``; keys have frames ``[B, N, 2, D]``."""
+    B, N, T, D = numbers.shape
+    target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=numbers.device)
+    own = None if frames is None else frames.flatten(0, 1)
+    encode(numbers.reshape(B * N, T, D), own, width, codes.bits, target)
+    return target.view(B, N, T, -1)
+
+
+def decoded(codes: CodeFormat, stored: Tensor, frames: Tensor | None, width: int) -> Tensor:
+    """The numbers that codes stand for, float32 ``[B, N, T, D]``; the inverse of :func:`encoded`."""
+    numbers = rotated(codes.decoded(stored), width)
+    return numbers if frames is None else numbers * frames[:, :, 1, None] + frames[:, :, 0, None]
 
 
 AT_ONCE = 4096
@@ -82,13 +97,9 @@ class QuantizedCache(LayerCache):
 
     @override
     def write(self, entries: Tensor, key: Tensor, value: Tensor, active: Tensor | None = None) -> None:
-        (B, T, N, D), stored = key.shape, list[Tensor]()
-        frames = (self.frames.flatten(0, 1), None)
-        for codes, numbers, frame in zip(self.formats, (key, value), frames, strict=False):
-            target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=key.device)
-            encode(numbers.transpose(1, 2).reshape(B * N, T, D), frame, self.rotation, codes.bits, target)
-            stored.append(target.view(B, N, T, -1).transpose(1, 2))
-        self.write_stored(entries, stored, active)
+        each = zip(self.formats, (key, value), (self.frames, None), strict=False)
+        stored = (encoded(codes, new.transpose(1, 2), frames, self.rotation) for codes, new, frames in each)
+        self.write_stored(entries, [codes.transpose(1, 2) for codes in stored], active)
 
     @override
     def converted(self, entry_type: EntryType, like: LayerCache | None = None) -> LayerCache:
@@ -106,11 +117,8 @@ class QuantizedCache(LayerCache):
 
     def numbers(self) -> list[Tensor]:
         """What the codes stand for: keys and, unless they are part of them, values, float32 ``[B, N, C, D]``."""
-        keys, *values = (
-            rotated(codes.decoded(tensor), self.rotation)
-            for codes, tensor in zip(self.formats, self.tensors, strict=False)
-        )
-        return [keys * self.frames[:, :, 1, None] + self.frames[:, :, 0, None], *values]
+        each = zip(self.formats, self.tensors, (self.frames, None), strict=False)
+        return [decoded(codes, stored, frames, self.rotation) for codes, stored, frames in each]
 
     @property
     def formats(self) -> list[CodeFormat]:
@@ -119,15 +127,11 @@ class QuantizedCache(LayerCache):
 
 
 def quantized(cache: LayerCache, entry_type: QuantizedType, like: LayerCache | None) -> QuantizedCache:
-    """Encode the entries of a cache of one row; see :meth:`LayerCache.converted`."""
-    assert cache.rows == 1, "sequences have frames of their own"
+    """Encode the entries of a cache; see :meth:`LayerCache.converted`."""
     tensors = cache.numbers() if isinstance(cache, QuantizedCache) else cache.tensors
-    latent = cache.entry.latent if isinstance(cache, QuantizedCache) else cache.stored == 1
-    entry = EntryShape(cache.heads, cache.size, latent)
-    made = entry.empty(cache.rows, cache.entries, entry_type=entry_type, device=cache.device)
-    assert isinstance(made, QuantizedCache)
-    made.frames.copy_(like.frames if isinstance(like, QuantizedCache) else frame_of(tensors[0].float()))
-    frames = (made.frames[0], None)
-    for numbers, frame, codes, target in zip(tensors, frames, made.formats, made.tensors, strict=False):
-        encode(numbers[0], frame, made.rotation, codes.bits, target[0])
-    return made
+    entry = EntryShape(cache.heads, cache.size, latent=cache.stored == 1)
+    frames = like.frames.clone() if isinstance(like, QuantizedCache) else frame_of(tensors[0].float())
+    width = rotation_of(entry.size, latent=entry.latent)
+    each = zip((entry_type.keys, entry_type.values), tensors, (frames, None), strict=False)
+    codes = [encoded(kind, numbers, own, width) for kind, numbers, own in each]
+    return QuantizedCache([*codes, frames], entry, entry_type)

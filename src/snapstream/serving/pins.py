@@ -205,7 +205,7 @@ def in_context(asked: Pins | None, text: str | None, opening: int) -> list[Pinne
     Args:
         asked: What the request pins; by default, the system message.
         text: Its text, with what the chat template puts before it; ``None`` for token ids.
-        opening: Length in characters of the system message with what the template puts around it; 0 if there is none.
+        opening: Number of characters of the system message, including what the template puts around it; 0 without one.
 
     Raises:
         ApiError: It has no such part.

@@ -146,9 +146,10 @@ class SnapStreamCache(Cache):  # type: ignore[misc]
         total = 0
         for layer in self.layers:
             if layer.is_initialized:
-                compressed = isinstance(layer, SnapStreamLayer)
-                held = layer.keys.nbytes + layer.values.nbytes
-                total += layer.nbytes_per_token * int(layer.get_seq_length()) if compressed else held
+                if isinstance(layer, SnapStreamLayer):
+                    total += layer.nbytes_per_token * int(layer.get_seq_length())
+                else:
+                    total += layer.keys.nbytes + layer.values.nbytes
         return total
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import CODES, QuantizedType
-from snapstream.cache.codes import CodeFormat, frame_of, rotated, rotation_of
-from snapstream.cache.quantized import encode
+from snapstream.cache.codes import frame_of, rotation_of
+from snapstream.cache.quantized import decoded, encoded
 from snapstream.config.engine import KV_DTYPES
 from snapstream.errors import ConfigurationError
 
@@ -61,22 +61,11 @@ class Coding:
         return torch.cat(each)
 
     def encoded(self, keys: Tensor, values: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """CodeFormat of keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``, uint8."""
-        return _encoded(self.kind.keys, keys, frames), _encoded(self.kind.values, values, None)
+        """Codes of keys ``[B, N, T, D]`` and values ``[B, N, T, D_v]``, uint8."""
+        width, value_width = (rotation_of(each.shape[-1], latent=False) for each in (keys, values))
+        return encoded(self.kind.keys, keys, frames, width), encoded(self.kind.values, values, None, value_width)
 
-    def decoded(self, keys: Tensor, values: Tensor, frames: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What codes stand for."""
-        wide_keys, wide_values = (
-            rotated(numbers, rotation_of(numbers.shape[-1], latent=False))
-            for numbers in (self.kind.keys.decoded(keys), self.kind.values.decoded(values))
-        )
-        center, spread = frames[:, :, None].unbind(3)
-        return (wide_keys * spread + center).to(dtype), wide_values.to(dtype)
-
-
-def _encoded(codes: CodeFormat, numbers: Tensor, frames: Tensor | None) -> Tensor:
-    B, N, T, D = numbers.shape
-    target = torch.empty(B * N, T, codes.nbytes(D), dtype=torch.uint8, device=numbers.device)
-    own = None if frames is None else frames.flatten(0, 1)
-    encode(numbers.reshape(B * N, T, D), own, rotation_of(D, latent=False), codes.bits, target)
-    return target.view(B, N, T, -1)
+    def decoded(self, keys: Tensor, values: Tensor, frames: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
+        """What codes stand for, float32."""
+        width, value_width = (rotation_of(size, latent=False) for size in (frames.shape[-1], value_size))
+        return decoded(self.kind.keys, keys, frames, width), decoded(self.kind.values, values, None, value_width)

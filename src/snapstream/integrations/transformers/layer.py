@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from snapstream.cache.codes import FEWEST_KEYS
+from snapstream.cache.codes import FEWEST_KEYS, CodeFormat
 from snapstream.compression import (
     LayoutTensors,
     choose_entries,
@@ -162,17 +162,17 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         self._value_size = value_states.shape[-1]
 
-        def entries(like: Tensor) -> Tensor:
-            return like.new_zeros(*like.shape[:2], self.budget.capacity, like.shape[-1])
+        def entries(like: Tensor, codes: CodeFormat | None) -> Tensor:
+            size, dtype = (like.shape[-1], like.dtype) if codes is None else (codes.nbytes(like.shape[-1]), torch.uint8)
+            return like.new_zeros(*like.shape[:2], self.budget.capacity, size, dtype=dtype)
 
-        stored = key_states[:, :, :1], value_states[:, :, :1]
+        formats: tuple[CodeFormat | None, ...] = (None, None)
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             if self._coding is not None:
                 self._coding.check(key_states.shape[-1], value_states.shape[-1])
                 self.frames = key_states.new_ones(*key_states.shape[:2], 2, key_states.shape[-1], dtype=torch.float32)
-                self.frames[:, :, 0] = 0
-                stored = self._coding.encoded(*stored, self.frames)
-            self.keys, self.values = map(entries, stored)
+                formats = self._coding.kind.keys, self._coding.kind.values
+            self.keys, self.values = map(entries, (key_states, value_states), formats)
             start = layout_tensors([lay_out(1, self.budget)] * key_states.shape[0], self.device)
             self.base, self.limit, self.count = start.base, start.limit, torch.zeros_like(start.count)
             self.padding = torch.zeros_like(start.count)
@@ -242,7 +242,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys and values, also of codes."""
         if self._coding is None or self.frames is None:
             return self.keys, self.values
-        return self._coding.decoded(self.keys, self.values, self.frames, self.dtype)
+        keys, values = self._coding.decoded(self.keys, self.values, self.frames, self._value_size)
+        return keys.to(self.dtype), values.to(self.dtype)
 
     def returned(self, key: Tensor) -> bool:
         """Whether ``key`` is what the last update returned."""
@@ -457,10 +458,11 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         kept = _take(prompt.keys, prompt.chosen), _take(prompt.values, prompt.chosen)
         if self._coding is not None and self.frames is not None:
             # With the frame that they have, entries that are kept again keep their codes.
-            made = self._coding.frames(kept[0], prompt.layout.count.tolist())
             few = [count < FEWEST_KEYS for count in prompt.first_voters]
-            is_new = to_device(torch.tensor(few), self.device, torch.bool)[:, None, None, None]
-            self.frames.copy_(torch.where(is_new, made, self.frames))
+            if any(few):
+                made = self._coding.frames(kept[0], prompt.layout.count.tolist())
+                is_new = to_device(torch.tensor(few), self.device, torch.bool)[:, None, None, None]
+                self.frames.copy_(torch.where(is_new, made, self.frames))
             kept = self._coding.encoded(*kept, self.frames)
         self.keys.copy_(kept[0])
         self.values.copy_(kept[1])

@@ -16,7 +16,7 @@ from snapstream.cache import EntryShape, LayerCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.cpu import library
-from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, check_types, require
+from snapstream.kernels.cpu.checks import MOST_HEAD_SIZE, MULTIPLE, TYPES, check_types, require
 from snapstream.kernels.cpu.interface import INSTRUCTIONS
 from snapstream.kernels.cpu.prefill import (
     BLOCK,
@@ -64,8 +64,6 @@ SPLIT, STATE = 512, 16
 """Entries per part of decode attention, and floats of state that it keeps per part besides the output."""
 SKINNY_ROWS = 16
 """Maximum rows of ``x`` for which :func:`skinny_linear` beats the library's matrix product."""
-MOST_HEAD_SIZE = 1024
-"""Largest head size that decode attention supports."""
 
 loaded = False
 """Whether :func:`available` has loaded the kernels; every product checks this."""

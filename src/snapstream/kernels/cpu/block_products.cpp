@@ -5,14 +5,6 @@ namespace {
 
 constexpr int64_t AHEAD = 4096;  // how far ahead weights are prefetched, in bytes
 
-// Adds products of four columns per lane: `numbers` without sign times four signed ones, the same for all lanes.
-template <bool EIGHT_BITS>
-inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
-  uint32_t same;
-  std::memcpy(&same, four, sizeof(same));
-  return dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
-}
-
 // A part of a tile, as rows are multiplied by it.
 template <typename F>
 struct PartWeights {

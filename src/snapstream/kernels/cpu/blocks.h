@@ -97,6 +97,14 @@ inline vec_i32 dot_bytes(vec_i32 total, vec_u32 numbers, vec_u32 others) {
 #endif
 }
 
+// The same with four bytes that all lanes have in common.
+template <bool EIGHT_BITS>
+inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
+  uint32_t same;
+  std::memcpy(&same, four, sizeof(same));
+  return dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
+}
+
 // ---- The formats. A tile of BLOCK columns has LANES * BYTES bytes. read() gives the numbers of one part of it, without
 // sign: four columns per vector, and in a lane those of one row. A weight is (number - OFFSET) * scale - minimum. Where
 // scales are HALVED, there is one per 16 columns. ----

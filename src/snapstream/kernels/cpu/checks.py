@@ -7,6 +7,8 @@ from torch import Tensor
 
 MULTIPLE = 32
 """Elements that the kernels read at once: dimensions that are summed over must be a multiple of it."""
+MOST_HEAD_SIZE = 1024
+"""Largest head size that decode attention supports, given by buffers in ``codes.h``."""
 TYPES = (torch.float32, torch.bfloat16)
 """Dtypes of activations, weights and cache entries; their numbers are those of ``interface.TYPES``."""
 

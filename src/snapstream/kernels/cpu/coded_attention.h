@@ -84,9 +84,7 @@ inline void add_dot(vec_i32& total, vec_u32 numbers, const int8_t* four) {
   asm("vpbroadcastd %1, %0" : "=v"(same) : "m"(*reinterpret_cast<const int32_t(*)>(four)));
   total = dot_bytes<EIGHT_BITS>(total, numbers, same);
 #else
-  uint32_t same;
-  std::memcpy(&same, four, sizeof(same));
-  total = dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
+  total = dot<EIGHT_BITS>(total, numbers, four);
 #endif
 }
 

@@ -8,7 +8,7 @@
 
 namespace snapstream {
 
-constexpr int64_t MOST_CHANNELS = 1024;  // MOST_HEAD_SIZE in __init__.py
+constexpr int64_t MOST_CHANNELS = 1024;  // MOST_HEAD_SIZE in checks.py
 constexpr float SMALLEST_PEAK = 1e-30f;
 
 inline bool is_coded(int64_t type) { return type == INT8 || type == INT4; }

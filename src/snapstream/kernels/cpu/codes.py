@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from snapstream.cache.codes import OF_BITS
 from snapstream.kernels.cpu import interface, library
-from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
-
-MOST_CHANNELS = 1024
-"""Largest head size, given by a buffer in ``codes.h``."""
+from snapstream.kernels.cpu.checks import MOST_HEAD_SIZE, MULTIPLE, TYPES, require
 
 
 def takes(numbers: Tensor, target: Tensor) -> bool:
     """Whether :func:`encode` can store these numbers."""
     size = numbers.shape[2]
-    fits = numbers.dtype in TYPES and size % MULTIPLE == 0 and size <= MOST_CHANNELS
+    fits = numbers.dtype in TYPES and size % MULTIPLE == 0 and size <= MOST_HEAD_SIZE
     return fits and numbers.is_cpu and numbers.stride(2) == target.stride(2) == 1
 
 
@@ -26,9 +24,10 @@ def encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target:
         ValueError: Shapes or dtypes do not match.
         MemoryError: There is not enough memory for temporaries.
     """
-    (N, E, D), bytes_of_row = numbers.shape, target.shape[2]
-    fits = bits in (4, 8) and takes(numbers, target) and target.shape[:2] == (N, E) and target.dtype == torch.uint8
-    require(fits and bytes_of_row == (D + 4 if bits == 8 else D // 2 + D // 16), "shapes or types do not match")
+    (N, E, D), codes = numbers.shape, OF_BITS.get(bits)
+    require(codes is not None and takes(numbers, target) and target.dtype == torch.uint8, "types do not match")
+    assert codes is not None
+    require(target.shape == (N, E, codes.nbytes(D)), "shapes do not match")
     require(width >= MULTIPLE and D % width == 0 and width & (width - 1) == 0, f"{width} channels cannot be mixed")
     if frame is not None:
         require(frame.shape == (N, 2, D) and frame.dtype == torch.float32, "the frame does not match")
@@ -38,7 +37,7 @@ def encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target:
         None if frame is None else frame.data_ptr(),
         target.data_ptr(),
         type=TYPES.index(numbers.dtype),
-        codes=interface.TYPES.index(f"int{bits}"),
+        codes=interface.TYPES.index(codes.name),
         heads=N,
         entries=E,
         size=D,

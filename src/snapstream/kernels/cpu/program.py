@@ -247,10 +247,10 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
 
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
     heads, (_, _, entries, size) = cache.heads, cache.values.shape
-    is_state, kind = isinstance(cache, StateCache), cache.entry_type
-    types = [type_name(kind)] * 2
-    if isinstance(kind, QuantizedType):  # values of latents are part of the keys
-        types = [kind.keys.name, (kind.values if cache.stored == 2 else kind.keys).name]
+    is_state = isinstance(cache, StateCache)
+    types = (
+        [each.name for each in cache.formats] if isinstance(cache, QuantizedCache) else [type_name(cache.entry_type)]
+    )
     require(
         not is_state or cache.keys.dtype == torch.float32, f"matrices of states are {cache.keys.dtype}, not float32"
     )
@@ -259,7 +259,7 @@ def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
         values=_address(cache.values),
         frames=_address(cache.frames) if isinstance(cache, QuantizedCache) else None,
         type=interface.TYPES.index(types[0]),
-        value_type=interface.TYPES.index(types[1]),
+        value_type=interface.TYPES.index(types[-1]),
         group=group,
         kv_heads=heads,
         entries=entries,

@@ -93,6 +93,11 @@ inline N* at(const BufferView& part, int64_t row, int64_t head = 0) {
   return static_cast<N*>(part.data) + row * part.row + head * part.stride;
 }
 
+// The frame of a slot's KV head, or null if entries are not codes.
+inline const float* frame_of(const Cache& cache, int64_t slot, int64_t head) {
+  return cache.frames == nullptr ? nullptr : cache.frames + (slot * cache.kv_heads + head) * 2 * cache.size;
+}
+
 // Numbers of type N, or null.
 template <typename N>
 inline const N* numbers(const Vector& vector) {

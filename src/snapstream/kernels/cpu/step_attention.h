@@ -151,10 +151,6 @@ class AttentionOperations {
     }
   }
 
-  static const float* frame_of(const Cache& cache, int64_t slot, int64_t head) {
-    return cache.frames + (slot * cache.kv_heads + head) * 2 * cache.size;
-  }
-
   float* state_of(const Attend& o, int64_t row, int64_t head, int64_t split) {
     const Cache& cache = cache_of(o);
     const int64_t group = o.query.heads / cache.kv_heads;

@@ -218,11 +218,10 @@ class RowOperations {
     void *keys = certain ? cache.keys : cache.pending_keys, *values = certain ? cache.values : cache.pending_values;
     for (int64_t head = 0; head < cache.kv_heads; ++head) {
       const int64_t to = (slot * cache.kv_heads + head) * length + entry;
-      const float* frame = cache.frames ? cache.frames + (slot * cache.kv_heads + head) * 2 * cache.size : nullptr;
       const auto put_row = [&](const BufferView& from, int64_t type, const float* own, void* memory, int64_t bytes) {
         put_entry(at<T>(from, row, head), cache, type, own, static_cast<uint8_t*>(memory) + to * bytes);
       };
-      put_row(o.key, cache.type, frame, keys, cache.key_row);
+      put_row(o.key, cache.type, frame_of(cache, slot, head), keys, cache.key_row);
       if (o.value.data != nullptr) put_row(o.value, cache.value_type, nullptr, values, cache.value_row);
     }
   }

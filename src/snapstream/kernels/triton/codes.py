@@ -13,8 +13,8 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from snapstream.cache import LayerCache, QuantizedCache
-from snapstream.kernels.triton.places import PENDING, Places, entry_of
-from snapstream.kernels.triton.tiles import rounded
+from snapstream.kernels.triton.places import PENDING, Places, entry_of, rows_of_tokens
+from snapstream.kernels.triton.tiles import load_parts, rounded
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it rounds a number to an integer."""
@@ -109,11 +109,7 @@ def _encode(
     ROWS: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    is_row = row < rows
-    slot, token = row // tokens, row % tokens
-    if not ALL_ACTIVE:
-        is_row = is_row & (tl.load(active + slot, mask=is_row, other=0) != 0)
+    _, is_row, slot, token = rows_of_tokens(active, rows, tokens, ROWS, ALL_ACTIVE)
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < SIZE)[None, :]
     source = numbers + (slot * source_slot + head * source_head + token * source_token)[:, None] + column[None, :]
@@ -332,7 +328,7 @@ def load_codes(
 
 
 @triton.jit
-def load_coded_parts(
+def load_entries(
     address,
     stride,
     rows,
@@ -343,7 +339,10 @@ def load_coded_parts(
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """As ``load_parts``, of rows of codes, in the type that ``like`` points to."""
-    first = load_codes(address, stride, rows, is_row, 0, FIRST, SIZE, BITS)
-    second = load_codes(address, stride, rows, is_row, FIRST, SECOND if SECOND else 1, SIZE, BITS)
-    return rounded(first, like), rounded(second, like)
+    """As ``load_parts``; with ``BITS``, of rows of codes, in the type that ``like`` points to."""
+    if BITS:
+        first = load_codes(address, stride, rows, is_row, 0, FIRST, SIZE, BITS)
+        second = load_codes(address, stride, rows, is_row, FIRST, SECOND if SECOND else 1, SIZE, BITS)
+        return rounded(first, like), rounded(second, like)
+    else:
+        return load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)

@@ -18,7 +18,7 @@ from triton import next_power_of_2
 from snapstream.cache import LayerCache, QuantizedCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
-from snapstream.kernels.triton.codes import RotatedQueries, load_coded_parts, rotated_scratch
+from snapstream.kernels.triton.codes import RotatedQueries, load_entries, rotated_scratch
 from snapstream.kernels.triton.tiles import (
     LOG2_E,
     SMALLEST,
@@ -33,25 +33,6 @@ from snapstream.kernels.triton.tiles import (
     width_of,
     with_sinks,
 )
-
-
-@triton.jit
-def _load(
-    address,
-    stride,
-    rows,
-    is_row,
-    like,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Both parts of some rows of entries, which are numbers, or with ``BITS`` codes."""
-    if BITS:
-        return load_coded_parts(address, stride, rows, is_row, like, FIRST, SECOND, SIZE, BITS)
-    else:
-        return load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)
 
 
 @triton.jit
@@ -133,7 +114,9 @@ def _attend(
     for start in range(split * share, tl.minimum((split + 1) * share, valid), ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         is_entry = entry < valid
-        key_first, key_second = _load(keys, cache_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS)
+        key_first, key_second = load_entries(
+            keys, cache_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS
+        )
         logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
         seen = is_entry[None, :] & is_row[:, None]
         if TOKENS > 1:
@@ -144,7 +127,7 @@ def _attend(
         if KEYS_ARE_VALUES:
             value_first, value_second = key_first, key_second
         else:
-            value_first, value_second = _load(
+            value_first, value_second = load_entries(
                 values, value_entry, entry, is_entry, query, VALUE_FIRST, VALUE_SECOND, VALUE_SIZE, VALUE_BITS
             )
         peak, total, first, second = fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
@@ -154,7 +137,7 @@ def _attend(
         for start in range(0, TOKENS, ENTRIES):
             entry = start + tl.arange(0, ENTRIES)
             is_entry = entry < TOKENS
-            key_first, key_second = _load(
+            key_first, key_second = load_entries(
                 pending_keys, pending_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS
             )
             logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
@@ -162,7 +145,7 @@ def _attend(
             is_lasting = counted + entry < ring_start
             seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
             logits = tl.where(seen & is_entry[None, :] & is_row[:, None], logits, float("-inf"))
-            value_first, value_second = _load(
+            value_first, value_second = load_entries(
                 pending_values,
                 new_value_entry,
                 entry,

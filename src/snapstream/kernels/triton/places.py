@@ -39,6 +39,17 @@ class Places:
 
 
 @triton.jit
+def rows_of_tokens(active, rows, tokens, ROWS: tl.constexpr, ALL_ACTIVE: tl.constexpr):
+    """The rows of a program: their numbers, which of them are to be processed, and their slots and tokens."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    is_row = row < rows
+    slot, token = row // tokens, row % tokens
+    if not ALL_ACTIVE:
+        is_row = is_row & (tl.load(active + slot, mask=is_row, other=0) != 0)
+    return row, is_row, slot, token
+
+
+@triton.jit
 def entry_of(slot, token, count, base, limit, is_row, KIND: tl.constexpr):
     """The entry of a token, as :class:`Places` says."""
     if KIND == 0:

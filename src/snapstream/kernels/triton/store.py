@@ -14,7 +14,7 @@ from triton import next_power_of_2
 
 from snapstream.cache import LayerCache, QuantizedCache
 from snapstream.kernels.buffers import Slots
-from snapstream.kernels.triton.places import STRAIGHT, Places, entry_of
+from snapstream.kernels.triton.places import STRAIGHT, Places, entry_of, rows_of_tokens
 from snapstream.kernels.triton.rows import load_turned, normed, scaled, turned
 from snapstream.kernels.triton.tiles import rounded
 
@@ -54,11 +54,7 @@ def _store_grouped(
     ROWS: tl.constexpr,
 ):
     head = tl.program_id(1)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    is_row = row < rows
-    slot, token = row // tokens, row % tokens
-    if not ALL_ACTIVE:
-        is_row = is_row & (tl.load(active + slot, mask=is_row, other=0) != 0)
+    row, is_row, slot, token = rows_of_tokens(active, rows, tokens, ROWS, ALL_ACTIVE)
     column = tl.arange(0, PADDED)
     mask = is_row[:, None] & (column < HALF)[None, :]
     place = source + row[:, None] * source_row + head * 2 * HALF + column[None, :]
