@@ -28,7 +28,18 @@ from typing import Any
 from snapstream.config.engine import QUANTIZED
 from snapstream.outputs import write_text
 
-PARTS = ("bandwidth", "decode", "table5", "table4", "prefill", "widening", "position", "speculation", "memory")
+PARTS = (
+    "bandwidth",
+    "decode",
+    "entries",
+    "table5",
+    "table4",
+    "prefill",
+    "widening",
+    "position",
+    "speculation",
+    "memory",
+)
 
 
 def main() -> int:
@@ -109,6 +120,15 @@ def _decode(rows: list[Any]) -> list[str]:
     return lines
 
 
+def _entries(rows: list[Any]) -> list[str]:
+    lines = ["| slots | a step, ms | int8 | int8/int4 | int4 |", "|---|---|---|---|---|"]
+    for row in rows:
+        first, *others = row["step_seconds"].values()
+        ratios = (f"{first['median'] / each['median']:.2f}x" for each in others)
+        lines.append(f"| {row['slots']} | {_spread(first)} | {' | '.join(ratios)} |")
+    return lines
+
+
 def _table5(rows: list[Any]) -> list[str]:
     lines = [
         "| length | cache | slots, full | slots | tokens/s, full | tokens/s | times as many |",
@@ -173,6 +193,7 @@ def _memory(rows: list[Any]) -> list[str]:
 _TABLES = {
     "bandwidth": _bandwidth,
     "decode": _decode,
+    "entries": _entries,
     "table5": _table5,
     "table4": _table4,
     "prefill": _prefill,

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu_model import Clock, Scale, make_model, setup_of, spec_of
 from snapstream.attention.operation import with_backend
-from snapstream.cache import LayerCache
+from snapstream.cache import EntryType, LayerCache, QuantizedCache, QuantizedType
 from snapstream.compression import choose_entries, lay_out, layout_tensors
 from snapstream.compression.compress import selected
 from snapstream.compression.scoring import observation_votes, pool_votes
@@ -31,6 +31,8 @@ from snapstream.models.spec import ModelSpec
 
 Row = dict[str, Any]
 GUESSES = (1, 3, 7)
+ENTRIES = ("bfloat16", "int8", "int8/int4", "int4")
+"""Types of cache entries, by their names."""
 
 
 class Bench:
@@ -97,6 +99,15 @@ class Bench:
                     "tokens_per_second": slots / seconds["median"],
                     "share_of_bandwidth": share,
                 }
+
+    def entries(self) -> Iterator[Row]:
+        """A decode step by the type of cache entries."""
+        C = self.scale.cache
+        for slots in self.scale.batches:
+            seconds = {}
+            for name in ENTRIES:
+                seconds[name] = self._step(C, slots, C, entry_type=_type_named(name))
+            yield {"slots": slots, "entries": C, "step_seconds": seconds}
 
     def table5(self) -> Iterator[Row]:
         """The paper's table 5: the largest batch that fits into the same memory, with full and compressed caches."""
@@ -290,21 +301,42 @@ class Bench:
     def _setup(self, entries: int, length: int, slots: int) -> Any:
         return setup_of(self.spec, self.device, self.scale, entries, length, slots=slots)
 
-    def _step(self, entries: int, slots: int, valid: int, position: int | None = None) -> dict[str, float]:
+    def _step(
+        self,
+        entries: int,
+        slots: int,
+        valid: int,
+        position: int | None = None,
+        entry_type: EntryType = torch.bfloat16,
+    ) -> dict[str, float]:
         """Seconds of a step of all slots, whose caches are random and have ``valid`` valid entries."""
-        decode = self._decode(entries, slots, valid, position)
+        decode = self._decode(entries, slots, valid, position, entry_type=entry_type)
         launch = self.clock(lambda: decode.launch(self.scale.steps, greedy=True))
         return {name: seconds / self.scale.steps for name, seconds in launch.items()}
 
-    def _decode(self, entries: int, slots: int, valid: int, position: int | None = None, guesses: int = 0) -> Decode:
+    def _decode(
+        self,
+        entries: int,
+        slots: int,
+        valid: int,
+        position: int | None = None,
+        guesses: int = 0,
+        entry_type: EntryType = torch.bfloat16,
+    ) -> Decode:
         """Slots that are ready to decode from the middle of sequences."""
         _clean_up()
         setup = self._setup(entries, entries, slots)
         sizes = {"capacity": entries, "slots": slots, "steps": self.scale.steps, "max_logprobs": 1, "guesses": guesses}
-        decode = Decode(self.model, setup.backend, types=setup.types, eager=setup.eager, **sizes)
+        types = replace(setup.types, cache=entry_type)
+        decode = Decode(self.model, setup.backend, types=types, eager=setup.eager, **sizes)
         for layer in decode.layers:
             for tensor in layer.tensors:
-                tensor.normal_()
+                if tensor.dtype == torch.uint8:
+                    tensor.random_(0, 60)  # scales, of two or four of these bytes each, are below 0.01
+                elif isinstance(layer, QuantizedCache):
+                    tensor.fill_(1.0)  # frames
+                else:
+                    tensor.normal_()
         decode.warm_up(graph_pool(self.device))
         self._fill(decode, valid, valid if position is None else position)
         return decode
@@ -336,6 +368,10 @@ class Bench:
             prefill.advance(job)
         if target.error is not None:
             raise target.error
+
+
+def _type_named(name: str) -> EntryType:
+    return QuantizedType.named(name, torch.bfloat16) or torch.bfloat16
 
 
 @torch.inference_mode()

@@ -1,27 +1,29 @@
-"""Decode attention over entries of each type, on a CPU: time of a step's attention, relative to bfloat16.
+"""Decode attention over entries of each type: time of a step's attention, relative to bfloat16.
 
     python -m benchmarks.kv_attention
+    python -m benchmarks.kv_attention --device cuda --batches 1,4,8,64
 
-There are so many layers that no cache stays in the processor's own memory between two steps. Types take turns.
+There are so many layers that no cache stays in the processor's own memory between two steps. Types take turns. On CUDA,
+the attention of all layers is one captured graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
 
+from benchmarks.gpu_model import Clock
+from snapstream.attention import choose_backend
 from snapstream.cache import EntryShape, EntryType, QuantizedType
-from snapstream.kernels import cpu
+from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
-from snapstream.kernels.cpu.program import CpuProgram
 
 HEADS = {"Qwen2.5 1.5B": (12, 2, 128), "Llama 3 8B": (32, 8, 128), "SmolLM2 135M": (9, 3, 64)}
 """Query heads, KV heads and their size."""
-BYTES = 300e6
+BYTES = {"cpu": 300e6, "cuda": 600e6}
 """Of all caches in bfloat16, at least."""
 
 
@@ -31,32 +33,31 @@ def types() -> dict[str, EntryType]:
     return {"bfloat16": torch.bfloat16, **{name: kind for name, kind in named.items() if kind is not None}}
 
 
-def program(entry_type: EntryType, heads: tuple[int, int, int], batch: int, entries: int, layers: int) -> CpuProgram:
+def attention(
+    entry_type: EntryType, heads: tuple[int, int, int], batch: int, entries: int, layers: int, device: torch.device
+) -> StaticGraph:
     """The attention of all layers of a step, over random entries."""
     H, N, D = heads
     shape, caches = EntryShape(N, D, latent=False), []
-    some = torch.randn(1, 64, N, D)
+    some = torch.randn(1, 64, N, D, device=device).to(torch.bfloat16)
     for _ in range(layers):
-        cache = shape.empty(batch, entries, entry_type=entry_type)
+        cache = shape.empty(batch, entries, entry_type=entry_type, device=device)
         if isinstance(entry_type, QuantizedType):
             cache.tensors[-1].fill_(1)
         for start in range(0, entries, 64):
-            place = torch.arange(start, min(start + 64, entries)).expand(batch, -1)
-            new = some[:, : place.shape[1]].expand(batch, -1, -1, -1).to(torch.bfloat16)
+            place = torch.arange(start, min(start + 64, entries), device=device).expand(batch, -1)
+            new = some[:, : place.shape[1]].expand(batch, -1, -1, -1)
             cache.write(place, new, new)
         caches.append(cache)
     query, out = BufferView("query", D, H), BufferView("out", D, H)
     operations = [ops.Attend(query, out, layer, D**-0.5) for layer in range(layers)]
-    buffers = {"query": torch.randn(batch, H * D).bfloat16(), "out": torch.zeros(batch, H * D).bfloat16()}
-    slots = Slots.that_see(torch.full((batch,), entries), entries)
-    return CpuProgram(operations, StepBuffers(buffers, slots, caches, [], torch.bfloat16))
-
-
-def seconds(each: CpuProgram) -> float:
-    """Time of one run."""
-    start = time.perf_counter()
-    each.run()
-    return time.perf_counter() - start
+    buffers = {name: torch.randn(batch, H * D, device=device).bfloat16() for name in ("query", "out")}
+    slots = Slots.that_see(torch.full((batch,), entries, device=device), entries)
+    backend = choose_backend("auto", device, torch.bfloat16, D, D)
+    program = backend.program(operations, StepBuffers(buffers, slots, caches, [], torch.bfloat16))
+    graph = StaticGraph(program.run, device, captured=True)
+    graph.warm_up()
+    return graph
 
 
 def main() -> None:
@@ -65,19 +66,22 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=4096)
     parser.add_argument("--batches", default="1,4,8")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu", choices=BYTES)
     arguments = parser.parse_args()
-    assert cpu.available()
-    names = list(types())
-    print("| heads | batch | bfloat16, ms per layer | " + " | ".join(names[1:]) + " |")
+    device, names = torch.device(arguments.device), list(types())
+    clock = Clock(device, arguments.rounds)
+    print("| heads | batch | bfloat16, us per layer | " + " | ".join(names[1:]) + " |")
     print("|---" * (len(names) + 2) + "|")
     for model, heads in HEADS.items():
         for batch in map(int, arguments.batches.split(",")):
-            layers = max(2, int(BYTES / (batch * heads[1] * heads[2] * arguments.entries * 4)))
-            runs = {name: program(kind, heads, batch, arguments.entries, layers) for name, kind in types().items()}
+            of_layer = batch * heads[1] * heads[2] * arguments.entries * 4
+            layers = max(2, int(BYTES[arguments.device] / of_layer))
+            given = heads, batch, arguments.entries, layers, device
+            runs = {name: attention(kind, *given) for name, kind in types().items()}
             taken: dict[str, list[float]] = {name: [] for name in runs}
             for number in range(arguments.rounds + 1):
                 for name, run in runs.items():
-                    took = seconds(run)
+                    took = clock.once(run)
                     if number:
                         taken[name].append(took)
             cells = []
@@ -85,8 +89,8 @@ def main() -> None:
                 ratios = sorted(a / b for a, b in zip(taken["bfloat16"], taken[name], strict=True))
                 low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
                 cells.append(f"{statistics.median(ratios):.2f} ({low:.2f}-{high:.2f})x")
-            base = statistics.median(taken["bfloat16"]) * 1000 / layers
-            print(f"| {model} | {batch} | {base:.2f} | {' | '.join(cells)} |", flush=True)
+            base = statistics.median(taken["bfloat16"]) * 1e6 / layers
+            print(f"| {model} | {batch} | {base:.0f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

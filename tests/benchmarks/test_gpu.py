@@ -11,7 +11,18 @@ import torch
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-PARTS = {"bandwidth", "decode", "table5", "table4", "prefill", "widening", "position", "speculation", "memory"}
+PARTS = {
+    "bandwidth",
+    "decode",
+    "entries",
+    "table5",
+    "table4",
+    "prefill",
+    "widening",
+    "position",
+    "speculation",
+    "memory",
+}
 
 # What is on the machines they are for: neither typer nor rich, nor the package itself.
 _BARE = """
@@ -47,7 +58,7 @@ def test_every_part_runs_dry(tmp_path):
     assert all(found[part] for part in PARTS)
     assert found["table4"][0]["votes"]["share"] > 0
     shown = run("--show", path)
-    assert shown.stdout.count("\n|---") == 8
+    assert shown.stdout.count("\n|---") == 9
     assert "| a layer's prefill, 80 tokens |" in shown.stdout
     # Another part is added to what is there.
     done = run("--device", "cpu", "--tiny", "--only", "bandwidth", "--json", path)
