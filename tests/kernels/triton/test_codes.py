@@ -108,10 +108,11 @@ def test_accepted_tokens_are_stored_as_they_are(kind, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, EntryShape(2, 128, latent=False)], ids=str)
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
-def test_narrow_activations(kind, dtype):
-    operations, mine = work(SHAPES[0], kind, 1)
-    _, plain = work(SHAPES[0], kind, 1)
+def test_narrow_activations(kind, shape, dtype):
+    operations, mine = work(shape, kind, 1)
+    _, plain = work(shape, kind, 1)
     for each in (mine, plain):
         each.dtype = dtype
         each.buffers = {name: buffer.to(dtype) for name, buffer in each.buffers.items()}

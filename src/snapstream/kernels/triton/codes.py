@@ -14,11 +14,29 @@ from triton import next_power_of_2
 
 from snapstream.cache import LayerCache, QuantizedCache
 from snapstream.kernels.triton.places import PENDING, Places, entry_of, rows_of_tokens
-from snapstream.kernels.triton.tiles import load_parts, rounded
+from snapstream.kernels.triton.tiles import INTERPRETED, load_parts, rounded
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it rounds a number to an integer."""
 TINY: tl.constexpr = tl.constexpr(1e-30)
+
+UNPACK4: tl.constexpr = tl.constexpr("""{
+    .reg .b32 low, high, one, middle;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 middle, 0xC308C308;
+    and.b32 low, $4, 0x0F0F0F0F;
+    shr.b32 high, $4, 4;
+    and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 $0, low, 0x43434343, 0x4140;
+    prmt.b32 $1, low, 0x43434343, 0x4342;
+    prmt.b32 $2, high, 0x43434343, 0x4140;
+    prmt.b32 $3, high, 0x43434343, 0x4342;
+    fma.rn.bf16x2 $0, $0, one, middle;
+    fma.rn.bf16x2 $1, $1, one, middle;
+    fma.rn.bf16x2 $2, $2, one, middle;
+    fma.rn.bf16x2 $3, $3, one, middle;
+}""")
+"""Lower and upper halves of four bytes, less 8, in bfloat16: the byte ``n`` below the byte 0x43 is ``128 + n``."""
 
 
 @triton.jit
@@ -307,24 +325,46 @@ class RotatedQueries:
 
 
 @triton.jit
-def load_codes(
-    address, stride, rows, is_row, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr
-):
-    """Columns ``START .. START + COLUMNS`` of what some rows of codes stand for, as a tile; see ``load_rows``."""
+def _numbers8(row, is_row, like, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """Codes of 8 bits, which are exact in every type."""
     column = START + tl.arange(0, COLUMNS)
-    row = address + rows.to(tl.int64) * stride
-    mask = is_row[:, None] & (column < SIZE)[None, :]
-    if BITS == 8:
-        code = tl.load(row[:, None] + column[None, :], mask=mask, other=128).to(tl.float32) - 128.0
-        scale = tl.load((row + SIZE).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)[:, None]
+    mask = is_row[:, None]
+    if SIZE < START + COLUMNS:
+        mask = mask & (column < SIZE)[None, :]
+    code = tl.load(row[:, None] + column[None, :], mask=mask, other=0) ^ 128  # a masked entry has the factor 0
+    return code.to(tl.int8, bitcast=True).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _numbers4(
+    row,
+    is_row,
+    like,
+    START: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """What codes of 4 bits stand for."""
+    PARTS: tl.constexpr = COLUMNS // 32
+    column, part = START // 2 + tl.arange(0, PARTS * 16), START // 32 + tl.arange(0, PARTS)
+    mask, has_part = is_row[:, None], is_row[:, None]
+    if SIZE < START + COLUMNS:
+        mask, has_part = mask & (column < SIZE // 2)[None, :], has_part & (part < SIZE // 32)[None, :]
+    both = tl.load(row[:, None] + column[None, :], mask=mask, other=0)
+    scales = (row + SIZE // 2).to(tl.pointer_type(tl.int16))
+    bits = tl.load(scales[:, None] + part[None, :], mask=has_part, other=0)
+    if INTERPRETED or like.dtype.element_ty != tl.bfloat16:
+        scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, :, None]
+        low, high = (both & 15).to(tl.float32) - 8.0, (both >> 4).to(tl.float32) - 8.0
     else:
-        place = column // 32 * 16 + column % 16
-        both = tl.load(row[:, None] + place[None, :], mask=mask, other=0x88).to(tl.int32)
-        code = ((both >> (column % 32 // 16 * 4)[None, :]) & 15).to(tl.float32) - 8.0
-        scales = (row[:, None] + SIZE // 2 + (column // 32 * 2)[None, :]).to(tl.pointer_type(tl.int16))
-        bits = tl.load(scales, mask=mask, other=0).to(tl.int32) << 16
-        scale = bits.to(tl.float32, bitcast=True)
-    return tl.where(mask, code * scale, 0.0)
+        scale = bits.to(tl.bfloat16, bitcast=True)[:, :, None]
+        low, high = tl.inline_asm_elementwise(
+            UNPACK4, "=r,=r,=r,=r,r", [both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    code = tl.permute(tl.reshape(tl.join(low, high), (ENTRIES, PARTS, 16, 2)), (0, 1, 3, 2))
+    number = tl.reshape(code, (ENTRIES, PARTS, 32)) * scale  # rounds as float32 would
+    return tl.reshape(rounded(number, like) if number.dtype == tl.float32 else number, (ENTRIES, COLUMNS))
 
 
 @triton.jit
@@ -338,11 +378,25 @@ def load_entries(
     SECOND: tl.constexpr,
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
-    """As ``load_parts``; with ``BITS``, of rows of codes, in the type that ``like`` points to."""
+    """Some entries, in the type that ``like`` points to.
+
+    Returns:
+        Both parts as from ``load_parts``, and factors of the entries.
+    """
+    factor = tl.full([ENTRIES], 1.0, tl.float32)
     if BITS:
-        first = load_codes(address, stride, rows, is_row, 0, FIRST, SIZE, BITS)
-        second = load_codes(address, stride, rows, is_row, FIRST, SECOND if SECOND else 1, SIZE, BITS)
-        return rounded(first, like), rounded(second, like)
+        # A row of codes is not a multiple of 16 bytes, which is all that the compiler would notice.
+        aligned: tl.constexpr = 4 if BITS == 8 else (8 if SIZE % 128 == 0 else (4 if SIZE % 64 == 0 else 2))
+        row = tl.multiple_of(address + rows * stride, aligned)
+    if BITS == 8:
+        factor = tl.load((row + SIZE).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
+        first = _numbers8(row, is_row, like, 0, FIRST, SIZE)
+        second = _numbers8(row, is_row, like, FIRST, SECOND, SIZE) if SECOND else first
+    elif BITS == 4:
+        first = _numbers4(row, is_row, like, 0, FIRST, SIZE, ENTRIES)
+        second = _numbers4(row, is_row, like, FIRST, SECOND, SIZE, ENTRIES) if SECOND else first
     else:
-        return load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)
+        first, second = load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)
+    return first, second, factor

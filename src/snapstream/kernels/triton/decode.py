@@ -114,10 +114,12 @@ def _attend(
     for start in range(split * share, tl.minimum((split + 1) * share, valid), ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         is_entry = entry < valid
-        key_first, key_second = load_entries(
-            keys, cache_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS
+        key_first, key_second, key_factor = load_entries(
+            keys, cache_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS, ENTRIES
         )
-        logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
+        logits = logits_of(
+            query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND, key_factor
+        )
         seen = is_entry[None, :] & is_row[:, None]
         if TOKENS > 1:
             # The token of this step that will overwrite the entry: tokens before it still see the entry.
@@ -125,27 +127,31 @@ def _attend(
             seen = seen & ((entry < ring_start)[None, :] | (taken_by[None, :] > token[:, None]))
         logits = tl.where(seen, logits, float("-inf"))
         if KEYS_ARE_VALUES:
-            value_first, value_second = key_first, key_second
+            value_first, value_second, value_factor = key_first, key_second, key_factor
         else:
-            value_first, value_second = load_entries(
-                values, value_entry, entry, is_entry, query, VALUE_FIRST, VALUE_SECOND, VALUE_SIZE, VALUE_BITS
+            value_first, value_second, value_factor = load_entries(
+                values, value_entry, entry, is_entry, query, VALUE_FIRST, VALUE_SECOND, VALUE_SIZE, VALUE_BITS, ENTRIES
             )
-        peak, total, first, second = fold(peak, total, first, second, logits, value_first, value_second, VALUE_SECOND)
+        peak, total, first, second = fold(
+            peak, total, first, second, logits, value_first, value_second, VALUE_SECOND, value_factor
+        )
     if TOKENS > 1 and split == SPLITS - 1:
         pending_keys += slot * pending_slot + head * pending_head
         pending_values += slot * new_value_slot + head * new_value_head
         for start in range(0, TOKENS, ENTRIES):
             entry = start + tl.arange(0, ENTRIES)
             is_entry = entry < TOKENS
-            key_first, key_second = load_entries(
-                pending_keys, pending_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS
+            key_first, key_second, key_factor = load_entries(
+                pending_keys, pending_entry, entry, is_entry, query, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS, ENTRIES
             )
-            logits = logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND)
+            logits = logits_of(
+                query_first, query_second, key_first, key_second, constant, scale, cap, KEY_SECOND, key_factor
+            )
             # A token sees itself and those before it, unless one in between overwrites them.
             is_lasting = counted + entry < ring_start
             seen = (entry[None, :] <= token[:, None]) & (is_lasting[None, :] | (entry[None, :] + ring > token[:, None]))
             logits = tl.where(seen & is_entry[None, :] & is_row[:, None], logits, float("-inf"))
-            value_first, value_second = load_entries(
+            value_first, value_second, value_factor = load_entries(
                 pending_values,
                 new_value_entry,
                 entry,
@@ -155,9 +161,10 @@ def _attend(
                 VALUE_SECOND,
                 VALUE_SIZE,
                 VALUE_BITS,
+                ENTRIES,
             )
             peak, total, first, second = fold(
-                peak, total, first, second, logits, value_first, value_second, VALUE_SECOND
+                peak, total, first, second, logits, value_first, value_second, VALUE_SECOND, value_factor
             )
     divisor = tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLITS == 1:

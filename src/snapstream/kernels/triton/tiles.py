@@ -71,14 +71,19 @@ def load_parts(address, stride, rows, is_row, FIRST: tl.constexpr, SECOND: tl.co
 
 
 @triton.jit
-def logits_of(query_first, query_second, key_first, key_second, constant, scale, cap, SECOND: tl.constexpr):
+def logits_of(
+    query_first, query_second, key_first, key_second, constant, scale, cap, SECOND: tl.constexpr, key_factor=None
+):
     """Logits of tiles of queries and keys, in base 2.
 
-    ``constant`` is added to the products of each query, and ``cap`` is a soft cap of logits; ``None`` for none.
+    ``key_factor`` multiplies the products of each key, ``constant`` is added to those of each query, and ``cap`` is a
+    soft cap of logits; ``None`` for none.
     """
     logits = product(query_first, tl.trans(key_first))
     if SECOND:
         logits += product(query_second, tl.trans(key_second))
+    if key_factor is not None:
+        logits *= key_factor[None, :]
     if constant is not None:
         logits += constant[:, None]
     if cap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
@@ -123,7 +128,7 @@ def log_total(peak, total):
 
 
 @triton.jit
-def fold(peak, total, first, second, logits, value_first, value_second, SECOND: tl.constexpr):
+def fold(peak, total, first, second, logits, value_first, value_second, SECOND: tl.constexpr, value_factor=None):
     """Add one more tile to a running softmax.
 
     Args:
@@ -135,8 +140,11 @@ def fold(peak, total, first, second, logits, value_first, value_second, SECOND: 
         value_first: Values of the keys, first part.
         value_second: The same, second part.
         SECOND: Columns of the second part.
+        value_factor: Multiplies the value of each key; ``None`` for none.
     """
     peak, total, weights, fade = weigh(peak, total, logits)
+    if value_factor is not None:
+        weights *= value_factor[None, :]
     if not INTERPRETED:
         weights = weights.to(value_first.dtype)
     first = first * fade[:, None] + product(weights, value_first)
