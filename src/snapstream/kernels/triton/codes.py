@@ -332,7 +332,9 @@ def _numbers8(row, is_row, like, START: tl.constexpr, COLUMNS: tl.constexpr, SIZ
     if SIZE < START + COLUMNS:
         mask = mask & (column < SIZE)[None, :]
     code = tl.load(row[:, None] + column[None, :], mask=mask, other=0) ^ 128  # a masked entry has the factor 0
-    return code.to(tl.int8, bitcast=True).to(like.dtype.element_ty)
+    code = code.to(tl.int8, bitcast=True)
+    # From float32 the interpreter converts correctly, from int8 the compiler has fewer instructions.
+    return (code.to(tl.float32) if INTERPRETED else code).to(like.dtype.element_ty)
 
 
 @triton.jit
