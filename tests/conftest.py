@@ -3,12 +3,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from snapstream.kernels.cpu.library import compiler
-from tests.checkpoints import SMALL, save_checkpoint
+from tests.checkpoints import FAMILIES, SMALL, save_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,6 +18,12 @@ needs_compiler = pytest.mark.skipif(
     compiler() is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="no C++ compiler, or no headers of Python",
 )
+
+
+def skip_wide_experts(family):
+    """Skip a test that runs a model of this family in float32 where that is not possible."""
+    if torch.cuda.is_available() and "num_experts_per_tok" in FAMILIES[family][1]:
+        pytest.skip("torch multiplies experts on CUDA in bfloat16 only")
 
 
 def save_tokenizer(directory):

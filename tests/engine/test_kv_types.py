@@ -7,7 +7,7 @@ from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.cache import QuantizedCache, type_name
 from snapstream.errors import CacheFileError
 from tests.checkpoints import LATENT, save_checkpoint
-from tests.conftest import save_tokenizer
+from tests.conftest import save_tokenizer, skip_wide_experts
 from tests.integrity import check_integrity
 
 BUDGET = CacheBudget(sink=4, recent=24, top_k=36, window=8)
@@ -20,6 +20,7 @@ PROMPTS = [PROMPT, PROMPT[:20], PROMPT[30:130], [5]]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request, tmp_path_factory):
+    skip_wide_experts(request.param)
     path = tmp_path_factory.mktemp(request.param)
     save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
     save_tokenizer(path)

@@ -118,8 +118,9 @@ def test_slots_show_pins(checkpoint):
 def test_other_kinds_of_layers(tmp_path, family):
     """Windows and states have no places for pins; latents have one head."""
     from tests.checkpoints import save_checkpoint
-    from tests.conftest import save_tokenizer
+    from tests.conftest import save_tokenizer, skip_wide_experts
 
+    skip_wide_experts(family)
     save_checkpoint(tmp_path, family)
     save_tokenizer(tmp_path)
     budget = replace(CacheBudget.of(64), pin=((40, 48),))

@@ -12,6 +12,7 @@ import torch
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.cache import EntryType, QuantizedType
+from snapstream.cache.codes import rotation_of
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
@@ -267,6 +268,10 @@ def choose_entry_type(name: str, dtype: torch.dtype, spec: ModelSpec, setting: s
         reason = kind.unsupported(entry.size, None if entry.latent else entry.size)
         if reason:
             raise ConfigurationError(f"{setting} is {name!r}: {reason}; use int8")
+        mixed = rotation_of(entry.size, latent=entry.latent)
+        if entry.latent and spec.value_size % mixed:
+            reason = f"codes need latents whose rank is a multiple of {mixed}, not {spec.value_size}"
+            raise ConfigurationError(f"{setting} is {name!r}: {reason}; use auto")
     # Latents have no values of their own.
     return replace(kind, values=kind.keys) if all(entry.latent for entry in spec.entries) else kind
 

@@ -14,7 +14,7 @@ from triton import next_power_of_2
 
 from snapstream.cache import LayerCache, QuantizedCache
 from snapstream.kernels.triton.places import PENDING, Places, entry_of, rows_of_tokens
-from snapstream.kernels.triton.tiles import INTERPRETED, load_parts, rounded
+from snapstream.kernels.triton.tiles import INTERPRETED, load_parts, load_rows, rounded, store_parts
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it rounds a number to an integer."""
@@ -193,6 +193,14 @@ def store_tokens(numbers: LayerCache, cache: QuantizedCache, places: Places) -> 
 
 
 @triton.jit
+def place_of_column(column, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Where attention has a column: with 4 bits, those in the lower halves of bytes come first."""
+    if BITS == 4:
+        column = column // 32 * 16 + column % 16 + column % 32 // 16 * (SIZE // 2)
+    return column
+
+
+@triton.jit
 def _rotate_queries(
     query,
     frames,
@@ -207,6 +215,7 @@ def _rotate_queries(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = row // tokens
@@ -220,7 +229,7 @@ def _rotate_queries(
     at = row * tl.num_programs(1) + head
     tl.store(constants + at, tl.sum(x * center, 0))
     y = tl.reshape(rotated((x * spread)[None, :], 1, PADDED, WIDTH), (PADDED,))
-    tl.store(target + at * SIZE + column, rounded(y, target), mask=mask)
+    tl.store(target + at * SIZE + place_of_column(column, SIZE, BITS), rounded(y, target), mask=mask)
 
 
 @triton.jit
@@ -238,6 +247,7 @@ def _rotate_back(
     COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
     LATENT: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -246,7 +256,8 @@ def _rotate_back(
         return
     column = tl.arange(0, PADDED)
     mask = column < COLUMNS
-    x = tl.load(source + (row * tl.num_programs(1) + head) * COLUMNS + column, mask=mask, other=0.0)
+    place = place_of_column(column, COLUMNS, BITS)
+    x = tl.load(source + (row * tl.num_programs(1) + head) * COLUMNS + place, mask=mask, other=0.0)
     y = tl.reshape(rotated(x[None, :], 1, PADDED, WIDTH), (PADDED,))
     if LATENT:  # values are part of the keys, which have a frame
         frame = frames + (slot * KV_HEADS + head // GROUP) * 2 * SIZE + column
@@ -268,9 +279,9 @@ class RotatedQueries:
     """Queries of a step in the form in which they are multiplied with codes, and room for the results.
 
     Attributes:
-        query: ``[rows, H, D]``, in the queries' dtype.
+        query: ``[rows, H, D]``, in the queries' dtype; columns are where :func:`place_of_column` says.
         constants: What the centers of all channels add to each logit, before its scale, float32 ``[rows, H]``.
-        out: float32 ``[rows, H, V]``.
+        out: float32 ``[rows, H, V]``, likewise.
     """
 
     def __init__(self, query: Tensor, out: Tensor, cache: QuantizedCache, tokens: int, active: Tensor, scratch: Tensor):
@@ -301,6 +312,7 @@ class RotatedQueries:
             query.stride(1),
             tokens,
             PADDED=next_power_of_2(D),
+            BITS=cache.formats[0].bits,
             **self._heads,
             num_warps=1,
         )
@@ -318,6 +330,7 @@ class RotatedQueries:
             self._tokens,
             COLUMNS=V,
             PADDED=next_power_of_2(V),
+            BITS=self._cache.formats[-1].bits,
             LATENT=self._cache.entry.latent,
             **self._heads,
             num_warps=1,
@@ -325,48 +338,47 @@ class RotatedQueries:
 
 
 @triton.jit
-def _numbers8(row, is_row, like, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """Codes of 8 bits, which are exact in every type."""
+def _bytes(row, is_row, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """Bytes ``START .. START + COLUMNS`` of some rows as a tile; 0 where ``is_row`` is false, and beyond ``SIZE``."""
     column = START + tl.arange(0, COLUMNS)
     mask = is_row[:, None]
     if SIZE < START + COLUMNS:
         mask = mask & (column < SIZE)[None, :]
-    code = tl.load(row[:, None] + column[None, :], mask=mask, other=0) ^ 128  # a masked entry has the factor 0
-    code = code.to(tl.int8, bitcast=True)
+    return tl.load(row[:, None] + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _numbers8(row, is_row, like, START: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """Codes of 8 bits, which are exact in every type. Those of masked entries do not matter: their factor is 0."""
+    code = (_bytes(row, is_row, START, COLUMNS, SIZE) ^ 128).to(tl.int8, bitcast=True)
     # From float32 the interpreter converts correctly, from int8 the compiler has fewer instructions.
     return (code.to(tl.float32) if INTERPRETED else code).to(like.dtype.element_ty)
 
 
 @triton.jit
-def _numbers4(
-    row,
-    is_row,
-    like,
-    START: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """What codes of 4 bits stand for."""
-    PARTS: tl.constexpr = COLUMNS // 32
-    column, part = START // 2 + tl.arange(0, PARTS * 16), START // 32 + tl.arange(0, PARTS)
-    mask, has_part = is_row[:, None], is_row[:, None]
-    if SIZE < START + COLUMNS:
-        mask, has_part = mask & (column < SIZE // 2)[None, :], has_part & (part < SIZE // 32)[None, :]
-    both = tl.load(row[:, None] + column[None, :], mask=mask, other=0)
+def _numbers4(row, is_row, like, HALF: tl.constexpr, SIZE: tl.constexpr, ENTRIES: tl.constexpr):
+    """What codes of 4 bits stand for: those in the lower halves of all bytes, and those in the upper halves."""
+    both = _bytes(row, is_row, 0, HALF, SIZE // 2)
+    PARTS: tl.constexpr = HALF // 16
+    part = tl.arange(0, PARTS)
+    mask = is_row[:, None]
+    if SIZE // 2 < HALF:
+        mask = mask & (part < SIZE // 32)[None, :]
     scales = (row + SIZE // 2).to(tl.pointer_type(tl.int16))
-    bits = tl.load(scales[:, None] + part[None, :], mask=has_part, other=0)
+    bits = tl.load(scales[:, None] + part[None, :], mask=mask, other=0)
     if INTERPRETED or like.dtype.element_ty != tl.bfloat16:
-        scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, :, None]
+        scale = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         low, high = (both & 15).to(tl.float32) - 8.0, (both >> 4).to(tl.float32) - 8.0
-    else:
-        scale = bits.to(tl.bfloat16, bitcast=True)[:, :, None]
+        low, high = tl.reshape(low, (ENTRIES, PARTS, 16)), tl.reshape(high, (ENTRIES, PARTS, 16))
+        low, high = rounded(low * scale[:, :, None], like), rounded(high * scale[:, :, None], like)
+    else:  # rounds as float32 would
+        scale = bits.to(tl.bfloat16, bitcast=True)
         low, high = tl.inline_asm_elementwise(
             UNPACK4, "=r,=r,=r,=r,r", [both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    code = tl.permute(tl.reshape(tl.join(low, high), (ENTRIES, PARTS, 16, 2)), (0, 1, 3, 2))
-    number = tl.reshape(code, (ENTRIES, PARTS, 32)) * scale  # rounds as float32 would
-    return tl.reshape(rounded(number, like) if number.dtype == tl.float32 else number, (ENTRIES, COLUMNS))
+        low, high = tl.reshape(low, (ENTRIES, PARTS, 16)), tl.reshape(high, (ENTRIES, PARTS, 16))
+        low, high = low * scale[:, :, None], high * scale[:, :, None]
+    return tl.reshape(low, (ENTRIES, HALF)), tl.reshape(high, (ENTRIES, HALF))
 
 
 @triton.jit
@@ -385,7 +397,8 @@ def load_entries(
     """Some entries, in the type that ``like`` points to.
 
     Returns:
-        Both parts as from ``load_parts``, and factors of the entries.
+        Both parts as from ``load_parts``, and factors of the entries. With 4 bits, parts are those of
+        :func:`place_of_column`.
     """
     factor = tl.full([ENTRIES], 1.0, tl.float32)
     if BITS:
@@ -397,8 +410,40 @@ def load_entries(
         first = _numbers8(row, is_row, like, 0, FIRST, SIZE)
         second = _numbers8(row, is_row, like, FIRST, SECOND, SIZE) if SECOND else first
     elif BITS == 4:
-        first = _numbers4(row, is_row, like, 0, FIRST, SIZE, ENTRIES)
-        second = _numbers4(row, is_row, like, FIRST, SECOND, SIZE, ENTRIES) if SECOND else first
+        first, second = _numbers4(row, is_row, like, FIRST, SIZE, ENTRIES)
     else:
         first, second = load_parts(address, stride, rows, is_row, FIRST, SECOND, SIZE)
     return first, second, factor
+
+
+@triton.jit
+def load_queries(
+    address, rows, is_row, FIRST: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr
+):
+    """Both parts of some queries, which begin at offsets ``rows``, as those of keys with ``BITS``."""
+    if BITS == 4:
+        first = load_rows(address, 1, rows, is_row, 0, FIRST, SIZE // 2)
+        second = load_rows(address + SIZE // 2, 1, rows, is_row, 0, SECOND, SIZE // 2)
+    else:
+        first, second = load_parts(address, 1, rows, is_row, FIRST, SECOND, SIZE)
+    return first, second
+
+
+@triton.jit
+def store_results(
+    out,
+    rows,
+    is_row,
+    first,
+    second,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store both parts of some results, which begin at offsets ``rows`` and are parts of values with ``BITS``."""
+    if BITS == 4:
+        store_parts(out, rows, is_row, first, first, FIRST, 0, SIZE // 2)
+        store_parts(out + SIZE // 2, rows, is_row, second, second, SECOND, 0, SIZE // 2)
+    else:
+        store_parts(out, rows, is_row, first, second, FIRST, SECOND, SIZE)

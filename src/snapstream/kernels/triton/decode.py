@@ -18,18 +18,16 @@ from triton import next_power_of_2
 from snapstream.cache import LayerCache, QuantizedCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
-from snapstream.kernels.triton.codes import RotatedQueries, load_entries, rotated_scratch
+from snapstream.kernels.triton.codes import RotatedQueries, load_entries, load_queries, rotated_scratch, store_results
 from snapstream.kernels.triton.tiles import (
     LOG2_E,
     SMALLEST,
     fold,
-    load_parts,
     log_total,
     logits_of,
     nothing_seen,
     rounded,
     shape_of_heads,
-    store_parts,
     width_of,
     with_sinks,
 )
@@ -96,7 +94,7 @@ def _attend(
     token, in_group = row // GROUP, row % GROUP
     is_row = token < TOKENS
     query_at = (slot * TOKENS + token) * query_row + (head * GROUP + in_group) * query_head
-    query_first, query_second = load_parts(query, 1, query_at, is_row, KEY_FIRST, KEY_SECOND, SIZE)
+    query_first, query_second = load_queries(query, query_at, is_row, KEY_FIRST, KEY_SECOND, SIZE, KEY_BITS)
     constant = None
     if constants is not None:
         heads_of_all = tl.num_programs(1) // BLOCKS * GROUP
@@ -175,7 +173,8 @@ def _attend(
         part = ((slot * TOKENS + token) * heads + head * GROUP + in_group) * SPLITS + split
         tl.store(state + part, log_total(peak, total), mask=is_row)
         target = part * COLUMNS
-    store_parts(out, target, is_row, first / divisor, second / divisor, VALUE_FIRST, VALUE_SECOND, COLUMNS)
+    first, second = first / divisor, second / divisor
+    store_results(out, target, is_row, first, second, VALUE_FIRST, VALUE_SECOND, COLUMNS, VALUE_BITS)
 
 
 @triton.jit
@@ -330,7 +329,7 @@ def attend_slots(
         TOKENS=T,
         SPLITS=splits,
         BLOCKS=blocks,
-        **shape_of_heads(query, keys, values, V),
+        **shape_of_heads(query, keys, values, V, *bits),
         **options,
     )
     if splits > 1:

@@ -22,8 +22,14 @@ SMALLEST = 16
 """Minimum number of rows and columns of a product."""
 
 
-def parts_of(size: int) -> tuple[int, int]:
-    """Sizes of both parts of a head; the second is 0 if there is none, and may be padded."""
+def parts_of(size: int, bits: int = 0) -> tuple[int, int]:
+    """Sizes of both parts of a head; the second is 0 if there is none, and may be padded.
+
+    With codes of 4 bits, parts are the lower and the upper halves of bytes, which may be padded.
+    """
+    if bits == 4:
+        half = max(SMALLEST, next_power_of_2(size // 2))
+        return half, half
     first = max(SMALLEST, next_power_of_2(size + 1) // 2)
     return (first, 0) if size <= first else (first, max(SMALLEST, next_power_of_2(size - first)))
 
@@ -165,7 +171,9 @@ def store_parts(out, rows, is_row, first, second, FIRST: tl.constexpr, SECOND: t
         tl.store(out + rows[:, None] + columns[None, :], rounded(second, out), mask=mask)
 
 
-def shape_of_heads(query: Tensor, keys: Tensor, values: Tensor, columns: int) -> dict[str, int | bool]:
+def shape_of_heads(
+    query: Tensor, keys: Tensor, values: Tensor, columns: int, key_bits: int = 0, value_bits: int = 0
+) -> dict[str, int | bool]:
     """Compile-time parameters of attention kernels that describe the heads.
 
     Args:
@@ -173,11 +181,13 @@ def shape_of_heads(query: Tensor, keys: Tensor, values: Tensor, columns: int) ->
         keys: ``[..., N, L, D]``.
         values: As ``keys``; may be the same tensor.
         columns: Elements of a value (``V``).
+        key_bits: Bits of a code, if keys are codes, else 0.
+        value_bits: The same of values.
     """
     size = query.shape[2]
-    keys_first, keys_second = parts_of(size)
-    values_first, values_second = parts_of(columns)
     is_same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+    keys_first, keys_second = parts_of(size, key_bits)
+    values_first, values_second = parts_of(size if is_same and value_bits == 4 else columns, value_bits)
     return {
         "GROUP": query.shape[1] // keys.shape[-3],
         "SIZE": size,
