@@ -153,7 +153,7 @@ test-kernels: $(STAMP)
 # On a machine with a GPU and a CUDA build of torch.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/engine/test_cuda.py tests/engine/test_triton.py \
-	  tests/engine/test_engine.py tests/kernels/triton
+	  tests/engine/test_engine.py tests/engine/test_groups.py tests/engine/test_kv_types.py tests/engine/test_pins.py tests/kernels/triton
 
 # Sixteen tensor-parallel ranks, as in the paper's deployment; 16 GiB of memory and several minutes.
 test-vllm-tp16: $(VLLM_STAMP)

@@ -132,7 +132,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -165,7 +165,7 @@ def test_chunks_of_a_prompt_equal_float64(checkpoint):
 def test_several_tokens_equal_one_after_the_other(tmp_path, family):
     """And the caches are not written before the tokens are certain."""
     save_checkpoint(tmp_path, family)
-    if not runs_here(tmp_path / family, torch.float32):
+    if not runs_here(tmp_path, torch.float32):
         pytest.skip("no such model on CUDA")
     model, T = load(tmp_path, torch.float32), 4
     operations, many = work(model, tokens=T, seed=3)
