@@ -86,3 +86,18 @@ def test_what_cannot_be_read_or_asked_is_one_line(document, tmp_path):
         assert done.exit_code == 1, arguments
         assert message in said(done.exception), arguments
     assert not (tmp_path / "b").exists()
+
+
+def test_a_budget_in_bytes_chooses_entries_and_their_type(document, tmp_path):
+    """A question needs no option to find the same type."""
+    out = tmp_path / "a.snap"
+    done = here("read", document[0], "--budget", "200KiB", "-o", out)
+    assert done.exit_code == 0, done.output
+    described = CompressedSequence.describe(out)
+    assert described["budget"]["policy"] == "local-keydiff"
+    assert described["kv_dtype"] == "int4"
+    assert out.stat().st_size < 300 * 2**10
+    asked = here("ask", out, document[1].questions[0].ask, "--max-tokens", "4")
+    assert asked.exit_code == 0, asked.output
+    small = here("read", document[0], "--budget", "3KiB", "-o", out)
+    assert "budget: 3072 bytes hold 7 entries of int4 of this model; give at least 4992 bytes" in said(small.exception)

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from snapstream.config import CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import CacheBudget, EngineConfig, MemoryBudget, SamplingParams
 from snapstream.errors import (
     CacheFileError,
     CheckpointError,
@@ -30,6 +30,7 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "EngineConfig",
+    "MemoryBudget",
     "MemoryPlanError",
     "RequestError",
     "RequestOutput",

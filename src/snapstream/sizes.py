@@ -57,6 +57,11 @@ def parse_bytes(text: str, what: str) -> int:
     return int(size)
 
 
+def is_bytes(text: str) -> bool:
+    """Whether a size is written in bytes rather than as a number of entries or a share."""
+    return text.strip().lower().endswith(tuple(_BYTES))
+
+
 def is_share(text: str) -> bool:
     """Whether a size is written as a share rather than a number."""
     return any(sign in text for sign in "/%.")

@@ -10,7 +10,7 @@ from snapstream.attention import choose_backend  # registers the kernels
 from snapstream.cache import CODES, EntryShape, QuantizedType, type_name
 from snapstream.cache.codes import BLOCK, INT4, INT8, frame_of, rotated, rotation_of
 from snapstream.cache.quantized import encode, plain_encode
-from snapstream.engine.settings import choose_entry_type
+from snapstream.engine.cache_settings import choose_entry_type
 from snapstream.kernels import cpu
 
 assert choose_backend

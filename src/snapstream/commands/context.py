@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +29,7 @@ from snapstream.commands.options import (
     with_options,
 )
 from snapstream.commands.terminal import is_terminal, read_line
-from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, SamplingParams
+from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, MemoryBudget, SamplingParams
 from snapstream.errors import CacheFileError, ConfigurationError, RequestError
 from snapstream.outputs import check_output
 
@@ -62,7 +63,7 @@ def read(
     text, name, length = read_prompt(None, file), chosen_model(None, model), max_length(max_model_len)
     parsed = parse_budget(budget, policy or DEFAULT_POLICY, lambda: tokens_of(text, name, length))
     if parsed is not None and policy is None and not is_json(budget):
-        parsed = parsed.for_context(None)
+        parsed = parsed.for_context()
     # Neither the text nor the model's own files are overwritten.
     check_output(output, file, name, *(Path(name).glob("*") if Path(name).is_dir() else ()))
     config = options.config(max_model_len=length, slots=1, prefix_cache=0, sessions=1, enforce_eager=True)
@@ -109,6 +110,8 @@ def ask(
     config = options.config(
         max_model_len=max_length(max_model_len), slots=1, prefix_cache=0, sessions=1, enforce_eager=True
     )
+    if config.kv_dtype == "auto":
+        config = replace(config, kv_dtype=described["kv_dtype"])
     say_what_a_shipped_model_is(name)
     with quiet():
         llm = _load(name, described["budget"], config)
@@ -136,7 +139,7 @@ def _answer(llm: LLM, context: Context, question: str, params: SamplingParams, *
     print(json.dumps({"question": question, "text": "".join(answer).strip()}) if as_json else "", flush=True)
 
 
-def _load(name: str, budget: CacheBudget | None, config: EngineConfig) -> LLM:
+def _load(name: str, budget: CacheBudget | MemoryBudget | None, config: EngineConfig) -> LLM:
     from snapstream.engine import LLM
 
     with messages.status("loading"):
@@ -144,7 +147,7 @@ def _load(name: str, budget: CacheBudget | None, config: EngineConfig) -> LLM:
 
 
 def _describe(file: Path) -> dict[str, Any]:
-    """The model (``made_by``) and the budget that a file was written with.
+    """The model (``made_by``), the budget and the type of entries (``kv_dtype``) that a file was written with.
 
     Raises:
         CacheFileError: The file does not exist, or `snapstream read` did not write it.
@@ -154,10 +157,10 @@ def _describe(file: Path) -> dict[str, Any]:
     described = CompressedSequence.describe(file)
     try:
         made_by = json.loads(described["note"])["model"]
-        budget = CacheBudget.parse(described["budget"])
+        budget, kv_dtype = CacheBudget.parse(described["budget"]), str(described["kv_dtype"])
     except (LookupError, TypeError, ValueError, ConfigurationError) as error:
         raise CacheFileError(f"{file} was not written by `snapstream read`") from error
-    return {"made_by": str(made_by), "budget": budget}
+    return {"made_by": str(made_by), "budget": budget, "kv_dtype": kv_dtype}
 
 
 def _lines() -> Iterator[str]:

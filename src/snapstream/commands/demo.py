@@ -41,7 +41,8 @@ def demo(
     if model not in SHIPPED:
         raise ConfigurationError(f"the demo's text is for the shipped models ({', '.join(SHIPPED)}), not {model!r}")
     small = parse_budget(budget, DEFAULT_POLICY, lambda: tokens)
-    assert small is not None
+    if not isinstance(small, CacheBudget):
+        raise ConfigurationError(f"budget: {budget!r}; the demo takes a number of entries (512) or a share (1/4)")
     with quiet():
         tokenizer = load_tokenizer(str(SHIPPED[model]))
     number = max(facts, questions)

@@ -14,10 +14,10 @@ from rich.console import Console
 from typing_extensions import override
 
 from snapstream.assets import PACKAGED, SHIPPED, TASK_MODEL, is_shipped
-from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, policy_names
+from snapstream.config import DEFAULT_POLICY, CacheBudget, EngineConfig, MemoryBudget, policy_names
 from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
-from snapstream.sizes import is_share, parse_share, parse_tokens
+from snapstream.sizes import is_bytes, is_share, parse_bytes, parse_share, parse_tokens
 
 messages = Console(stderr=True)
 """Console for everything except the result of a command."""
@@ -38,7 +38,8 @@ Budget = Annotated[
         "--budget",
         "-b",
         help="Cache size per sequence: entries (512, 4k); a share (1/4, 25%) of the prompt's text, or of "
-        "--max-model-len if there is no prompt; or a JSON object of CacheBudget fields. Default: a full cache.",
+        "--max-model-len if there is no prompt; a size (2GiB), which also chooses the type of entries; or a JSON "
+        "object of CacheBudget fields. Default: a full cache.",
         rich_help_panel=CACHE,
     ),
 ]
@@ -232,7 +233,7 @@ def is_json(budget: str | None) -> bool:
     return budget is not None and budget.lstrip().startswith(("{", "[", '"'))
 
 
-def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> CacheBudget | None:
+def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> CacheBudget | MemoryBudget | None:
     """Build the budget from ``--budget`` and ``--policy``; ``None`` for a full cache.
 
     Args:
@@ -253,6 +254,8 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
         if policy != DEFAULT_POLICY:
             raise ConfigurationError('give the policy inside a JSON budget: {"capacity": 2048, "policy": "streaming"}')
         return CacheBudget.parse(budget)
+    if is_bytes(budget):
+        return MemoryBudget(parse_bytes(budget, "budget"), policy)
     if is_share(budget):
         entries = int(parse_share(budget, "budget") * whole())
     else:
@@ -261,7 +264,7 @@ def parse_budget(budget: str | None, policy: str, whole: Callable[[], int]) -> C
         except ConfigurationError:
             raise ConfigurationError(
                 f"budget: {budget!r} is neither a number of entries (512, 4k; at least 16), nor a share (1/4, 25%), "
-                "nor a JSON object"
+                "nor a size (512MiB, 2GiB), nor a JSON object"
             ) from None
     return CacheBudget.preset(policy, entries)
 

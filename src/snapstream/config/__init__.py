@@ -2,6 +2,7 @@
 
 from snapstream.config.budget import MIN_CAPACITY, CacheBudget, Ring
 from snapstream.config.engine import EngineConfig
+from snapstream.config.memory import MemoryBudget
 from snapstream.config.policy import (
     DEFAULT_POLICY,
     KEPT_QUERIES,
@@ -24,6 +25,7 @@ __all__ = [
     "CacheBudget",
     "EngineConfig",
     "LayerPrompt",
+    "MemoryBudget",
     "Normalize",
     "Policy",
     "Pooling",

@@ -302,7 +302,7 @@ class CacheBudget:
             )
         return asked
 
-    def for_context(self, asked: int | CacheBudget | None, kept_queries: int = 0) -> CacheBudget:
+    def for_context(self, asked: int | CacheBudget | None = None, kept_queries: int = 0) -> CacheBudget:
         """Derive the budget of a context: a text that is stored before any question is known.
 
         Like :meth:`for_request`, but with the policy's variant :attr:`for contexts <Policy.for_contexts>`. If ``asked``

@@ -11,6 +11,7 @@ from typing import Any
 from snapstream.cache import CompressedSequence, SequenceDirectory, SequenceStore
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.config.policy import ALL
+from snapstream.engine.cache_settings import Budget
 from snapstream.engine.core import EngineCore
 from snapstream.engine.drafters import NextToken, make_drafter
 from snapstream.engine.files import SequenceFiles
@@ -41,7 +42,7 @@ class Engine(EngineCore):
         self,
         model: str,
         *,
-        budget: CacheBudget | int | None = None,
+        budget: Budget = None,
         config: EngineConfig | None = None,
         report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,
@@ -50,8 +51,8 @@ class Engine(EngineCore):
 
         Args:
             model: Directory of a Hugging Face checkpoint, or a hub id.
-            budget: Cache of one sequence: a :class:`CacheBudget` or its number of entries; ``None`` for a full cache of
-                ``max_model_len`` entries.
+            budget: Cache of one sequence: a :class:`CacheBudget`, its number of entries, or a size such as ``"2GiB"``
+                (:class:`MemoryBudget`); ``None`` for a full cache of ``max_model_len`` entries.
             config: Engine settings.
             report_plan: Called with the memory plan before anything is loaded; by default, its summary is printed to
                 stderr.

@@ -14,6 +14,7 @@ from snapstream.assets import PLAIN_CHAT, is_shipped
 from snapstream.cache import CompressedSequence
 from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.config.pins import Span
+from snapstream.engine.cache_settings import Budget
 from snapstream.engine.context import Context, Render, continuation, opening
 from snapstream.engine.engine import Engine
 from snapstream.engine.memory.plan import EnginePlan
@@ -40,7 +41,7 @@ class LLM:
         self,
         model: str,
         *,
-        budget: CacheBudget | int | None = None,
+        budget: Budget = None,
         config: EngineConfig | None = None,
         report_plan: Callable[[EnginePlan], None] | None = None,
         **settings: Any,

@@ -11,11 +11,11 @@ import torch
 
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
-from snapstream.cache import EntryType, QuantizedType
-from snapstream.cache.codes import rotation_of
+from snapstream.cache import EntryType
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
+from snapstream.engine.cache_settings import Budget, choose_cache, choose_entry_type
 from snapstream.engine.decode.lagging import inputs_to_keep
 from snapstream.errors import CheckpointError, ConfigurationError, first_line
 from snapstream.kernels.products import keeps_blocks
@@ -106,12 +106,12 @@ class Setup:
         return self.device.type == "cuda" and not self.eager
 
 
-def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *, must_exist: bool = True) -> Setup:
+def set_up(model: str, budget: Budget, config: EngineConfig, *, must_exist: bool = True) -> Setup:
     """Choose every setting that the user left open.
 
     Args:
         model: Checkpoint directory, hub id or shipped model; only its ``config.json`` is read.
-        budget: Cache budget of one slot; ``None`` for a full cache.
+        budget: Cache budget of one slot.
         config: The user's settings.
         must_exist: Whether the device must be present; not needed to plan for another machine.
 
@@ -135,8 +135,11 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
     device = choose_device(config.device, must_exist=must_exist)
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
-    chosen = choose_budget(budget, max_model_len)
     spec = spec.for_sequences_of(max_model_len).that_takes_back(inputs_to_keep(config))
+    chosen, entry_type = choose_cache(budget, config.kv_dtype, dtype, spec, max_model_len)
+    prefixes = None
+    if config.prefix_kv_dtype != "auto":
+        prefixes = choose_entry_type(config.prefix_kv_dtype, dtype, spec, "prefix_kv_dtype")
     if keeps_blocks(device, dtype):
         spec = with_chosen_formats(resolve_config(model), spec, config.weights)
     elif config.weights in QUANTIZED:
@@ -149,7 +152,7 @@ def set_up(model: str, budget: CacheBudget | int | None, config: EngineConfig, *
         spec=spec,
         config=config,
         device=device,
-        types=_types(config, dtype, spec),
+        types=Types(dtype, dtype, entry_type, prefixes),
         max_model_len=max_model_len,
         budget=chosen,
         backend=choose_backend(
@@ -239,43 +242,6 @@ def choose_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.
     return stored
 
 
-def _types(config: EngineConfig, dtype: torch.dtype, spec: ModelSpec) -> Types:
-    cache = choose_entry_type(config.kv_dtype, dtype, spec)
-    if config.prefix_kv_dtype == "auto":
-        return Types(dtype, dtype, cache)
-    return Types(dtype, dtype, cache, choose_entry_type(config.prefix_kv_dtype, dtype, spec, "prefix_kv_dtype"))
-
-
-def choose_entry_type(name: str, dtype: torch.dtype, spec: ModelSpec, setting: str = "kv_dtype") -> EntryType:
-    """The type of cache entries called ``name``; ``auto`` is the dtype of activations.
-
-    Args:
-        name: One of :data:`~snapstream.config.engine.KV_DTYPES`.
-        dtype: Dtype of activations.
-        spec: The model.
-        setting: Where it was said.
-
-    Raises:
-        ConfigurationError: The model's entries cannot have it.
-    """
-    if name == "auto":
-        return dtype
-    kind = QuantizedType.named(name, dtype)
-    if kind is None:
-        number: torch.dtype = getattr(torch, name)
-        return number
-    for entry in spec.entries:
-        reason = kind.unsupported(entry.size, None if entry.latent else entry.size)
-        if reason:
-            raise ConfigurationError(f"{setting} is {name!r}: {reason}; use int8")
-        mixed = rotation_of(entry.size, latent=entry.latent)
-        if entry.latent and spec.value_size % mixed:
-            reason = f"codes need latents whose rank is a multiple of {mixed}, not {spec.value_size}"
-            raise ConfigurationError(f"{setting} is {name!r}: {reason}; use auto")
-    # Latents have no values of their own.
-    return replace(kind, values=kind.keys) if all(entry.latent for entry in spec.entries) else kind
-
-
 def choose_max_model_len(wanted: int | None, trained: int) -> int:
     """The engine's maximum sequence length.
 
@@ -287,27 +253,6 @@ def choose_max_model_len(wanted: int | None, trained: int) -> int:
             f"max_model_len is {wanted}, but the model was made for {trained} tokens; give at most that"
         )
     return wanted or trained
-
-
-def choose_budget(budget: CacheBudget | int | None, max_model_len: int) -> CacheBudget:
-    """The cache budget of one slot, which never has more entries than a sequence can have tokens.
-
-    ``None`` means a cache for ``max_model_len`` tokens, so nothing is dropped. Requests can still ask for less.
-    """
-    if budget is None:
-        return CacheBudget.of(max_model_len)
-    parsed = CacheBudget.parse(budget)
-    if parsed.capacity <= max_model_len:
-        return parsed
-    logger.warning(
-        "The budget of %d entries is more than max_model_len=%d tokens: caches are full caches, nothing is dropped.",
-        parsed.capacity,
-        max_model_len,
-    )
-    try:
-        return parsed.resized(max_model_len)
-    except ConfigurationError:  # too short for the policy's window: nothing will ever be dropped
-        return CacheBudget.preset("full", max_model_len)
 
 
 def load_tokenizer(checkpoint: str) -> Any:

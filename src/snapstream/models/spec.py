@@ -333,6 +333,14 @@ class ModelSpec:
         """Bytes of keys and values, or of latents, that one token takes over all layers."""
         return sum(len(group.layers) * group.entry.nbytes(entry_type) for group in self.groups if not group.has_state)
 
+    def budget_bytes_per_token(self, entry_type: EntryType) -> int:
+        """Bytes that one entry of a budget takes over all layers that have one."""
+        return sum(len(group.layers) * group.entry.nbytes(entry_type) for group in self.groups if group.has_budget)
+
+    def fixed_cache_bytes(self, entry_type: EntryType) -> int:
+        """Bytes of one sequence's cache whatever its budget: windows, states and frames."""
+        return self.sizes(entry_type).of([group.entries(0) for group in self.groups])
+
     def fixed_bytes(self, entry_type: EntryType) -> int:
         """Bytes of one sequence besides its entries: of states, with the inputs they look back to, and of frames."""
         return sum(group.nbytes((group.window or 0) * group.has_state, entry_type) for group in self.groups)
