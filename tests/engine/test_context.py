@@ -41,6 +41,22 @@ def test_questions_to_a_full_cache_are_answered_as_in_one_prompt(shipped, notes)
     assert "".join(o.new_text for o in shipped.stream(asked[1], params, context=context)) == behind[1].text
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_contexts_of_codes(shipped, notes, tmp_path, kind):
+    """Questions have the same answers, from a file, too."""
+    asked = [f" Recall the note for {name}:" for name in ("swallow", "camel", "lemming", "python", "vulture")]
+    params = SamplingParams(max_tokens=4)
+    want = shipped.generate(asked, params, context=shipped.read(notes, chat=False))
+    settings = {"max_model_len": 4096, "slots": 2, "sessions": 1, "report_plan": lambda plan: None}
+    llm = LLM("task-model", kv_dtype=kind, **settings)
+    context = llm.read(notes, chat=False)
+    assert context.nbytes < shipped.read(notes, chat=False).nbytes / 1.8
+    llm.save_context(context, tmp_path / "notes.snap")
+    for each in (context, llm.load_context(tmp_path / "notes.snap")):
+        answers = llm.generate(asked, params, context=each)
+        assert [output.text for output in answers] == [output.text for output in want]
+
+
 def test_every_question_begins_from_the_same_state(checkpoint):
     llm = make(checkpoint, sessions=1)
     context = llm.read(prompt(120))
