@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from snapstream.config.budget import CacheBudget
+from snapstream.config.checks import require_integer
 from snapstream.config.policy import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError
 
@@ -27,6 +28,7 @@ class MemoryBudget:
     before_questions: bool = False
 
     def __post_init__(self) -> None:
+        require_integer("budget", self.nbytes)
         if self.nbytes < 1:
             raise ConfigurationError(f"budget: {self.nbytes} bytes hold no cache; give a size such as 512MiB or 2GiB")
 

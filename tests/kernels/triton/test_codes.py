@@ -48,7 +48,7 @@ def test_the_same_codes(size, bits, dtype):
         assert not mine[:, 21:].any()
 
 
-def work(shape, kind, tokens, seed=0):
+def work(shape, kind, tokens, seed=0, size_of_values=1.0):
     """A step over random caches of codes, with tokens to store."""
     layouts = [(20, 5, ENTRIES), (20, ENTRIES + 33, ENTRIES), (10, 60, 75), (4, 40, ENTRIES)]
     active = [True, True, False, True]
@@ -57,6 +57,7 @@ def work(shape, kind, tokens, seed=0):
     cache = shape.empty(B, ENTRIES, entry_type=kind, device=DEVICE)
     numbers = [random(B, ENTRIES, shape.heads, shape.size, seed=seed + n, dtype=torch.float32) for n in range(2)]
     numbers[0][..., 5] += 30.0
+    numbers[1] *= size_of_values
     cache.frames[:, :, 0], cache.frames[:, :, 1] = numbers[0].mean(1), numbers[0].std(1).sqrt()
     cache.write(torch.arange(ENTRIES, device=DEVICE).expand(B, ENTRIES), *numbers)
     key = BufferView("kv", shape.size, shape.heads)
@@ -119,6 +120,22 @@ def test_narrow_activations(kind, shape, dtype):
     TritonProgram(operations, mine, splits=2).run()
     PlainProgram(operations, plain).run()
     torch.testing.assert_close(mine.buffers["out"], plain.buffers["out"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS[::3], ids=str)
+def test_small_values_in_float16(kind):
+    """On a device, a weight times the scale of an entry would have few digits (the interpreter multiplies in float32)."""
+    shape, size = SHAPES[0], 1e-3
+    operations, mine = work(shape, kind, 1, size_of_values=size)
+    _, exact = work(shape, kind, 1, size_of_values=size)
+    mine.dtype = torch.float16
+    mine.buffers = {name: buffer.half() for name, buffer in mine.buffers.items()}
+    for each in (mine, exact):
+        each.buffers["q"] *= 0.1  # so that all weights are alike, and small
+    TritonProgram(operations[1:], mine, splits=2).run()
+    PlainProgram(operations[1:], exact).run()
+    off = (mine.buffers["out"].float() - exact.buffers["out"]).view(4, -1)[[0, 1, 3]]
+    assert off.norm() < 5e-3 * exact.buffers["out"].view(4, -1)[[0, 1, 3]].norm()
 
 
 def test_caps_and_sinks_see_the_centers_of_keys():

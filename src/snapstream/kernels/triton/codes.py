@@ -409,6 +409,10 @@ def load_entries(
         factor = tl.load((row + SIZE).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
         first = _numbers8(row, is_row, like, 0, FIRST, SIZE)
         second = _numbers8(row, is_row, like, FIRST, SECOND, SIZE) if SECOND else first
+        if like.dtype.element_ty == tl.float16:  # a weight times such a factor would be too small for it
+            first = (first.to(tl.float32) * factor[:, None]).to(tl.float16)
+            second = (second.to(tl.float32) * factor[:, None]).to(tl.float16)
+            factor = tl.full([ENTRIES], 1.0, tl.float32)
     elif BITS == 4:
         first, second = _numbers4(row, is_row, like, FIRST, SIZE, ENTRIES)
     else:
