@@ -124,7 +124,7 @@ def test_narrow_activations(kind, shape, dtype):
 
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
 def test_small_values_in_float16(kind):
-    """On a device, a weight times the scale of an entry would have few digits (the interpreter multiplies in float32)."""
+    """On a device, a weight times the scale of an entry would have few digits; the interpreter has more."""
     shape, size = SHAPES[0], 1e-3
     operations, mine = work(shape, kind, 1, size_of_values=size)
     _, exact = work(shape, kind, 1, size_of_values=size)
