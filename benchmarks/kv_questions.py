@@ -41,7 +41,9 @@ def sized(kind: str) -> dict[str, str]:
 def answer(arguments: argparse.Namespace, kind: str) -> Path:
     """Ask all questions of caches of one type; returns where the records are."""
     path: Path = arguments.output / kind.replace("/", "-") / "results.jsonl"
-    variants = [Variant("full"), *(Variant(DEFAULT_POLICY, size) for size in sized(kind).values())]
+    variants = [Variant(DEFAULT_POLICY, size) for size in sized(kind).values()]
+    if kind == "bfloat16":
+        variants.insert(0, Variant("full"))
     model, longest = arguments.model, load_spec(resolve_config(arguments.model)).max_position
     plan = QuestionPlan(
         [read_questions(place) for place in arguments.questions],
@@ -77,11 +79,7 @@ def answer(arguments: argparse.Namespace, kind: str) -> Path:
 def named(records: Sequence[Record], kind: str) -> list[Record]:
     """The records under the name of the type, and the size in bfloat16."""
     in_bfloat16 = {size: base for base, size in sized(kind).items()}
-    return [
-        replace(each, policy=kind, size=in_bfloat16[each.size]) if each.size else each
-        for each in records
-        if each.size or kind == "bfloat16"
-    ]
+    return [replace(each, policy=kind, size=in_bfloat16[each.size]) if each.size else each for each in records]
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ REFERENCE = {
     "src/snapstream/engine/requests/output.py": "snapstream.RequestOutput",
     "src/snapstream/config/sampling.py": "snapstream.SamplingParams",
     "src/snapstream/config/budget.py": "snapstream.CacheBudget",
+    "src/snapstream/config/memory.py": "snapstream.MemoryBudget",
     "src/snapstream/config/engine.py": "snapstream.EngineConfig",
     "src/snapstream/errors.py": "snapstream.SnapStreamError",
     "src/snapstream/integrations/transformers/cache.py": "snapstream.integrations.transformers.SnapStreamCache",

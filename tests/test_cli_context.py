@@ -100,4 +100,6 @@ def test_a_budget_in_bytes_chooses_entries_and_their_type(document, tmp_path):
     asked = here("ask", out, document[1].questions[0].ask, "--max-tokens", "4")
     assert asked.exit_code == 0, asked.output
     small = here("read", document[0], "--budget", "3KiB", "-o", out)
-    assert "budget: 3072 bytes hold 7 entries of int4 of this model; give at least 4992 bytes" in said(small.exception)
+    assert "3072 bytes have room for 7 int4 entries per layer; give at least 4992 bytes for 16" in said(small.exception)
+    few = here("plan", "--devices", 4, "--budget", "1MiB")
+    assert "budget is '1MiB'; with devices, give a number of entries or a share" in said(few.exception)

@@ -5,8 +5,9 @@ import torch
 
 from snapstream import LLM, CacheBudget, EngineConfig, MemoryBudget, SamplingParams
 from snapstream.cache import type_name
+from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.settings import set_up
-from snapstream.errors import ConfigurationError
+from snapstream.errors import ConfigurationError, MemoryPlanError
 from tests.checkpoints import LATENT, prompt, save_checkpoint
 from tests.conftest import save_tokenizer, skip_wide_experts
 
@@ -70,12 +71,42 @@ def test_an_engine_has_no_more_than_that(checkpoint):
 
 
 def test_what_holds_nothing_is_refused(checkpoint):
-    with pytest.raises(ConfigurationError, match=r"budget: 8192 bytes hold \d+ entries of .*; give at least \d+ bytes"):
-        setup(checkpoint, "8KiB", kv_dtype="float32", max_model_len=500)
+    spec = setup(checkpoint, None).spec
+    few = spec.fixed_cache_bytes(torch.float32) + 7 * spec.budget_bytes_per_token(torch.float32)
+    with pytest.raises(ConfigurationError, match=r"have room for 7 float32 entries per layer; give at least \d+ bytes"):
+        setup(checkpoint, MemoryBudget(few), kv_dtype="float32")
     with pytest.raises(ConfigurationError, match="0 bytes hold no cache"):
         setup(checkpoint, "0MiB")
     with pytest.raises(ConfigurationError, match="'two GiB' is not a size"):
         setup(checkpoint, "two GiB")
+    with pytest.raises(ConfigurationError, match="neither a number of entries nor a JSON object, nor a size"):
+        setup(checkpoint, "4k")
+    with pytest.raises(ConfigurationError, match="unknown policy 'nonsense'"):
+        MemoryBudget(2**40, "nonsense")
+
+
+def test_without_kernels_entries_keep_their_type(checkpoint):
+    """Codes would be slow there."""
+    made = setup(checkpoint, MemoryBudget(sizes(setup(checkpoint, None), 100)), attention="sdpa")
+    assert made.types.cache == torch.float32
+    assert made.budget.capacity == 100
+    assert setup(checkpoint, "1MiB", attention="sdpa", kv_dtype="int4").types.cache != torch.float32
+
+
+def test_windows_alone(tmp_path):
+    """A budget buys nothing there."""
+    save_checkpoint(tmp_path, "qwen3-windows", layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
+    made = setup(tmp_path, "1GiB")
+    assert not made.spec.has_budget
+    with pytest.raises(ConfigurationError, match=r"windows of this model alone take \d+ bytes of a sequence"):
+        setup(tmp_path, "1KiB")
+
+
+def test_advice_names_the_type(checkpoint):
+    made = setup(checkpoint, MemoryBudget(sizes(setup(checkpoint, None), 200)), slots=8)
+    entries = 8 * 100 * made.spec.budget_bytes_per_token(made.types.cache)
+    with pytest.raises(MemoryPlanError, match=r"kv_dtype=int4 and budget=\d+"):
+        plan_engine(made, plan_engine(made).ours.total - entries).check()
 
 
 def test_heads_that_cannot_be_codes_keep_their_type(tmp_path):

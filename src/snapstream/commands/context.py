@@ -157,7 +157,7 @@ def _describe(file: Path) -> dict[str, Any]:
     described = CompressedSequence.describe(file)
     try:
         made_by = json.loads(described["note"])["model"]
-        budget, kv_dtype = CacheBudget.parse(described["budget"]), str(described["kv_dtype"])
+        budget, kv_dtype = CacheBudget.parse(described["budget"]), str(described.get("kv_dtype") or "auto")
     except (LookupError, TypeError, ValueError, ConfigurationError) as error:
         raise CacheFileError(f"{file} was not written by `snapstream read`") from error
     return {"made_by": str(made_by), "budget": budget, "kv_dtype": kv_dtype}

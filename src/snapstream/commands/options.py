@@ -97,8 +97,9 @@ class EngineOptions:
     kv_dtype: Annotated[
         str,
         typer.Option(
-            help="Type of cache entries: auto (that of activations), float32, bfloat16, float16, int8, int4, or one "
-            "for keys and one for values: int8/int4, int4/int8.",
+            help="Type of cache entries: auto (that of activations, or what a budget in bytes chooses; for `ask`, that "
+            "of the file), float32, bfloat16, float16, int8, int4, or one for keys and one for values: int8/int4, "
+            "int4/int8.",
             rich_help_panel=MODEL,
         ),
     ] = "auto"

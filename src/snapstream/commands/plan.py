@@ -26,7 +26,7 @@ from snapstream.commands.options import (
     quiet,
     with_options,
 )
-from snapstream.config import DEFAULT_POLICY
+from snapstream.config import DEFAULT_POLICY, MemoryBudget
 from snapstream.config.engine import QUANTIZED
 from snapstream.errors import ConfigurationError
 
@@ -77,7 +77,10 @@ def plan(
     name, length = chosen_model(model, model_option), max_length(max_model_len)
     config = options.config(max_model_len=length, slots=slots, sessions=count_or_size(sessions), prefix_cache=0)
     with quiet():
-        setup = set_up(name, parse_budget(budget, policy, longest_of(name, length)), config, must_exist=False)
+        parsed = parse_budget(budget, policy, longest_of(name, length))
+        if devices is not None and isinstance(parsed, MemoryBudget):
+            raise ConfigurationError(f"budget is {budget!r}; with devices, give a number of entries or a share")
+        setup = set_up(name, parsed, config, must_exist=False)
     if devices is not None:
         _plan_devices(setup, devices, attention, cache_memory, as_json=as_json)
         return

@@ -47,8 +47,9 @@ class EngineConfig:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         weights: Format of weights: ``auto``, as the checkpoint stores them; ``dense``, numbers of ``dtype``;
             or a format of :data:`QUANTIZED`, quantized while loading.
-        kv_dtype: Type of cache entries: ``auto``, that of activations; a dtype; ``int8``; ``int4``; or one of these two
-            for keys and one for values, such as ``int8/int4``. See :mod:`snapstream.cache.codes`.
+        kv_dtype: Type of cache entries: ``auto``, that of activations, or what a budget in bytes chooses; a dtype;
+            ``int8``; ``int4``; or one of these two for keys and one for values, such as ``int8/int4``. See
+            :mod:`snapstream.cache.codes`.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         attention: ``auto``, or the name of a backend (see :mod:`snapstream.attention`).
         enforce_eager: On CUDA, do not capture decode steps as graphs. This is slower but starts sooner, and kernels are

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from snapstream.config.budget import CacheBudget
 from snapstream.config.checks import require_integer
-from snapstream.config.policy import DEFAULT_POLICY
+from snapstream.config.policy import DEFAULT_POLICY, policy_class
 from snapstream.errors import ConfigurationError
 
 
@@ -18,7 +18,8 @@ class MemoryBudget:
     :func:`snapstream.engine.cache_settings.choose_cache`.
 
     Attributes:
-        nbytes: Bytes of one sequence over all layers.
+        nbytes: Bytes of one sequence over all layers. What is kept besides for sessions (of windows and states) and the
+            cache of a draft model are not counted.
         policy: Name of the policy that selects entries.
         before_questions: Whether it is for texts that are stored before a question is known.
     """
@@ -31,6 +32,7 @@ class MemoryBudget:
         require_integer("budget", self.nbytes)
         if self.nbytes < 1:
             raise ConfigurationError(f"budget: {self.nbytes} bytes hold no cache; give a size such as 512MiB or 2GiB")
+        policy_class(self.policy)  # an unknown name is an error
 
     def for_context(self) -> MemoryBudget:
         """The same for a text that is stored before any question is known."""

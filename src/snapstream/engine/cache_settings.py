@@ -25,7 +25,7 @@ equal bytes (docs/experiments.md)."""
 
 
 def choose_cache(
-    budget: Budget, kv_dtype: str, dtype: torch.dtype, spec: ModelSpec, max_model_len: int
+    budget: Budget, kv_dtype: str, dtype: torch.dtype, spec: ModelSpec, max_model_len: int, *, reads_codes: bool
 ) -> tuple[CacheBudget, EntryType]:
     """The cache budget of one slot, and the type of its entries.
 
@@ -38,6 +38,7 @@ def choose_cache(
         dtype: Dtype of activations.
         spec: The model, with windows as for sequences of ``max_model_len`` tokens.
         max_model_len: Maximum sequence length.
+        reads_codes: Whether attention reads codes as they are; otherwise they would be slow, and are not chosen.
 
     Raises:
         ConfigurationError: The budget is invalid or too small, or the model's entries cannot have the type.
@@ -48,18 +49,20 @@ def choose_cache(
     if not isinstance(budget, MemoryBudget):
         return choose_budget(budget, max_model_len), entry_type
     entries = entries_in(budget.nbytes, entry_type, spec)
-    if kv_dtype == "auto" and entries < max_model_len and _has_fast_codes(spec):
+    if kv_dtype == "auto" and entries < max_model_len and reads_codes and _can_be_codes(spec):
         entry_type = choose_entry_type(FEW_BITS, dtype, spec)
         entries = entries_in(budget.nbytes, entry_type, spec)
     if entries < MIN_CAPACITY:
         least = spec.fixed_cache_bytes(entry_type) + MIN_CAPACITY * spec.budget_bytes_per_token(entry_type)
+        if not spec.has_budget:
+            raise ConfigurationError(
+                f"budget: the windows of this model alone take {least} bytes of a sequence, more than {budget.nbytes}"
+            )
         raise ConfigurationError(
-            f"budget: {budget.nbytes} bytes hold {max(0, entries)} entries of {type_name(entry_type)} of this model; "
-            f"give at least {least} bytes for {MIN_CAPACITY} entries"
+            f"budget: {budget.nbytes} bytes have room for {max(0, entries)} {type_name(entry_type)} entries per layer; "
+            f"give at least {least} bytes for {MIN_CAPACITY}"
         )
-    if entries >= max_model_len:
-        return CacheBudget.of(max_model_len), entry_type
-    return budget.of(entries), entry_type
+    return budget.of(min(entries, max_model_len)), entry_type
 
 
 def entries_in(nbytes: int, entry_type: EntryType, spec: ModelSpec) -> int:
@@ -74,8 +77,8 @@ def entries_in(nbytes: int, entry_type: EntryType, spec: ModelSpec) -> int:
     return left // each
 
 
-def _has_fast_codes(spec: ModelSpec) -> bool:
-    """Whether kernels read codes of all entries as they are."""
+def _can_be_codes(spec: ModelSpec) -> bool:
+    """Whether the entries of all layers can be codes that kernels read."""
     return all(entry.size % BLOCK == 0 for entry in spec.entries) and _unsupported_rank(spec) is None
 
 
@@ -122,7 +125,12 @@ def choose_budget(budget: CacheBudget | int | str | None, max_model_len: int) ->
     """
     if budget is None:
         return CacheBudget.of(max_model_len)
-    parsed = CacheBudget.parse(budget)
+    try:
+        parsed = CacheBudget.parse(budget)
+    except ConfigurationError as error:
+        if isinstance(budget, str):
+            raise ConfigurationError(f"{error}, nor a size such as 2GiB") from error
+        raise
     if parsed.capacity <= max_model_len:
         return parsed
     logger.warning(

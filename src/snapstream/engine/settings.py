@@ -11,6 +11,7 @@ import torch
 
 from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
+from snapstream.attention.sdpa import SdpaAttention
 from snapstream.cache import EntryType
 from snapstream.config import CacheBudget, EngineConfig
 from snapstream.config.engine import QUANTIZED
@@ -136,7 +137,17 @@ def set_up(model: str, budget: Budget, config: EngineConfig, *, must_exist: bool
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     spec = spec.for_sequences_of(max_model_len).that_takes_back(inputs_to_keep(config))
-    chosen, entry_type = choose_cache(budget, config.kv_dtype, dtype, spec, max_model_len)
+    backend = choose_backend(
+        config.attention,
+        device,
+        dtype,
+        spec.largest_head,
+        spec.value_size,
+        others={entry.size for entry in spec.entries} - {spec.largest_head},
+    )
+    chosen, entry_type = choose_cache(
+        budget, config.kv_dtype, dtype, spec, max_model_len, reads_codes=not isinstance(backend, SdpaAttention)
+    )
     prefixes = None
     if config.prefix_kv_dtype != "auto":
         prefixes = choose_entry_type(config.prefix_kv_dtype, dtype, spec, "prefix_kv_dtype")
@@ -155,14 +166,7 @@ def set_up(model: str, budget: Budget, config: EngineConfig, *, must_exist: bool
         types=Types(dtype, dtype, entry_type, prefixes),
         max_model_len=max_model_len,
         budget=chosen,
-        backend=choose_backend(
-            config.attention,
-            device,
-            dtype,
-            spec.largest_head,
-            spec.value_size,
-            others={entry.size for entry in spec.entries} - {spec.largest_head},
-        ),
+        backend=backend,
         eager=config.enforce_eager or device.type == "cpu" or not _can_be_captured(spec, device),
         drafter=_set_up_drafter(config, chosen, max_model_len, must_exist=must_exist),
     )

@@ -11,6 +11,7 @@ asks for, and when it would be compiled again. For processes of their own, as it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -136,8 +137,8 @@ def compile_codes(dtype: torch.dtype, shape, heads: int, columns: int) -> None:
 
     B, D = 4, shape.size
     state, active = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
-    for each in CODES.values():
-        cache = shape.empty(B, 1024, entry_type=QuantizedType(each, each, dtype))
+    for each, other in itertools.product(CODES.values(), repeat=2):
+        cache = shape.empty(B, 1024, entry_type=QuantizedType(each, each if shape.latent else other, dtype))
         prompt, target = torch.zeros(1, 512, D, dtype=dtype), torch.zeros(1, 512, each.nbytes(D), dtype=torch.uint8)
         codes.encode(prompt, cache.frames[0, :1], cache.rotation, each.bits, target)
         places = Places(RING, 1, state, state, state, active)
@@ -158,7 +159,8 @@ def compile_codes(dtype: torch.dtype, shape, heads: int, columns: int) -> None:
             pending = cache.pending(tokens) if tokens > 1 else None
             if pending is not None:
                 store.commit(pending, cache, dataclasses.replace(slots, accepted=state))
-            decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=16)
+            for splits in (1, 16):
+                decode.attend_slots(query, out, cache, pending, slots, 0.1, splits=splits)
 
 
 def compile_states(dtype: torch.dtype, stored: torch.dtype, B: int) -> None:

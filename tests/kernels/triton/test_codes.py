@@ -122,9 +122,10 @@ def test_narrow_activations(kind, shape, dtype):
     torch.testing.assert_close(mine.buffers["out"], plain.buffers["out"], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter multiplies in float32")
 @pytest.mark.parametrize("kind", KINDS[::3], ids=str)
 def test_small_values_in_float16(kind):
-    """On a device, a weight times the scale of an entry would have few digits; the interpreter has more."""
+    """A weight times the scale of an entry would have few digits."""
     shape, size = SHAPES[0], 1e-3
     operations, mine = work(shape, kind, 1, size_of_values=size)
     _, exact = work(shape, kind, 1, size_of_values=size)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from snapstream.cache import type_name
+from snapstream.cache import QuantizedType, type_name
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import ALL
 from snapstream.engine.decode.workspace import decode_workspace
@@ -66,6 +66,8 @@ def plan_engine(setup: Setup, available: int | None = None) -> EnginePlan:
         shorter = most(lambda chunks: size(length=chunks * chunk), -(-length // chunk)) * chunk
         hints.append(("max_model_len", shorter if entries <= shorter < length else 0))
         found = " or ".join(f"{name}={value}" for name, value in hints if value)
+        if setup.config.kv_dtype == "auto" and isinstance(setup.types.cache, QuantizedType):  # chosen by the budget
+            found = found.replace("budget=", f"kv_dtype={setup.types.cache} and budget=")
         if found:
             advice = f"it would fit with {found}"
         else:

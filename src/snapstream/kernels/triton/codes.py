@@ -404,7 +404,7 @@ def load_entries(
     if BITS:
         # A row of codes is not a multiple of 16 bytes, which is all that the compiler would notice.
         aligned: tl.constexpr = 4 if BITS == 8 else (8 if SIZE % 128 == 0 else (4 if SIZE % 64 == 0 else 2))
-        row = tl.multiple_of(address + rows * stride, aligned)
+        row = tl.multiple_of(address + rows.to(tl.int64) * stride, aligned)
     if BITS == 8:
         factor = tl.load((row + SIZE).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
         first = _numbers8(row, is_row, like, 0, FIRST, SIZE)
