@@ -22,24 +22,12 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from snapstream.config.engine import QUANTIZED
 from snapstream.outputs import write_text
-
-PARTS = (
-    "bandwidth",
-    "decode",
-    "entries",
-    "table5",
-    "table4",
-    "prefill",
-    "widening",
-    "position",
-    "speculation",
-    "memory",
-)
 
 
 def main() -> int:
@@ -121,10 +109,15 @@ def _decode(rows: list[Any]) -> list[str]:
 
 
 def _entries(rows: list[Any]) -> list[str]:
-    lines = ["| slots | a step, ms | int8 | int8/int4 | int4 |", "|---|---|---|---|---|"]
+    return _compared(rows, "int8", "int8/int4", "int4", ratio=lambda first, other: first / other)
+
+
+def _compared(rows: list[Any], *others: str, ratio: Callable[[float, float], float]) -> list[str]:
+    """Steps by their number of slots, beside a first kind of step."""
+    lines = [f"| slots | a step, ms | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
     for row in rows:
-        first, *others = row["step_seconds"].values()
-        ratios = (f"{first['median'] / each['median']:.2f}x" for each in others)
+        first, *more = row["step_seconds"].values()
+        ratios = (f"{ratio(first['median'], each['median']):.2f}x" for each in more)
         lines.append(f"| {row['slots']} | {_spread(first)} | {' | '.join(ratios)} |")
     return lines
 
@@ -174,12 +167,7 @@ def _position(rows: list[Any]) -> list[str]:
 
 
 def _speculation(rows: list[Any]) -> list[str]:
-    lines = ["| slots | a step, ms | of 2 tokens | of 4 | of 8 |", "|---|---|---|---|---|"]
-    for row in rows:
-        one, *more = row["step_seconds"].values()
-        ratios = (f"{each['median'] / one['median']:.2f}x" for each in more)
-        lines.append(f"| {row['slots']} | {_spread(one)} | {' | '.join(ratios)} |")
-    return lines
+    return _compared(rows, "of 2 tokens", "of 4", "of 8", ratio=lambda first, other: other / first)
 
 
 def _memory(rows: list[Any]) -> list[str]:
@@ -202,6 +190,7 @@ _TABLES = {
     "speculation": _speculation,
     "memory": _memory,
 }
+PARTS = tuple(_TABLES)
 
 
 def _spread(seconds: dict[str, float]) -> str:

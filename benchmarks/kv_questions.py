@@ -14,6 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+from benchmarks.questions import plan_of, question_parser
 from snapstream.config import DEFAULT_POLICY, EngineConfig
 from snapstream.engine.settings import load_tokenizer
 from snapstream.evaluation.engine_host import EngineHost
@@ -21,8 +22,6 @@ from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.lab import run_questions
 from snapstream.evaluation.markdown import as_gap, as_lines
 from snapstream.evaluation.policies import Variant
-from snapstream.evaluation.questions.files import read_questions
-from snapstream.evaluation.questions.plan import QuestionPlan
 from snapstream.evaluation.records import Record, RecordFile, read_records
 from snapstream.evaluation.tables import Results, make_cell
 from snapstream.models.files import resolve_config
@@ -45,16 +44,7 @@ def answer(arguments: argparse.Namespace, kind: str) -> Path:
     if kind == "bfloat16":
         variants.insert(0, Variant("full"))
     model, longest = arguments.model, load_spec(resolve_config(arguments.model)).max_position
-    plan = QuestionPlan(
-        [read_questions(place) for place in arguments.questions],
-        variants,
-        Prompts(load_tokenizer(model), chat=None),
-        longest=longest,
-        samples=arguments.samples,
-        half=None,
-        places=arguments.ask.split(","),
-        code=False,
-    )
+    plan = plan_of(arguments, variants, Prompts(load_tokenizer(model), chat=None), longest)
     host = EngineHost(
         model,
         max_length=plan.longest,
@@ -84,11 +74,7 @@ def named(records: Sequence[Record], kind: str) -> list[Record]:
 
 def main() -> None:
     """Ask, and print a table per task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--questions", action="append", required=True)
-    parser.add_argument("--ask", default="with,after")
-    parser.add_argument("--samples", type=int, default=None, help="questions per file and place")
+    parser = question_parser(__doc__)
     parser.add_argument("--disk", type=int, default=12, help="GiB for prompts that were read")
     parser.add_argument("--output", type=Path, default=Path("kv-questions"))
     arguments = parser.parse_args()

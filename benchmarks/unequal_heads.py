@@ -9,7 +9,6 @@ best of all its heads, but a fifth is shared equally. Questions are answered in 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from benchmarks.questions import plan_of, question_parser
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.attention.sdpa import SdpaAttention
 from snapstream.compression import choose_entries, lay_out, layout_tensors
@@ -29,7 +29,6 @@ from snapstream.config.policy import Policy
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.markdown import as_lines
 from snapstream.evaluation.policies import Variant
-from snapstream.evaluation.questions.files import read_questions
 from snapstream.evaluation.questions.plan import QuestionPlan
 from snapstream.evaluation.questions.scores import score
 from snapstream.evaluation.scoring import interval, paired_difference
@@ -203,24 +202,13 @@ def answers(llm: LLM, plan: QuestionPlan, prompts: Prompts, share: Fraction) -> 
 
 def main() -> None:
     """Ask, and print a table per task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--questions", action="append", required=True)
-    parser.add_argument("--ask", default="with,after")
-    parser.add_argument("--samples", type=int, default=None, help="questions per file and place")
+    parser = question_parser(__doc__)
     parser.add_argument("--share", type=Fraction, default=Fraction(1, 8))
     arguments = parser.parse_args()
     policies._BUILT_IN["recorder"] = "benchmarks.unequal_heads:Recorder"
     probe = LLM(arguments.model, budget=64, max_model_len=128, slots=1, prefix_cache=0, report_plan=lambda plan: None)
     prompts = Prompts(probe.tokenizer, chat=None)
-    plan = QuestionPlan(
-        [read_questions(place) for place in arguments.questions],
-        [Variant("full")],
-        prompts,
-        samples=arguments.samples,
-        places=arguments.ask.split(","),
-        longest=probe.engine.spec.max_position,
-    )
+    plan = plan_of(arguments, [Variant("full")], prompts, probe.engine.spec.max_position)
     del probe
     llm = LLM(
         arguments.model,

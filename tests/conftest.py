@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from snapstream.kernels.cpu.library import compiler
-from tests.checkpoints import FAMILIES, SMALL, save_checkpoint
+from tests.checkpoints import FAMILIES, LATENT, SMALL, save_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -24,6 +24,19 @@ def skip_wide_experts(family):
     """Skip a test that runs a model of this family in float32 where that is not possible."""
     if torch.cuda.is_available() and "num_experts_per_tok" in FAMILIES[family][1]:
         pytest.skip("torch multiplies experts on CUDA in bfloat16 only")
+
+
+CODED = ("qwen3", "deepseek-v3", "gemma3", "gpt-oss", "qwen3.5")
+"""Families with each kind of entries: grouped heads, latents, windows, sinks of attention, and states."""
+
+
+def save_coded(tmp_path_factory, family):
+    """A checkpoint whose entries can be codes of 8 and 4 bits, with its tokenizer; returns its path."""
+    skip_wide_experts(family)
+    path = tmp_path_factory.mktemp(family)
+    save_checkpoint(path, family, **({} if family in LATENT else {"head_dim": 32}))
+    save_tokenizer(path)
+    return str(path)
 
 
 def save_tokenizer(directory):

@@ -8,19 +8,13 @@ from snapstream.cache import type_name
 from snapstream.engine.memory.planner import plan_engine
 from snapstream.engine.settings import set_up
 from snapstream.errors import ConfigurationError, MemoryPlanError
-from tests.checkpoints import LATENT, prompt, save_checkpoint
-from tests.conftest import save_tokenizer, skip_wide_experts
-
-FAMILIES = ("qwen3", "deepseek-v3", "gemma3", "gpt-oss", "qwen3.5")
+from tests.checkpoints import prompt, save_checkpoint
+from tests.conftest import CODED, save_coded
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CODED)
 def checkpoint(request, tmp_path_factory):
-    skip_wide_experts(request.param)
-    path = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
-    save_tokenizer(path)
-    return str(path)
+    return save_coded(tmp_path_factory, request.param)
 
 
 def setup(checkpoint, budget, **settings):

@@ -6,25 +6,19 @@ import torch
 from snapstream import LLM, CacheBudget, SamplingParams
 from snapstream.cache import QuantizedCache, type_name
 from snapstream.errors import CacheFileError
-from tests.checkpoints import LATENT, save_checkpoint
-from tests.conftest import save_tokenizer, skip_wide_experts
+from tests.checkpoints import save_checkpoint
+from tests.conftest import CODED, save_coded, save_tokenizer
 from tests.integrity import check_integrity
 
 BUDGET = CacheBudget(sink=4, recent=24, top_k=36, window=8)
-FAMILIES = ("qwen3", "deepseek-v3", "gemma3", "gpt-oss", "qwen3.5")
-"""Grouped heads, latents, windows, sinks of attention, and states."""
 KINDS = ("int8", "int4", "int8/int4", "int4/int8")
 PROMPT = [3 + (7 * i * i + i) % 90 for i in range(150)]
 PROMPTS = [PROMPT, PROMPT[:20], PROMPT[30:130], [5]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CODED)
 def checkpoint(request, tmp_path_factory):
-    skip_wide_experts(request.param)
-    path = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
-    save_tokenizer(path)
-    return str(path)
+    return save_coded(tmp_path_factory, request.param)
 
 
 def make(checkpoint, **settings):

@@ -18,7 +18,13 @@ from triton import next_power_of_2
 from snapstream.cache import LayerCache, QuantizedCache, dense_dtype
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.triton import LEAST_ENTRIES, MOST_SPLITS, PROGRAMS_PER_PROCESSOR
-from snapstream.kernels.triton.codes import RotatedQueries, load_entries, load_queries, rotated_scratch, store_results
+from snapstream.kernels.triton.coded_attention import (
+    RotatedQueries,
+    load_entries,
+    load_queries,
+    rotated_scratch,
+    store_results,
+)
 from snapstream.kernels.triton.tiles import (
     LOG2_E,
     SMALLEST,

@@ -23,7 +23,7 @@ SMALLEST = 16
 
 
 def parts_of(size: int, bits: int = 0) -> tuple[int, int]:
-    """Sizes of both parts of a head; the second is 0 if there is none, and may be padded.
+    """Sizes of the two parts of a head. The second may be padded; it is 0 if there is only one.
 
     With codes of 4 bits, parts are the lower and the upper halves of bytes, which may be padded.
     """
