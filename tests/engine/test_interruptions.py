@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import os
 import random
 import signal
@@ -194,9 +195,11 @@ def test_real_signals_while_streams_are_open(llm, alone, again):
     """Ctrl-C in one call, at any moment: open streams go on right, or end with an error that says so."""
     rng = random.Random(again)
     previous = signal.signal(signal.SIGALRM, on_alarm)
-    began = time.perf_counter()
-    llm.generate([tokens for tokens, _ in JOBS], [params for _, params in JOBS])
-    usual = time.perf_counter() - began
+    usual = math.inf  # a slow moment of the machine must not move most signals past the end of the calls
+    for _ in range(3):
+        began = time.perf_counter()
+        llm.generate([tokens for tokens, _ in JOBS], [params for _, params in JOBS])
+        usual = min(usual, time.perf_counter() - began)
     interrupted = whole = 0
     try:
         for _ in range(40):
