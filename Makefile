@@ -118,7 +118,7 @@ eval-full: $(STAMP)
 # A real model, in English prose: a section of docs/accuracy.md; two and a half hours on two cores.
 eval-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k,4k,6k --budgets 1/4,1/8 --samples 100 \
-	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,mixed,spans --slots 24 --no-return-kept-tokens \
+	  --policies full,streaming,random,sage-kv,snapstream,keydiff,local-keydiff,multiscale-keydiff,mixed,spans --slots 24 --no-return-kept-tokens \
 	  --output eval-results/smollm2
 	$(BIN)/snapstream eval smollm2 --tasks phone,phones,room,late-phone --lengths 1k,2k --budgets 1/4,1/8 --samples 100 \
 	  --policies snapstream --sweep window=32,16 --slots 24 --no-return-kept-tokens --output eval-results/smollm2-window
@@ -197,7 +197,7 @@ bench-presses: $(KVPRESS_STAMP)
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses
 	$(KVPRESS_VENV)/bin/python -m benchmarks.presses --model smollm2 --tasks phones --lengths 1024 --samples 30 \
 	  --when after \
-	  --contenders full,"kvpress LagKV","kvpress Compactor","kvpress KVzip","kvpress KVzip per head",keydiff,local-keydiff,mixed
+	  --contenders full,"kvpress LagKV","kvpress Compactor","kvpress KVzip","kvpress KVzip per head",keydiff,local-keydiff,multiscale-keydiff,mixed
 
 # Eviction beside a full cache in host memory, whose pages are fetched: right answers, for docs/experiments.md; two hours.
 bench-offload: $(SMOLLM2_STAMP)

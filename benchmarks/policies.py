@@ -24,7 +24,7 @@ from snapstream.engine.prefill.prefill import Prefill
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
-POLICIES = ("streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "mixed", "spans")
+POLICIES = ("streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "multiscale-keydiff", "mixed", "spans")
 LENGTHS = (2048, 8192, 32768)
 
 

@@ -56,7 +56,7 @@ PRESSES = {
     "kvpress KVzip": lambda ratio: KVzipPress(ratio, layerwise=True),
     "kvpress KVzip per head": KVzipPerHead,
 }
-POLICIES = ("streaming", "snapstream", "keydiff", "local-keydiff", "mixed")
+POLICIES = ("streaming", "snapstream", "keydiff", "local-keydiff", "multiscale-keydiff", "mixed")
 CONTENDERS = ("full", *PRESSES, *POLICIES)
 BASELINE = "mixed"
 """The contender that all others are compared with, question by question."""

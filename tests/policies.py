@@ -9,7 +9,10 @@ import torch
 from snapstream.config import LayerPrompt, Policy
 from snapstream.config.policy import ALL
 
-OWN = ["full", "streaming", "sage-kv", "snapstream", "spans", "keydiff", "local-keydiff", "mixed", "random"]
+OWN = [
+    *("full", "streaming", "sage-kv", "snapstream", "spans", "keydiff", "local-keydiff", "multiscale-keydiff"),
+    *("mixed", "random"),
+]
 """The policies that this package brings."""
 
 

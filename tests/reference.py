@@ -180,6 +180,9 @@ def naive_scores(queries: Tensor, keys: Tensor, values, budget, first_voter=0, *
     if policy.name == "local-keydiff":
         differences = naive_key_differences(keys, budget, policy.near)
         return naive_in_turn([naive_pool(differences, policy.kernel), differences])
+    if policy.name == "multiscale-keydiff":
+        near, whole = (naive_key_differences(keys, budget, blocks) for blocks in (policy.near, None))
+        return naive_in_turn([naive_pool(near, policy.kernel), near, naive_pool(whole, policy.whole_kernel)])
     return naive_votes(queries, keys, budget, first_voter, **how)
 
 

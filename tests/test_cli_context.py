@@ -51,8 +51,8 @@ def test_a_plain_text_from_stdin(document, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "policy"),
     [
-        (("--budget", "256"), "local-keydiff"),
-        (("--budget", "1/4"), "local-keydiff"),
+        (("--budget", "256"), "multiscale-keydiff"),
+        (("--budget", "1/4"), "multiscale-keydiff"),
         (("--budget", "256", "--policy", "mixed"), "mixed"),
         (("--budget", "256", "--policy", "keydiff"), "keydiff"),
         (("--budget", '{"capacity": 256}'), "spans"),
@@ -94,7 +94,7 @@ def test_a_budget_in_bytes_chooses_entries_and_their_type(document, tmp_path, mo
     done = here("read", document[0], "--budget", "200KiB", "-o", out)
     assert done.exit_code == 0, done.output
     described = CompressedSequence.describe(out)
-    assert described["budget"]["policy"] == "local-keydiff"
+    assert described["budget"]["policy"] == "multiscale-keydiff"
     assert described["kv_dtype"] == "int4"
     assert out.stat().st_size < 300 * 2**10
     asked = here("ask", out, document[1].questions[0].ask, "--max-tokens", "4")

@@ -110,7 +110,7 @@ def test_votes_of_a_batch_are_those_of_each(name):
 
 @settings(deadline=None, max_examples=80)
 @given(
-    st.sampled_from(["keydiff", "local-keydiff", "mixed", "spans"]),
+    st.sampled_from(["keydiff", "local-keydiff", "multiscale-keydiff", "mixed", "spans"]),
     st.integers(1, 120),
     st.integers(0, 20),
     st.sampled_from([(1, 1), (4, 2), (3, 1)]),
@@ -229,7 +229,7 @@ def test_budgets_written_for_earlier_versions_are_read():
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("spans", small)
     assert replace(CacheBudget.preset("mixed", 64), window=1).policy == make_policy("mixed", {"window": 1})
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})
-    for name in ("spans", "mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "spread"):
+    for name in ("spans", "mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "multiscale-keydiff", "spread"):
         assert replace(CacheBudget.preset(name, 64), selection="random").policy == make_policy("random", {})
     assert replace(CacheBudget.preset("streaming", 64), selection="random").policy == make_policy("streaming", {})
     assert replace(CacheBudget.preset("random", 128), selection="votes").policy == make_policy("spans", {})

@@ -74,10 +74,10 @@ def test_every_question_begins_from_the_same_state(checkpoint):
 @pytest.mark.parametrize(
     ("policy", "asked", "want"),
     [
-        ("spans", None, CacheBudget.preset("local-keydiff", 64)),
-        ("spans", 48, CacheBudget.preset("local-keydiff", 48)),
-        ("mixed", None, CacheBudget.preset("local-keydiff", 64)),
-        ("snapstream", 48, CacheBudget.preset("local-keydiff", 48)),  # a number is the same cache everywhere
+        ("spans", None, CacheBudget.preset("multiscale-keydiff", 64)),
+        ("spans", 48, CacheBudget.preset("multiscale-keydiff", 48)),
+        ("mixed", None, CacheBudget.preset("multiscale-keydiff", 64)),
+        ("snapstream", 48, CacheBudget.preset("multiscale-keydiff", 48)),  # a number is the same cache everywhere
         ("snapstream", None, CacheBudget.preset("snapstream", 64)),
         ("mixed", CacheBudget.preset("mixed", 48), CacheBudget.preset("mixed", 48)),
         ("mixed", CacheBudget.preset("streaming", 48), CacheBudget.preset("streaming", 48)),

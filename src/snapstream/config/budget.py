@@ -161,7 +161,8 @@ class CacheBudget:
         Args:
             name: ``spans`` (the default: votes for tokens and for whole spans, and some keys), ``snapstream`` (the
                 paper's rule: a window votes), ``sage-kv`` (only the last token votes), ``keydiff`` (keys that differ
-                from all others), ``local-keydiff`` (keys that differ from their neighbors), ``mixed`` (votes and such
+                from all others), ``local-keydiff`` (keys that differ from their neighbors), ``multiscale-keydiff``
+                (both; the default for contexts), ``mixed`` (votes and such
                 keys), ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is dropped while
                 the sequence fits into ``capacity``), ``random`` (random selection), or the name of a policy from
                 another package.
@@ -323,7 +324,7 @@ class CacheBudget:
 
 _SETTINGS = (
     *("window", "pooling", "kernel", "normalize", "seed", "key_kernel", "near"),
-    *("span", "shift", "voters", "key_turns"),
+    *("span", "shift", "voters", "key_turns", "whole_kernel"),
 )
 """Settings of built-in policies that a budget itself accepts. A policy that lacks one of them ignores it, so a sweep
 over ``window`` can include random selection."""

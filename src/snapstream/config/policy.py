@@ -160,6 +160,7 @@ _BUILT_IN = {
     "spans": "snapstream.compression.policies.spans:Spans",
     "keydiff": "snapstream.compression.policies.keydiff:KeyDifferences",
     "local-keydiff": "snapstream.compression.policies.local_keydiff:LocalKeyDifferences",
+    "multiscale-keydiff": "snapstream.compression.policies.multiscale_keydiff:MultiscaleKeyDifferences",
     "mixed": "snapstream.compression.policies.mixed:Mixed",
     "random": "snapstream.compression.policies.random:RandomVotes",
 }

@@ -127,7 +127,7 @@ class LLM:
                 the model has a template and ``text`` is not token ids.
             system: The system message of this conversation, which is pinned.
             budget: Cache entries, as for :attr:`SamplingParams.kv_budget`; by default the engine's. Unless this is a
-                :class:`CacheBudget`, the policy's variant for contexts is used: ``local-keydiff`` for ``spans``.
+                :class:`CacheBudget`, the policy's variant for contexts is used: ``multiscale-keydiff`` for ``spans``.
 
         Returns:
             The context, for ``generate(..., context=...)`` and :meth:`save_context`.

@@ -77,7 +77,8 @@ class SnapStreamLM(TemplateLM):  # type: ignore[misc]
             pretrained: Directory of a checkpoint, or a hub id.
             budget: Cache entries per sequence; ``None`` is a full cache.
             policy: What the budget keeps: ``spans`` (the default with a budget), ``snapstream``, ``mixed``,
-                ``local-keydiff``, ``keydiff``, ``streaming``, ``sage-kv``, ``random``; or ``full``, without a budget.
+                ``multiscale-keydiff``, ``local-keydiff``, ``keydiff``, ``streaming``, ``sage-kv``, ``random``; or
+                ``full``, without a budget.
             max_length: Longest prompt plus output; by default the model's own limit.
             slots: Sequences decoded concurrently; by default the batch size.
             prefill_chunk: Prompt tokens per prefill launch.

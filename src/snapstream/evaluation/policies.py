@@ -20,6 +20,7 @@ ENGINE_POLICIES = (
     "random",
     "keydiff",
     "local-keydiff",
+    "multiscale-keydiff",
     "snapstream",
     "mixed",
     "spans",

@@ -13,10 +13,10 @@ from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
 from snapstream.compression.policies.local_keydiff import (
     NEAR,
-    LocalKeyDifferences,
     by_itself_and_smoothed,
     require_near,
 )
+from snapstream.compression.policies.multiscale_keydiff import MultiscaleKeyDifferences
 from snapstream.compression.policies.window import WindowVotes
 from snapstream.compression.ranks import take_in_turn
 from snapstream.config.policy import LayerPrompt, Policy
@@ -57,7 +57,7 @@ class Mixed(WindowVotes):
     @override
     def for_contexts(self) -> Policy:
         """Key differences alone: a text that is stored does not end with a question."""
-        return LocalKeyDifferences(kernel=self.key_kernel, near=self.near)
+        return MultiscaleKeyDifferences(kernel=self.key_kernel, near=self.near)
 
     @override
     def votes(self, prompt: LayerPrompt) -> Tensor:

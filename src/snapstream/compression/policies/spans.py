@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
-from snapstream.compression.policies.local_keydiff import NEAR, LocalKeyDifferences, require_near
+from snapstream.compression.policies.local_keydiff import NEAR, require_near
+from snapstream.compression.policies.multiscale_keydiff import MultiscaleKeyDifferences
 from snapstream.compression.policies.window import WindowVotes, require_voters
 from snapstream.compression.ranks import take_in_turn
 from snapstream.compression.scoring import pool_votes, votes_and_largest_shares
@@ -83,7 +84,7 @@ class Spans(WindowVotes):
     @override
     def for_contexts(self) -> Policy:
         """Key differences: a text that is stored does not end with a question."""
-        return LocalKeyDifferences(near=self.near)
+        return MultiscaleKeyDifferences(near=self.near)
 
     @property
     @override

@@ -21,7 +21,17 @@ from snapstream.integrations.vllm.step import Outgoing, Sequences, Window
 
 _READ_THE_CACHE = {"CPU_ATTN"}
 """Backends whose kernels are known to read all tokens of a step from the cache, at whatever place."""
-_ALIKE = ("spans", "mixed", "snapstream", "sage-kv", "keydiff", "local-keydiff", "streaming", "full")
+_ALIKE = (
+    "spans",
+    "mixed",
+    "snapstream",
+    "sage-kv",
+    "keydiff",
+    "local-keydiff",
+    "multiscale-keydiff",
+    "streaming",
+    "full",
+)
 """Policies that treat all layers alike, so that layer names need not contain a number."""
 
 
