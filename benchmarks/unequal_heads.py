@@ -5,6 +5,9 @@
 Each prompt is read once into a full cache. For each policy, entries that it drops are masked: equally many in all heads
 of a layer, or by Ada-KV's rule (arXiv 2407.11550): a layer's pinned entries go to the heads whose scores are among the
 best of all its heads, but a fifth is shared equally. Questions are answered in these caches.
+
+For questions that come after the text, KVzip (arXiv 2505.23416) is compared, too: the model repeats the text, and a
+token is rated by the largest weight that it is given. Its entries are shared equally, by the rule, or among all layers.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from snapstream.compression.keys import key_differences
 from snapstream.compression.scoring import observation_votes, pool_votes
 from snapstream.config import LayerPrompt
 from snapstream.config import policy as policies
-from snapstream.config.policy import Policy
+from snapstream.config.policy import ALL, Policy
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.markdown import as_lines
 from snapstream.evaluation.policies import Variant
@@ -33,13 +36,18 @@ from snapstream.evaluation.questions.plan import QuestionPlan
 from snapstream.evaluation.questions.scores import score
 from snapstream.evaluation.scoring import interval, paired_difference
 
-KNOWN, LATER = ("spans", "mixed", "snapstream"), ("local-keydiff",)
+KNOWN, LATER = ("spans", "mixed", "snapstream"), ("multiscale-keydiff", "local-keydiff")
 """Policies for questions at the end of the prompt, and for those that come later."""
 FLOOR = 0.2
 """Share of the pinned entries that all heads have alike."""
 
+PIECE = 2048
+"""Tokens that are repeated at once."""
+
 masks: dict[str, list[Tensor]] = {}
 """Which tokens each layer's heads keep, bool ``[N, L]``, by policy; of the prompt that was read last."""
+repetitions: dict[int, list[Tensor]] = {}
+"""By layer, the ratings ``[N, L]`` of a text by each of its pieces; of the text that was repeated last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +106,76 @@ class Recorder(Policy):
 
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         return votes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition(Policy):
+    """Rates a text by the attention of the last tokens, which repeat a piece of it; what it keeps does not matter."""
+
+    name: ClassVar[str] = "repetition"
+    text: int = 0
+    piece: int = 0
+
+    @property
+    def queries(self) -> int:
+        return ALL
+
+    def votes(self, prompt: LayerPrompt) -> Tensor:
+        keys, queries = prompt.keys[0].float(), prompt.queries[0, :, -self.piece :].float()
+        (N, L, D), at_once = keys.shape, 256
+        best = torch.zeros(N, self.text)
+        for start in range(0, self.piece, at_once):
+            some = queries[:, start : start + at_once]
+            logits = (some.reshape(N, -1, D) @ keys.mT * prompt.scale).view(N, -1, some.shape[1], L)
+            last = torch.arange(some.shape[1]) + L - self.piece + start
+            weights = logits.masked_fill(torch.arange(L) > last[:, None], -torch.inf).softmax(-1)
+            best = torch.maximum(best, weights[..., : self.text].amax((1, 2)))
+        repetitions.setdefault(int(prompt.layer), []).append(best)
+        return torch.zeros(prompt.keys.shape[:3])
+
+
+def repeat(llm: LLM, tokens: list[int], saved: Any, opened: str | None) -> list[Tensor]:
+    """KVzip's ratings of a text, ``[N, L]`` for each layer."""
+    context = llm.context_of(saved, opened, None)
+    repetitions.clear()
+    begin = 0 if opened is None else len(llm.tokenizer.encode(opened, add_special_tokens=False))
+    for start in range(begin, len(tokens), PIECE):
+        ask = "Repeat the previous context exactly."
+        if start > begin:
+            before = llm.tokenizer.decode(tokens[start - 8 : start])
+            ask = f"Repeat the part of the previous context exactly, starting with {before}"
+        piece = tokens[start : start + PIECE]
+        asked = llm.engine.tokenize(llm.after(context, ask))
+        budget = CacheBudget(4, 32, 64, policy=Repetition(text=len(tokens), piece=len(piece)))
+        run(llm, [*asked, *piece], SamplingParams(max_tokens=1, kv_budget=budget), past=saved)
+    return [torch.stack(repetitions[layer]).amax(0) for layer in sorted(repetitions)]
+
+
+def shared_among(scores: Tensor, capacity: int, floor: float) -> Tensor:
+    """Which tokens heads keep that share their entries: sinks, recent tokens, a part of the best, and the best of all.
+
+    Args:
+        scores: ``[heads, L]``, of one layer or of several.
+        capacity: Entries per head, on average.
+        floor: Share of them that each head has.
+    """
+    rated = scores.clone()
+    rated[:, :4] = rated[:, -32:] = torch.inf
+    kept = torch.zeros_like(rated, dtype=torch.bool)
+    kept.scatter_(1, rated.topk(max(36, int(floor * capacity))).indices, True)
+    left = len(rated) * capacity - int(kept.sum())
+    others = rated.masked_fill(kept, -1.0).flatten().topk(left).indices
+    return kept.flatten().index_fill(0, others, True).view_as(kept)
+
+
+def repeated_masks(scores: list[Tensor], capacity: int) -> dict[str, list[Tensor]]:
+    """What KVzip keeps, by how heads share their entries."""
+    all_layers = shared_among(torch.cat(scores), capacity, FLOOR / 2)
+    return {
+        "kvzip, equal": [shared_among(each, capacity, 1.0) for each in scores],
+        "kvzip, unequal": [shared_among(each, capacity, FLOOR) for each in scores],
+        "kvzip over all layers, unequal": list(all_layers.split([len(each) for each in scores])),
+    }
 
 
 def of_head(prompt: LayerPrompt, head: int, budget: CacheBudget, length: int) -> Tensor:
@@ -175,6 +253,8 @@ def answers(llm: LLM, plan: QuestionPlan, prompts: Prompts, share: Fraction) -> 
         masks.clear()
         run(llm, tokens, SamplingParams(max_tokens=1, kv_budget=CacheBudget(4, 32, 64, policy=recorder)))
         saved = run(llm, tokens, SamplingParams(max_tokens=0), keep=True).saved
+        if later:
+            masks.update(repeated_masks(repeat(llm, tokens, saved, opened), recorder.capacity))
         kept = {"full": None, **masks}
         for name, layers in list(kept.items()):
             copied = [layer.clone() for layer in saved.layers]
@@ -212,11 +292,11 @@ def main() -> None:
     del probe
     llm = LLM(
         arguments.model,
-        max_model_len=plan.longest + 16,
+        max_model_len=plan.longest + 16 + (PIECE if "after" in arguments.ask else 0),
         slots=1,
         sessions=2,
         attention="sdpa",
-        kept_queries=64,
+        kept_queries=ALL if "after" in arguments.ask else 64,
         prefix_cache="2GiB",
         report_plan=lambda plan: None,
     )
@@ -230,7 +310,7 @@ def main() -> None:
             low, high = interval(sum(scores), count)
             cell, gap = f"{100 * sum(scores) / count:.0f} ({100 * low:.0f}-{100 * high:.0f})", ""
             if name.endswith("unequal"):
-                equal = names[name.replace("unequal", "equal")]
+                equal = names[name.replace("unequal", "equal").replace(" over all layers", "")]
                 middle, low, high = paired_difference([a - b for a, b in zip(scores, equal, strict=True)])
                 gap = f"{100 * middle:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
             table.append([name, cell, gap])

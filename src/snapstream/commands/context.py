@@ -46,8 +46,8 @@ def read(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="Which tokens the budget keeps, as for `snapstream generate`. Default: multiscale-keydiff, which needs "
-            "no question.",
+            help="Which tokens the budget keeps, as for `snapstream generate`. Default: multiscale-keydiff, which "
+            "needs no question.",
             rich_help_panel=CACHE,
         ),
     ] = None,

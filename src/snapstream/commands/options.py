@@ -46,8 +46,8 @@ Budget = Annotated[
 Policy = Annotated[
     str,
     typer.Option(
-        help="Which tokens the budget keeps: spans, snapstream (the paper's rule), mixed, multiscale-keydiff, local-keydiff, "
-        "keydiff, sage-kv, streaming, random, full, or the policy of an installed package.",
+        help="Which tokens the budget keeps: spans, snapstream (the paper's rule), mixed, multiscale-keydiff, "
+        "local-keydiff, keydiff, sage-kv, streaming, random, full, or the policy of an installed package.",
         rich_help_panel=CACHE,
     ),
 ]

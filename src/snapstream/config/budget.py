@@ -162,10 +162,9 @@ class CacheBudget:
             name: ``spans`` (the default: votes for tokens and for whole spans, and some keys), ``snapstream`` (the
                 paper's rule: a window votes), ``sage-kv`` (only the last token votes), ``keydiff`` (keys that differ
                 from all others), ``local-keydiff`` (keys that differ from their neighbors), ``multiscale-keydiff``
-                (both; the default for contexts), ``mixed`` (votes and such
-                keys), ``streaming`` (StreamingLLM: sinks and recent tokens only), ``full`` (nothing is dropped while
-                the sequence fits into ``capacity``), ``random`` (random selection), or the name of a policy from
-                another package.
+                (both; the default for contexts), ``mixed`` (votes and such keys), ``streaming`` (StreamingLLM: sinks
+                and recent tokens only), ``full`` (nothing is dropped while the sequence fits into ``capacity``),
+                ``random`` (random selection), or the name of a policy from another package.
             capacity: Entries per layer and KV head.
 
         Raises:
