@@ -55,7 +55,8 @@ def run(tmp_path, **changes):
 def test_answers_are_those_of_an_engine_with_that_cache_alone(tmp_path):
     """Every policy and task; the reference has an engine, a reading and a second turn of its own for each."""
     _, records = run(tmp_path)
-    assert len(records) == 3 * 3 * (len(ENGINE_POLICIES) - 1) + 3  # a truncated prompt has no room for what follows in the other two
+    # A truncated prompt has no room for what follows in the other two.
+    assert len(records) == 3 * 3 * (len(ENGINE_POLICIES) - 1) + 3
     engines = {}
     for record in records:
         entries = LENGTH // 4
