@@ -11,11 +11,7 @@ from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
 from snapstream.compression.policies.attention import require_kernel
-from snapstream.compression.policies.local_keydiff import (
-    NEAR,
-    by_itself_and_smoothed,
-    require_near,
-)
+from snapstream.compression.policies.local_keydiff import NEAR, by_itself_and_smoothed, require_near
 from snapstream.compression.policies.multiscale_keydiff import MultiscaleKeyDifferences
 from snapstream.compression.policies.window import WindowVotes
 from snapstream.compression.ranks import take_in_turn
